@@ -1,0 +1,95 @@
+"""The exception tree: one branch an exit code (docs/exit-codes.md lists them).
+
+`raise` one of these for what a user can mend; `assert` for what only a programmer can.
+A message has three beats: what is wrong and where, what is accepted (with the nearest valid name), what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class HwoptError(Exception):
+    """Anything that ends a run with a message instead of a traceback."""
+
+    exit_code = 1
+
+
+class InputError(HwoptError):
+    """The command line, a profile, a job, an environment variable or a run name is not usable."""
+
+    exit_code = 2
+
+
+class PluginError(HwoptError):
+    """A plugin cannot be imported, breaks its contract or contradicts another one."""
+
+    exit_code = 3
+
+
+class DataError(HwoptError):
+    """A data file cannot be read, lacks a column or holds samples that cannot be trained on."""
+
+    exit_code = 4
+
+
+class NonFiniteError(HwoptError):
+    """A loss or gradient is not finite, or the run diverged."""
+
+    exit_code = 5
+
+
+class StorageError(HwoptError):
+    """Something could not be written or read back whole."""
+
+    exit_code = 6
+
+
+class DoesNotFitError(HwoptError):
+    """The run does not fit into the device's memory."""
+
+    exit_code = 7
+
+
+class WorkerDiedError(HwoptError):
+    """A data-loading worker or another rank died."""
+
+    exit_code = 9
+
+
+class Problems:
+    """Collects every problem of one input, so that a user mends a file once instead of line by line."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        self.messages.append(message)
+
+    def raise_if_any(self, error: type[HwoptError] = InputError, limit: int = 10) -> None:
+        """Raise `error` with all messages, one a line, the first `limit` of them in full."""
+        if not self.messages:
+            return
+        shown = self.messages[:limit]
+        if len(self.messages) > limit:
+            shown.append(f"… and {len(self.messages) - limit} more")
+        raise error("\n".join(shown))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the known name that is most like `name`, or an empty string."""
+    matches = get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def listing(names: Sequence[str], limit: int = 12) -> str:
+    """The accepted names in one line, cut where there are too many to read."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """`repr(value)` that fits on a line, whatever was typed."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,207 @@
+"""What the machine has, detected or described, and what each compute capability can do, each fact with its reason.
+
+Sources: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's Turing, Ampere, Ada and Hopper white papers; the checks
+of torch's scaled_dot_product_attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+GIB = 1024**3
+
+Feature = Literal[
+    "fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"
+]
+
+ARCHITECTURES = (  # first compute capability of each, newest first
+    ((10, 0), "Blackwell"),
+    ((9, 0), "Hopper"),
+    ((8, 9), "Ada"),
+    ((8, 0), "Ampere"),
+    ((7, 5), "Turing"),
+    ((7, 0), "Volta"),
+    ((6, 0), "Pascal"),
+    ((0, 0), "older"),
+)
+
+NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
+    "fp16": ((7, 0), "tensor cores for fp16 came with Volta"),
+    # torch.cuda.is_bf16_supported() says True on older cards too, by emulation
+    "bf16": ((8, 0), "bf16 tensor cores came with Ampere"),
+    "tf32": ((8, 0), "TF32 came with Ampere"),
+    "flash_attention": ((8, 0), "torch's flash kernel needs Ampere"),
+    "efficient_attention": ((5, 0), "torch's memory-efficient kernel needs Maxwell"),
+    "cudnn_attention": ((8, 0), "torch's cudnn kernel needs Ampere"),
+    "fused_optimizer": ((3, 5), "any CUDA device that torch supports"),
+}
+
+PACKAGES = (
+    *("torch", "accelerate", "transformers", "datasets", "peft", "bitsandbytes", "torchao"),
+    *("deepspeed", "liger-kernel", "flash-attn", "triton", "numpy", "pydantic"),
+)
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Whether a feature is there, with the reason in both numbers; true and false like a bool."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine: `count` equal devices of a kind and the host around them. Memory in GiB (2**30 bytes)."""
+
+    device_type: Literal["cuda", "cpu"]
+    name: str
+    memory_gib: float
+    free_memory_gib: float
+    count: int = 1
+    compute_capability: tuple[int, int] | None = None
+    cpu_cores: int = 1
+    cpu_memory_gib: float = 0.0
+    cpu_features: tuple[str, ...] = ()
+    """Of amx_bf16, avx512_bf16, avx2: what matters to torch's CPU kernels."""
+    compiler: str | None = None
+    """A C++ compiler on the path, for torch.compile."""
+    system: str = "Linux"
+    source: Literal["detected", "described"] = "detected"
+
+    @property
+    def architecture(self) -> str:
+        if self.compute_capability is None:
+            return "CPU"
+        return next(name for least, name in ARCHITECTURES if self.compute_capability >= least)
+
+    @property
+    def capability_text(self) -> str:
+        return ".".join(map(str, self.compute_capability)) if self.compute_capability else "none"
+
+    def can(self, feature: Feature) -> Capability:
+        """Whether the device does `feature` in hardware (never by emulation)."""
+        if self.compute_capability is None:
+            return self._cpu_can(feature)
+        least, why = NEEDED_CAPABILITY[feature]
+        found = f"compute capability {self.capability_text} ({self.name})"
+        if self.compute_capability >= least:
+            return Capability(True, found)
+        return Capability(False, f"needs compute capability {least[0]}.{least[1]} ({why}), found {found}")
+
+    def _cpu_can(self, feature: Feature) -> Capability:
+        match feature:
+            case "bf16":
+                units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in self.cpu_features]
+                if units:
+                    return Capability(True, f"this CPU has {', '.join(units)}")
+                return Capability(False, "this CPU has neither AMX-BF16 nor AVX512-BF16")
+            case "flash_attention" | "fused_optimizer":
+                return Capability(True, "torch has a CPU kernel")
+            case "fp16":
+                return Capability(False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32")
+            case _:
+                return Capability(False, f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU")
+
+
+def described(
+    name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None
+) -> Hardware:
+    """A card that is not there, in the machine of `host` (default: 8 cores, 32 GiB). All of its memory counts as free."""
+    return Hardware(
+        device_type="cuda" if compute_capability else "cpu",
+        name=name,
+        memory_gib=memory_gib,
+        free_memory_gib=memory_gib,
+        compute_capability=compute_capability,
+        cpu_cores=host.cpu_cores if host else 8,
+        cpu_memory_gib=host.cpu_memory_gib if host else 32.0,
+        compiler=host.compiler if host else "g++",
+        system=host.system if host else "Linux",
+        source="described",
+    )
+
+
+def detect() -> Hardware:
+    """Look at the machine: the first CUDA device that is visible, or the CPU. Imports torch."""
+    import torch
+
+    host = detect_host()
+    if not torch.cuda.is_available():
+        return host
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    return Hardware(
+        device_type="cuda",
+        name=properties.name,
+        memory_gib=round(total / GIB, 2),
+        free_memory_gib=round(free / GIB, 2),
+        count=torch.cuda.device_count(),
+        compute_capability=(properties.major, properties.minor),
+        cpu_cores=host.cpu_cores,
+        cpu_memory_gib=host.cpu_memory_gib,
+        cpu_features=host.cpu_features,
+        compiler=host.compiler,
+        system=host.system,
+    )
+
+
+def detect_host() -> Hardware:
+    """The machine without its accelerators."""
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    flags = {
+        "amx_bf16": "_is_amx_tile_supported",
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "avx2": "_is_avx2_supported",
+    }
+    return Hardware(
+        device_type="cpu",
+        name=cpu_name(),
+        memory_gib=round(memory.total / GIB, 2),
+        free_memory_gib=round(memory.available / GIB, 2),
+        cpu_cores=cpu_cores(),
+        cpu_memory_gib=round(memory.total / GIB, 2),
+        cpu_features=tuple(name for name, probe in flags.items() if getattr(torch.cpu, probe, bool)()),
+        compiler=next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None),
+        system=platform.system(),
+    )
+
+
+def cpu_cores() -> int:
+    """The cores that this process may use, which on a shared machine are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def detect_software() -> dict[str, str]:
+    """Versions of the installed packages that plugins ask about."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,171 @@
+"""What probing needs to know of a model, from its config alone: built on the meta device, no weights, cached on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.errors import InputError, nearest, shorten
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Everything a plugin may ask of a model before it exists."""
+
+    name: str
+    model_type: str
+    architecture: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    """The longest input in tokens, None where the architecture has no limit."""
+    is_decoder: bool
+    """Attends to the left only."""
+    supports_sdpa: bool
+    supports_flash: bool
+    supports_checkpointing: bool
+    attention_dropout: float
+    prebuilt_mask: bool = False
+    """Takes a four-dimensional mask as it is (the class builds its masks with transformers.masking_utils)."""
+
+
+def load_config(name: str | None, config: dict[str, Any] | None, revision: str | None = None) -> PretrainedConfig:
+    """The config of a local folder or hub model, or one made from `config` (random weights).
+
+    Raises InputError where there is no such model, it is gated, or the config names an unknown type or key.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config is not None:
+        model_type = config.get("model_type")
+        if model_type not in CONFIG_MAPPING_NAMES:
+            raise InputError(
+                f"model.config.model_type: {shorten(model_type)} is not an architecture of transformers."
+                f"{nearest(str(model_type), CONFIG_MAPPING_NAMES)}"
+            )
+        options = {key: value for key, value in config.items() if key != "model_type"}
+        try:
+            made = AutoConfig.for_model(model_type, **options)
+        except Exception as error:  # every architecture checks its own keys in its own way
+            raise InputError(f"model.config: {model_type} refuses it: {error}") from error
+        unknown = sorted(set(options) - set(type(made)().to_dict()))
+        if unknown:
+            raise InputError(
+                f"model.config.{unknown[0]}: {model_type} has no such key.{nearest(unknown[0], type(made)().to_dict())}"
+            )
+        return made
+    assert name is not None
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as error:  # transformers, the hub client and the network each raise their own
+        raise InputError(_why_no_model(name, error)) from error
+
+
+def _why_no_model(name: str, error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if "gated" in text.lower() or "401" in text or "403" in text:
+        return (
+            f"model.name: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login` "
+            "(or set HF_TOKEN)."
+        )
+    if "trust_remote_code" in text or "custom code" in text:
+        return f"model.name: {name!r} brings code of its own, which hwopt does not run."
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    cause = "there is no such folder" if looks_local else "no such folder, and the hub has no such model or cannot be reached"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"model.name: {name!r}: {cause} ({first_line[:160]}). Give a local folder or a hub name such as 'distilbert-base-uncased'."
+
+
+def is_decoder(config: PretrainedConfig) -> bool:
+    """Whether the architecture attends to the left only: it generates text and fills no masks."""
+    import transformers
+
+    fills_masks = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    generates = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    bidirectional = getattr(config.get_text_config(), "use_bidirectional_attention", False)
+    return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
+
+
+def model_class(config: PretrainedConfig, kind: str) -> type:
+    """The class of transformers that solves the task `kind` with this architecture."""
+    import transformers
+
+    mapping = getattr(transformers, AUTO_CLASSES[kind])._model_mapping
+    if type(config) not in mapping:
+        raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
+    if kind == "causal-lm" and not is_decoder(config):
+        raise InputError(
+            f"model: {config.model_type!r} is an encoder: it sees the words that it should predict. "
+            "Choose a decoder (gpt2, llama, gemma …) or task.kind = 'text-classification'"
+        )
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
+    """Facts of the architecture `config` with the head for `kind`; `cache` is a folder, None looks nothing up."""
+    import transformers
+
+    identity = json.dumps([config.to_dict(), kind, name, transformers.__version__], sort_keys=True, default=str)
+    path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
+    if path and path.is_file():
+        try:
+            return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            pass  # written by another version, or cut short: look again
+    facts = _look(config, kind, name)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_suffix(".tmp")
+        staged.write_text(json.dumps(asdict(facts)), encoding="utf-8")
+        staged.replace(path)
+    return facts
+
+
+def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
+    import inspect
+    import sys
+
+    import torch
+
+    cls: Any = model_class(config, kind)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = cls(config)
+    source = inspect.getsource(sys.modules[cls.__module__])
+    decoder = is_decoder(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        positions -= 2  # their position ids begin behind the padding index
+    dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+    return ModelFacts(
+        name=name,
+        model_type=config.model_type,
+        architecture=cls.__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=int(getattr(text, "num_hidden_layers", 0)),
+        hidden_size=int(getattr(text, "hidden_size", 0)),
+        vocab_size=int(getattr(text, "vocab_size", 0)),
+        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        is_decoder=decoder,
+        supports_sdpa=bool(getattr(cls, "_supports_sdpa", False)),
+        supports_flash=bool(getattr(cls, "_supports_flash_attn", False)),
+        supports_checkpointing=bool(getattr(cls, "supports_gradient_checkpointing", False)),
+        attention_dropout=float(next((getattr(text, key) for key in dropouts if getattr(text, key, None) is not None), 0.0)),
+        # a window would be lost: such models make a second mask from the two-dimensional one
+        prebuilt_mask=not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source,
+    )

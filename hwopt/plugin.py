@@ -1,0 +1,164 @@
+"""The contract: all that the author of a plugin needs. Imports nothing heavy.
+
+A plugin is one optimization: it probes whether it can work here, writes its part of the recipe, and afterwards shows from
+the running thing that it is really on. Every hook has a no-op default except `probe`; override only what you change.
+docs/plugins.md builds one step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hwopt.hardware import Hardware
+from hwopt.model_facts import ModelFacts
+from hwopt.recipe import Recipe
+
+if TYPE_CHECKING:  # for annotations only: both stand to the right of this module
+    from hwopt.build import Run
+    from hwopt.job import Job
+
+API_VERSION = 1
+
+
+class Stage(IntEnum):
+    """When a plugin's part takes effect; plugins are applied stage by stage, then in the order of the profile."""
+
+    PROCESS = 1
+    MODEL = 2
+    DATA = 3
+    OPTIMIZER = 4
+    DISTRIBUTION = 5
+    COMPILE = 6
+    LOOP = 7
+
+
+class PluginOptions(BaseModel):
+    """The TOML table `[plugins.<name>]`. Frozen; unknown keys are refused with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What probing may look at. All of it is frozen and was read once."""
+
+    hardware: Hardware
+    software: Mapping[str, str]
+    """Installed packages that matter, name -> version."""
+    model: ModelFacts
+    job: Job
+    world_size: int = 1
+
+    def has(self, package: str) -> bool:
+        return package in self.software
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer of `probe`, always with a reason that holds both numbers ("needs 8.0, found 7.5")."""
+
+    kind: Literal["apply", "fallback", "skip", "choose"]
+    reason: str
+    options: tuple[PluginOptions, ...] = ()
+    """fallback: the options used instead; choose: the candidates, cheapest first."""
+
+    @classmethod
+    def apply(cls, reason: str) -> Decision:
+        return cls("apply", reason)
+
+    @classmethod
+    def fallback(cls, to: PluginOptions, reason: str) -> Decision:
+        return cls("fallback", reason, (to,))
+
+    @classmethod
+    def skip(cls, reason: str) -> Decision:
+        return cls("skip", reason)
+
+    @classmethod
+    def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
+        return cls("choose", reason, tuple(options))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was observed of a plugin after the first optimizer step."""
+
+    status: Literal["active", "inactive", "unknown"]
+    seen: str
+
+    @classmethod
+    def active(cls, seen: str) -> Evidence:
+        return cls("active", seen)
+
+    @classmethod
+    def inactive(cls, seen: str) -> Evidence:
+        return cls("inactive", seen)
+
+    @classmethod
+    def unknown(cls, why: str) -> Evidence:
+        return cls("unknown", why)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What really ran in the first optimizer step, recorded by torch's profiler: the raw material of evidence."""
+
+    operators: Mapping[str, int] = field(default_factory=dict)
+    """Operator name ("aten::_fused_adamw_") -> number of calls."""
+    matmul_dtypes: Mapping[str, int] = field(default_factory=dict)
+    """dtype of the first operand of matrix multiplications ("c10::BFloat16", "float") -> number of calls."""
+
+    def calls(self, *parts: str) -> int:
+        """How often operators whose name holds one of `parts` ran."""
+        return sum(count for name, count in self.operators.items() if any(part in name for part in parts))
+
+
+class Plugin:
+    """One optimization. Subclass it, name it, and register the class under the entry-point group `hwopt.plugins`."""
+
+    name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    stage: ClassVar[Stage]
+    after: ClassVar[tuple[str, ...]] = ()
+    """Plugins of the same stage that come first where they are present."""
+    preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
+    """The most that it may change: nothing, rounding, or the training method itself."""
+    slots: ClassVar[tuple[str, ...]] = ()
+    """The recipe fields that it writes, for `hwopt plugins show`; the contract test holds it to them."""
+
+    class Options(PluginOptions):
+        pass
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def probe(self, context: Context) -> Decision:
+        """Whether and how it works here. Pure: looks at nothing but `context` and `self.options`."""
+        raise NotImplementedError(f"{type(self).__name__} has no probe()")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        """Write its part of the recipe. Heavy imports go inside the callables that it leaves there."""
+
+    def evidence(self, run: Run) -> Evidence:
+        """Look at the running thing after step 1, never at the plugin's own flags."""
+        return Evidence.unknown("this plugin observes nothing")
+
+
+__all__ = [
+    "API_VERSION",
+    "Context",
+    "Decision",
+    "Evidence",
+    "Hardware",
+    "ModelFacts",
+    "Observation",
+    "Plugin",
+    "PluginOptions",
+    "Recipe",
+    "Stage",
+]

@@ -1,0 +1,1 @@
+"""Profiles: one TOML a card, found through the entry-point group `hwopt.profiles`."""
