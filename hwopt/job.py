@@ -1,0 +1,166 @@
+"""Job: what to train. A TOML file, the command line (`--set`), or both; every key keeps the place that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from hwopt.errors import InputError, listing, nearest
+from hwopt.toml_files import Document, override, parse_assignment, read_toml, validate
+
+Scheduler = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
+
+
+class Model(Table):
+    """Either `name` (trained weights) or `config` (random weights)."""
+
+    name: str | None = None
+    """A hub name, or a folder made with save_pretrained()."""
+    config: dict[str, Any] | None = None
+    """Keys of the architecture's config, with `model_type`."""
+    tokenizer: str | None = None
+    """A hub name or folder; default: the model's own, or one trained on the job's texts."""
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Model:
+        if (self.name is None) == (self.config is None):
+            raise ValueError('give either name = "…" (trained weights) or config = { model_type = "…" } (random weights)')
+        if self.name == "":
+            raise ValueError("name is empty; give a hub name or a folder")
+        return self
+
+    @property
+    def label(self) -> str:
+        """A short name for the screen."""
+        return self.name or f"{(self.config or {}).get('model_type')} (random)"
+
+
+class Data(Table):
+    train: str
+    """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
+    eval: str | None = None
+    eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    split: str | None = None
+    """Of a hub name or `datasets` folder; default train."""
+    eval_split: str | None = None
+    text: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = ("text",)
+    """One column, or two for pairs."""
+    label: str = "label"
+    prompt: str | None = None
+    """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
+    completion: str | None = None
+    max_length: int | None = Field(default=None, ge=2)
+    """In tokens; longer texts are cut."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Data:
+        if self.eval is not None and self.eval_fraction is not None:
+            raise ValueError("eval and eval_fraction exclude each other")
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion go together")
+        return self
+
+
+class Task(Table):
+    kind: Literal["text-classification", "causal-lm"] = "text-classification"
+    ignore_router_loss: bool = False
+    """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
+
+
+class Training(Table):
+    """Hyperparameters, in Hugging Face's words. Steps are optimizer steps."""
+
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    max_steps: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=5e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """0 clips nothing."""
+    lr_scheduler_type: Scheduler = "linear"
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    logging_steps: int = Field(default=10, ge=1)
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Default: at the end of each epoch."""
+    save_steps: int | None = Field(default=None, ge=1)
+    """Default: only the final model is saved."""
+    save_total_limit: int | None = Field(default=None, ge=1)
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Training:
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError("warmup_ratio and warmup_steps exclude each other")
+        return self
+
+
+class Job(Table):
+    model: Model
+    data: Data
+    task: Task = Task()
+    training: Training = Training()
+
+    @model_validator(mode="after")
+    def _columns(self) -> Job:
+        if self.task.kind == "text-classification" and self.data.prompt is not None:
+            raise ValueError("data.prompt and data.completion belong to task.kind = 'causal-lm'")
+        if self.task.kind == "causal-lm" and len(self.data.text) > 1:
+            raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
+        return self
+
+
+TABLES = tuple(Job.model_fields)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job and the document that it came from."""
+
+    job: Job
+    document: Document
+
+    def place(self, *key: str) -> str:
+        return self.document.place(key)
+
+
+def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
+    """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
+    if not path.exists():
+        raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
+    return make_job(read_toml(path), assignments)
+
+
+def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
+    for assignment in assignments:
+        key, _ = parse_assignment(assignment)
+        if key[0] not in (*TABLES, "plugins"):
+            known = (*TABLES, "plugins")
+            raise InputError(f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}")
+    document = override(document, assignments, TABLES)
+    job = validate(Job, document)
+    assert job is not None  # without `problems`, validate raises
+    return JobFile(job, document)

@@ -1,0 +1,203 @@
+"""TOML files read with the line of every key, and checked against a pydantic model with all problems at once.
+
+tomllib reads (fast, strict, TOML 1.0); it keeps no positions, so a small scan of the text finds the line of each key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hwopt.errors import InputError, Problems, listing, nearest, shorten
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 16
+"""Far deeper than any profile, far shallower than Python's recursion limit."""
+
+Key = tuple[str, ...]
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Document:
+    """The content of one TOML file, or of the command line, and where each key of it stands."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[Key, int] = field(default_factory=dict)
+    places: Mapping[Key, str] = field(default_factory=dict)
+    """Keys that came from elsewhere (a parent profile, `--set`), with that place."""
+
+    def place(self, key: Key) -> str:
+        """`file:line` of `key`, or of the table around it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.places:
+                return self.places[key[:end]]
+            if key[:end] in self.lines:
+                return f"{self.name}:{self.lines[key[:end]]}"
+        return self.name
+
+
+def read_toml(path: Path) -> Document:
+    """Read a TOML file. Raises InputError with file and line where it is none."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    return parse_toml(raw, str(path))
+
+
+def parse_toml(raw: bytes, name: str) -> Document:
+    if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{name}:1: begins with a byte-order mark, which TOML does not allow; save it as UTF-8 without BOM")
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{name}: {len(raw):,} bytes are too many for a profile or job (at most {MAX_BYTES:,})")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise InputError(f"{name}:{line}: is not UTF-8 (byte {raw[error.start]:#04x}); save it as UTF-8") from error
+    if nested(text) > MAX_DEPTH:
+        raise InputError(f"{name}: is nested deeper than the {MAX_DEPTH} levels that a profile or job may have")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        where = f"{name}:{found[1]}" if found else name
+        raise InputError(f"{where}: is not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+        raise InputError(f"{name}: cannot be read as TOML: {type(error).__name__}") from error
+    return Document(name, data, dict(key_lines(text)))
+
+
+def nested(text: str) -> int:
+    """The deepest nesting of brackets or dotted keys, in one pass; strings count too, which errs on the safe side only."""
+    depth = deepest = 0
+    for character in re.sub(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*', "", text):
+        if character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    longest_key = max((line.split("=")[0].count(".") for line in text.splitlines()), default=0)
+    return max(deepest, longest_key)
+
+
+_TABLE = re.compile(r"^\s*\[(\[)?\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def key_lines(text: str) -> Iterator[tuple[Key, int]]:
+    """Every table and key of `text` with its line, counted from 1; elements of an array of tables count as "0", "1" …"""
+    table: Key = ()
+    arrays: dict[Key, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _TABLE.match(line):
+            table = _parts(header[2])
+            if header[1]:
+                arrays[table] = arrays.get(table, -1) + 1
+                table = (*table, str(arrays[table]))
+            yield table, number
+        elif key := _KEY.match(line):
+            yield (*table, *_parts(key[1])), number
+
+
+def _parts(dotted: str) -> Key:
+    return tuple(part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", dotted))
+
+
+def parse_assignment(text: str) -> tuple[Key, Any]:
+    """`training.seed=3` as (("training", "seed"), 3): the value is TOML where it can be, else the text itself."""
+    key, equals, value = text.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    if not equals or len(parts) < 2 or not all(parts):
+        raise InputError(f"--set {shorten(text)}: expected KEY=VALUE with a dotted key, such as training.seed=3")
+    if len(parts) > MAX_DEPTH or len(text) > MAX_BYTES:
+        raise InputError(f"--set {shorten(text)}: no key is that deep")
+    try:
+        if nested(value) > MAX_DEPTH:
+            raise InputError(f"--set {shorten(text)}: the value is nested too deeply")
+        parsed = tomllib.loads(f"value = {value.strip()}")
+        return parts, parsed["value"] if set(parsed) == {"value"} else value
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return parts, value.strip()
+
+
+def override(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
+    """`document` with every `--set` whose first key is in `tables`; a later one wins over an earlier one."""
+    data: dict[str, Any] = json.loads(json.dumps(document.data, default=_not_json))
+    places = dict(document.places)
+    for assignment in assignments:
+        key, value = parse_assignment(assignment)
+        if key[0] not in tables:
+            continue
+        inner = data
+        for part in key[:-1]:
+            step = inner.setdefault(part, {})
+            if not isinstance(step, dict):
+                raise InputError(f"--set {shorten(assignment)}: {part!r} is a value, not a table")
+            inner = step
+        inner[key[-1]] = value
+        places[key] = "--set"
+    return Document(document.name, data, document.lines, places)
+
+
+def validate(model: type[AnyModel], document: Document, at: Key = (), problems: Problems | None = None) -> AnyModel | None:
+    """The table `at` of `document` as a `model`. With `problems`, all of them are added there and None is returned."""
+    table: Any = document.data
+    for part in at:
+        table = table[part]
+    try:
+        # strict JSON mode: "4" is no number and 1 is no truth value, but an array may become a tuple
+        return model.model_validate_json(json.dumps(table, default=_not_json), strict=True)
+    except ValidationError as error:
+        found = problems or Problems()
+        for problem in error.errors(include_url=False):
+            found.add(_describe(model, document, at, dict(problem)))
+        if problems is None:
+            found.raise_if_any()
+        return None
+
+
+def _not_json(value: object) -> Any:
+    """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
+    return {"date": str(value)}
+
+
+def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:
+    loc = tuple(str(part) for part in problem["loc"])
+    where, dotted = document.place((*at, *loc)), ".".join((*at, *loc))
+    kind, given = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        known = _fields_at(model, loc[:-1])
+        return f"{where}: {dotted}: unknown key.{nearest(loc[-1], known)} It has: {listing(known, 30) or 'no options'}"
+    if kind == "missing":
+        return f"{where}: {dotted}: is missing"
+    if kind == "literal_error":
+        expected = problem["ctx"]["expected"]
+        names = re.findall(r"'([^']*)'", expected)
+        return f"{where}: {dotted}: expected {expected}, got {shorten(given)}.{nearest(str(given), names)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if kind in ("value_error", "assertion_error"):
+        return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
+    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {shorten(given)}"
+
+
+def _fields_at(model: type[BaseModel], loc: Key) -> list[str]:
+    current: Any = model
+    for part in loc:
+        field_info = getattr(current, "model_fields", {}).get(part)
+        if field_info is None:
+            return []
+        current = field_info.annotation
+        for inner in getattr(current, "__args__", ()):
+            if hasattr(inner, "model_fields"):
+                current = inner
+    return list(getattr(current, "model_fields", {}))
