@@ -1,0 +1,145 @@
+"""hwopt from Python: `resolve` makes a plan, `execute` trains it. The command line is a thin layer over these two."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from hwopt import auto_profile
+from hwopt.build import build
+from hwopt.demo import demo_document
+from hwopt.errors import HwoptError, InputError, StorageError, shorten
+from hwopt.hardware import detect, detect_software
+from hwopt.job import JobFile, load_job, make_job
+from hwopt.launcher import rank_and_world, refuse_contradictions
+from hwopt.loop import train
+from hwopt.model_facts import facts_of, load_config
+from hwopt.plan import Plan, hardware_of_card
+from hwopt.plan import resolve as resolve_plan
+from hwopt.profile import load_profile
+from hwopt.registry import Registry, profile_files
+from hwopt.report.journal import Journal, write_status
+from hwopt.telemetry import Listener, Listeners, Row
+from hwopt.toml_files import Document, parse_assignment
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where tokenised data and model facts are kept: HWOPT_CACHE, else hwopt under the user's cache folder."""
+    if given := environment.get("HWOPT_CACHE"):
+        return Path(given)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
+
+
+def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
+    """The job at `path`; without one `job.toml` of the working folder, the job that `--set` spells out, or the demo."""
+    if path is not None:
+        return load_job(path, assignments)
+    if Path("job.toml").is_file():
+        return load_job(Path("job.toml"), assignments)
+    if any(parse_assignment(text)[0][:2] == ("data", "train") for text in assignments):
+        return make_job(Document("--set", {}), assignments)
+    document = demo_document(cache)
+    chosen = {parse_assignment(text)[0][:2] for text in assignments}
+    if ("model", "name") in chosen:  # the demo's data for another model
+        model = {key: value for key, value in document.data["model"].items() if key != "config"}
+        document = replace(document, data=document.data | {"model": model})
+    return make_job(document, assignments)
+
+
+def resolve(
+    profile: str = "auto",
+    job: Path | str | None = None,
+    *,
+    assignments: Sequence[str] = (),
+    hardware: Literal["detected", "profile"] = "detected",
+    strict: bool = False,
+    world_size: int = 1,
+    registry: Registry | None = None,
+    cache: Path | None = None,
+) -> Plan:
+    """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
+
+    `assignments` are `key=value` texts as behind `--set`. `hardware="profile"` plans for the profile's card, which need not
+    be there. Raises InputError, PluginError or DataError with a message that says what to mend.
+    """
+    registry = registry or Registry()
+    cache = cache or cache_folder()
+    files = profile_files()
+    machine = detect()
+    reason = ""
+    if profile == "auto":
+        chosen, reason = auto_profile.choose(machine, files, registry)
+        source = chosen.document
+        if any(text.startswith("plugins.") for text in assignments):
+            from hwopt.profile import make_profile
+
+            chosen = make_profile(source, assignments)
+    else:
+        chosen = load_profile(profile, files, assignments)
+    job_file = find_job(Path(job) if job is not None else None, assignments, cache)
+    if hardware == "profile":
+        machine = hardware_of_card(chosen)
+    model = job_file.job.model
+    config = load_config(model.name, model.config, model.revision)
+    facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
+    plan = resolve_plan(
+        chosen, machine, job_file, registry, facts, detect_software(), world_size=world_size, strict=strict
+    )
+    notes = [f"profile auto: {reason}"] if reason else []
+    job_name = job_file.document.name
+    if job is None and job_name == "job.toml":
+        notes.append("job: job.toml of this folder")
+    return replace(plan, notes=(*notes, *plan.notes))
+
+
+def run_folder(output_dir: Path, name: str | None, default: str) -> Path:
+    """The folder of a new run, not made yet. Raises InputError for a name that leaves `output_dir` or is taken."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output-dir {output_dir}: is a file; give a folder")
+    if name is None:
+        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
+        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
+        return next(output_dir / free for free in names if not (output_dir / free).exists())
+    fit = name.isprintable() and not re.search(r'[<>:"/\\|?*]', name) and name.strip(" .") == name and 0 < len(name) <= 120
+    if not fit or name.startswith("-"):
+        raise InputError(
+            f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
+        )
+    if (output_dir / name).exists():
+        raise InputError(f"--name {name}: {output_dir / name} exists; give another name, or remove that folder")
+    return output_dir / name
+
+
+def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache: Path | None = None) -> Row:
+    """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
+
+    On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
+    """
+    refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware)
+    rank, _ = rank_and_world(os.environ)
+    heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
+    try:
+        with build(plan, folder, cache or cache_folder()) as run:
+            summary = train(run, heard)
+            write_if_there(folder, rank, lambda: write_status(folder, 0, "done"))
+            return summary
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, HwoptError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        write_if_there(folder, rank, lambda: write_status(folder, code, str(error) or type(error).__name__))
+        raise
+
+
+def write_if_there(folder: Path, rank: int, write: Callable[[], None]) -> None:
+    """Write only into a run folder that was made, and never hide the error that ended the run behind one of storage."""
+    if rank == 0 and folder.is_dir():
+        try:
+            write()
+        except StorageError:
+            return
+
+
+__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder"]

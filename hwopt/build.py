@@ -1,0 +1,268 @@
+"""build: a plan becomes a run. The only module that makes an Accelerator.
+
+In order: process contexts, Accelerator, data and tokenizer, model and its steps, optimizer, schedule, prepare, loaders.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hwopt import randomness
+from hwopt.engine import Engine
+from hwopt.errors import HwoptError, PluginError
+from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, cut_in_order, received
+from hwopt.model_facts import load_config
+from hwopt.plan import BatchSizes, Plan
+from hwopt.plugin import Observation
+from hwopt.recipe import Recipe
+from hwopt.tasks import Prepared, Task, make_task
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hwopt.job import Training
+
+
+@dataclass
+class Run:
+    """The built thing: what the loop, the events and the evidence look at."""
+
+    plan: Plan
+    folder: Path
+    task: Task
+    device: torch.device
+    rank: int
+    world_size: int
+    accelerator: Accelerator
+    prepared: Prepared
+    notes: list[str] = field(default_factory=list)
+    """What the screen should say before the run starts."""
+    step: int = 0
+    """Optimizer steps done."""
+    micro_batches_seen: int = 0
+    observation: Observation = field(default_factory=Observation)
+    last_step_batch: StepBatch | None = None
+    warn: Callable[[str], None] = warnings.warn
+
+    # filled by build(), in this order
+    inner_model: Any = None
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    engine: Any = None
+    train_loader: Any = None
+    eval_loader: Any = None
+    loss: Callable[[Any, Tensor], tuple[Tensor, Any]] = field(init=False)
+    steps_per_epoch: int = 0
+    total_steps: int = 0
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def training(self) -> Training:
+        return self.plan.training
+
+    @property
+    def batch(self) -> BatchSizes:
+        return self.plan.batch
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's weights as they are written to disk: without wrappers, in the precision that is trained."""
+        weights: dict[str, Tensor] = self.inner_model.state_dict()
+        for step in self.recipe.export_steps:
+            weights = step(weights, self)
+        return weights
+
+
+@contextmanager
+def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
+    """The run of `plan`; leaving the block leaves the plugins' process contexts in reverse order.
+
+    `folder` is where the run will write (it is not made here), `cache` holds tokenised data.
+    """
+    with ExitStack() as stack:
+        for index, enter in enumerate(plan.recipe.process):
+            with blamed(f"process[{index}]"):
+                stack.enter_context(enter())
+        accelerator = make_accelerator(plan)
+        run = prepare_data(plan, folder, cache, accelerator)
+        build_model(run)
+        build_optimizer(run)
+        build_loaders(run)
+        make_engine = plan.recipe.engine or Engine
+        run.engine = make_engine(run)
+        for step in plan.recipe.prepared_steps:
+            with blamed("prepared_steps"):
+                step(run)
+        yield run
+
+
+@contextmanager
+def blamed(part: str) -> Iterator[None]:
+    """What a plugin's callable raises while the run is built is the plugin's error."""
+    try:
+        yield
+    except (HwoptError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PluginError(f"recipe.{part} of a plugin raised {type(error).__name__}: {error}") from error
+
+
+def make_accelerator(plan: Plan) -> Accelerator:
+    from accelerate import Accelerator
+
+    options = {"mixed_precision": "no"} | dict(plan.recipe.accelerator)
+    return Accelerator(cpu=plan.hardware.device_type == "cpu", **options)
+
+
+def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator) -> Run:
+    """Tokenised data (made by the first rank, read by all) and the run around it."""
+    task = make_task(plan.job)
+    model = plan.job.model
+    config = load_config(model.name, model.config, model.revision)
+    with accelerator.main_process_first():
+        prepared = task.prepare(plan.job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
+    return Run(
+        plan=plan,
+        folder=folder,
+        task=task,
+        device=accelerator.device,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        accelerator=accelerator,
+        prepared=prepared,
+        notes=[*plan.notes, *prepared.notes],
+    )
+
+
+def build_model(run: Run) -> None:
+    job, recipe = run.plan.job, run.recipe
+    torch.manual_seed(randomness.mix(run.training.seed, randomness.WEIGHTS))
+    config = load_config(job.model.name, job.model.config, job.model.revision)
+    model = run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs))
+    for step in recipe.model_steps:
+        with blamed("model_steps"):
+            model = step(model, run)
+    model.train()
+    run.inner_model = model.to(run.device)
+    run.model = run.accelerator.prepare_model(run.inner_model)
+    run.loss = recipe.loss or run.task.loss
+
+
+def build_optimizer(run: Run) -> None:
+    recipe = run.recipe
+    run.steps_per_epoch = ceil(len(run.prepared.train) / run.batch.step)
+    run.total_steps = run.training.max_steps or ceil(run.training.num_train_epochs * run.steps_per_epoch)
+    make_optimizer = recipe.optimizer or torch.optim.AdamW
+    with blamed("optimizer"):
+        optimizer = make_optimizer(parameter_groups(run.inner_model, run.training))
+    run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
+    for wrap in recipe.optimizer_wraps:
+        with blamed("optimizer_wraps"):
+            optimizer = wrap(optimizer, run)
+    run.optimizer = optimizer
+    run.scheduler = make_scheduler(run)
+
+
+def parameter_groups(model: Any, training: Training) -> list[dict[str, Any]]:
+    """Trainable parameters, biases and norms apart where there is weight decay, which they do not get (as in HF's Trainer)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+    }
+    if not training.weight_decay:
+        return [{"params": trained, "weight_decay": 0.0, **settings}]
+    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": training.weight_decay, **settings}
+    plain = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **settings}
+    return [group for group in (decayed, plain) if group["params"]]
+
+
+def warmup_steps(training: Training, total_steps: int) -> int:
+    if training.warmup_steps is not None:
+        return training.warmup_steps
+    return ceil((training.warmup_ratio or 0.0) * total_steps)
+
+
+def make_scheduler(run: Run) -> Any:
+    """A LambdaLR that the loop steps once per step batch, whether or not the update was skipped."""
+    if run.recipe.schedule is not None:
+        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(_factor, run.recipe.schedule, run.total_steps))
+    from transformers import get_scheduler
+
+    training = run.training
+    # torch warns when an update was skipped; here the schedule advances with every step batch on purpose
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
+    return get_scheduler(training.lr_scheduler_type, run.optimizer, warmup_steps(training, run.total_steps), run.total_steps)
+
+
+def _factor(schedule: Callable[[int, int], float], total: int, step: int) -> float:
+    return schedule(step, total)
+
+
+def build_loaders(run: Run) -> None:
+    """Loaders that yield whole step batches. Never given to `accelerator.prepare`, which would deal them to ranks in turn."""
+    recipe, prepared, sizes = run.recipe, run.prepared, run.batch
+    attention = getattr(run.inner_model.config, "_attn_implementation", None)
+    mask = "attention_mask"
+    if run.plan.model.prebuilt_mask and attention == "sdpa":
+        mask = "mask"
+    padding = partial(
+        Collate,
+        pad_id=prepared.tokenizer.pad_token_id or 0,
+        # right padding is never attended by what stands left of it
+        mask=None if run.plan.model.is_decoder else mask,
+        widths=sizes.widths,
+        pad_to_multiple_of=sizes.pad_to_multiple_of,
+    )
+    cut = recipe.cut or partial(cut_in_order, rows=sizes.train)
+    train = StepSampler(
+        lengths=prepared.train.lengths,
+        counts=prepared.train.counts,
+        order=recipe.order or randomness.shuffled,
+        seed=run.training.seed,
+        rows=sizes.step,
+        total_steps=run.total_steps,
+        rank=run.rank,
+        world_size=run.world_size,
+        start=run.step,
+    )
+    run.train_loader = make_loader(run, StepDataset(prepared.train, recipe.collate or padding(cut=cut)), train)
+    if prepared.eval is not None:
+        whole = partial(cut_in_order, rows=sizes.eval)
+        evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
+        run.eval_loader = make_loader(run, StepDataset(prepared.eval, padding(cut=whole)), evaluation)
+
+
+def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[StepBatch]:
+    return DataLoader(
+        dataset,
+        sampler=sampler,
+        batch_size=None,  # the sampler's items are whole steps
+        collate_fn=received,
+        generator=torch.Generator(),  # or the loader would draw from the global one
+        **dict(run.recipe.loader),
+    )

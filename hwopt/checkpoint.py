@@ -1,0 +1,140 @@
+"""Models on disk: written beside their place, renamed when whole, opened with `from_pretrained`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hwopt.build import Run
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `target` when the block ends well, and vanishes when it does not."""
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        old = target.with_name(f".{target.name}.old")
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(f"{target} could not be written: {error.strerror or error}. Free some space and run again.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` whole or not at all."""
+    staging = path.with_name(f".{path.name}.partial")
+    try:
+        with open(staging, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, default=str)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def save_model(run: Run, target: Path) -> None:
+    """The model as it is now, with its tokenizer, openable with `from_pretrained`. Only the main rank writes."""
+    weights = run.state_dict()
+    if run.is_main:
+        with staged(target) as folder:
+            _write(run, run.inner_model, weights, folder)
+    run.accelerator.wait_for_everyone()
+
+
+def save_final(run: Run) -> Path:
+    """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`."""
+    target = run.folder / "final"
+    model = run.inner_model
+    for step in reversed(run.recipe.final_steps):
+        model = step(model, run)
+    if run.is_main:
+        kept = target / "adapter"
+        with staged(target) as folder:
+            if kept.is_dir():
+                shutil.copytree(kept, folder / "adapter")
+            _write(run, model, model.state_dict(), folder)
+    run.accelerator.wait_for_everyone()
+    return target
+
+
+def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    forward = model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
+    try:
+        model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
+    finally:
+        if forward is not None:
+            model.forward = forward
+    run.prepared.tokenizer.save_pretrained(folder)
+
+
+class BestWeights:
+    """Keeps the trained weights of the best evaluation, in one safetensors file of the run folder."""
+
+    def __init__(self, run: Run, metric: str, greater_is_better: bool) -> None:
+        self.run, self.metric = run, metric
+        self.sign = 1.0 if greater_is_better else -1.0
+        self.value: float | None = None
+        self.step = 0
+        self.file = run.folder / ".best.safetensors"
+
+    def consider(self, metrics: dict[str, float]) -> bool:
+        """Keep the current weights if `metrics` are the best so far (the later one of equals loses)."""
+        value = metrics[self.metric]
+        if self.value is not None and not self.sign * value > self.sign * self.value:
+            return False
+        self.value, self.step = value, self.run.step
+        last = self.run.step == self.run.total_steps
+        if self.run.is_main and not last:
+            from safetensors.torch import save_file
+
+            trained = {name: p.detach().contiguous().cpu() for name, p in self._trained()}
+            staging = self.file.with_suffix(".partial")
+            try:
+                save_file(trained, staging)
+                staging.replace(self.file)
+            except OSError as error:
+                raise StorageError(f"{self.file} could not be written: {error.strerror or error}") from error
+        return True
+
+    def restore(self) -> None:
+        """Put the best weights back into the model, unless they are the current ones."""
+        import torch
+
+        self.run.accelerator.wait_for_everyone()
+        if self.value is not None and self.step != self.run.step:
+            from safetensors.torch import load_file
+
+            best = load_file(self.file)
+            with torch.no_grad():
+                for name, parameter in self._trained():
+                    parameter.copy_(best[name])
+        self.run.accelerator.wait_for_everyone()
+        if self.run.is_main:
+            self.file.unlink(missing_ok=True)
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """What training changes: parameters as the optimizer holds them (fp32 masters included)."""
+        index = 0
+        for group in self.run.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield str(index), parameter
+                index += 1

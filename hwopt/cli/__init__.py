@@ -1,0 +1,85 @@
+"""The command line: one command a file, imported only when it is called; no decisions here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+import rich_click as click
+
+from hwopt import __version__
+from hwopt.errors import HwoptError, nearest
+
+COMMANDS = {
+    "run": "Train: a card's profile, a job, and what you override.",
+    "plan": "Show what `run` would do, also for a card that is not there.",
+    "profiles": "List the profiles, or show one.",
+    "plugins": "List the plugins, or show one with its options.",
+    "detect": "Show the machine, and what each plugin could do on it.",
+}
+
+
+class Commands(click.RichGroup):
+    """Knows the commands' names and one-line helps; imports a command when it is called."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        if "--help" in sys.argv[1:2] or len(sys.argv) < 2:
+            return click.RichCommand(name, short_help=COMMANDS[name], help=COMMANDS[name])
+        command: click.Command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
+        return command
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"No such command {args[0][:60]!r}.{nearest(args[0], COMMANDS)}", context)
+        return super().resolve_command(context, args)
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="hwopt")
+def cli() -> None:
+    """You say which card you have; hwopt makes the fine-tuning fit, makes it fast, and proves that every optimization is on.
+
+    hwopt run --profile auto trains an embedded demo; hwopt run job.toml --profile rtx3070_8gb trains your job.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the code of docs/exit-codes.md."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run_command(arguments))
+
+
+def run_command(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    try:
+        code = cli.main(arguments, prog_name="hwopt", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except HwoptError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return int(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:  # the reader of a listing went away
+        sys.stderr.close()
+        return 0
+    except Exception:
+        traceback.print_exc()
+        click.echo("error: this is a bug of hwopt, or of a package below it; please report the lines above.", err=True)
+        return 1

@@ -1,0 +1,28 @@
+"""`hwopt detect`: the machine, its software, and what each plugin could do here, or why not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import rich_click as click
+
+from hwopt.cli.options import format_option, quiet_libraries
+
+
+@click.command(help="Show hardware, software, and what each plugin could do here (for a model like BERT-base), or why not.")
+@format_option
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def detect(format_: str, debug: bool) -> None:
+    quiet_libraries()
+    from hwopt.survey import survey
+
+    found = survey()
+    if format_ == "json":
+        click.echo(json.dumps(asdict(found), indent=2, default=str))
+        return
+    from rich.console import Console
+
+    from hwopt.report.screen import show_survey
+
+    show_survey(Console(), found)

@@ -1,0 +1,49 @@
+"""Options that several commands share, and what they do before anything heavy is imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rich_click as click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
+
+
+def job_and_profile(command: Command) -> Command:
+    """JOB, --profile, --set and --strict."""
+    command = click.argument("job", required=False, type=click.Path(path_type=Path))(command)
+    command = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(command)
+    command = click.option(
+        "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Override a key of the job or a plugin's option; repeatable."
+    )(command)
+    command = click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
+    return click.option("--debug", is_flag=True, help="Show tracebacks.")(command)
+
+
+def format_option(command: Command) -> Command:
+    return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own remarks off the screen; errors still show."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def quiet_transformers() -> None:
+    """Progress bars of loading have no switch in the environment."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

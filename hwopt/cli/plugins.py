@@ -1,0 +1,79 @@
+"""`hwopt plugins`: the optimizations that are installed, built-in and third-party alike."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import rich_click as click
+
+from hwopt.cli.options import format_option
+from hwopt.registry import Registry
+
+
+@click.group(invoke_without_command=True, help="List the plugins, or show one with its options.")
+@format_option
+@click.pass_context
+def plugins(context: click.Context, format_: str) -> None:
+    if context.invoked_subcommand is None:
+        list_plugins(format_)
+
+
+@plugins.command("list", help="List the installed plugins.")
+@format_option
+def list_(format_: str) -> None:
+    list_plugins(format_)
+
+
+def list_plugins(format_: str) -> None:
+    registry = Registry()
+    rows = [describe(registry, name) for name in registry.names]
+    if format_ == "json":
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        click.echo(f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}")
+
+
+@plugins.command("show", help="Show a plugin's options, what it writes, and where it comes from.")
+@click.argument("name")
+@format_option
+def show(name: str, format_: str) -> None:
+    registry = Registry()
+    plugin = registry.plugin(name)
+    row = describe(registry, name)
+    row["module"] = f"{plugin.__module__}:{plugin.__qualname__}"
+    row["options"] = [option(key, field) for key, field in plugin.Options.model_fields.items()]
+    row["about"] = inspect.getdoc(inspect.getmodule(plugin)) or ""
+    if format_ == "json":
+        click.echo(json.dumps(row, indent=2, default=str))
+        return
+    click.echo(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
+    click.echo(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
+    click.echo(f"preserves  {row['preserves']}\nwrites     {', '.join(row['writes']) or 'nothing'}\n\n[plugins.{name}]")
+    for item in row["options"] or ():
+        click.echo(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""))
+    if not row["options"]:
+        click.echo("# no options")
+
+
+def describe(registry: Registry, name: str) -> dict[str, Any]:
+    plugin = registry.plugin(name)
+    about = inspect.getdoc(inspect.getmodule(plugin)) or inspect.getdoc(plugin) or ""
+    return {
+        "name": name,
+        "stage": plugin.stage.name,
+        "after": list(plugin.after),
+        "preserves": plugin.preserves,
+        "writes": list(plugin.slots),
+        "distribution": registry.distribution(name),
+        "summary": about.splitlines()[0] if about else "",
+    }
+
+
+def option(key: str, field: Any) -> dict[str, Any]:
+    kind = str(field.annotation).replace("typing.", "") if "[" in str(field.annotation) or "|" in str(field.annotation) else field.annotation.__name__
+    default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
+    return {"name": key, "type": kind, "default": default, "about": " ".join((field.description or "").split())}

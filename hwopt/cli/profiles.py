@@ -1,0 +1,72 @@
+"""`hwopt profiles`: which cards there are, and what each profile says. Imports neither torch nor pydantic to list them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+import rich_click as click
+
+from hwopt.cli.options import format_option
+from hwopt.errors import InputError, nearest
+from hwopt.registry import profile_files
+
+
+@click.group(invoke_without_command=True, help="List the profiles, or show one.")
+@format_option
+@click.pass_context
+def profiles(context: click.Context, format_: str) -> None:
+    if context.invoked_subcommand is None:
+        list_profiles(format_)
+
+
+@profiles.command("list", help="List the installed profiles.")
+@format_option
+def list_(format_: str) -> None:
+    list_profiles(format_)
+
+
+def list_profiles(format_: str) -> None:
+    rows: list[dict[str, Any]] = []
+    for name, path in profile_files().items():
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            rows.append({"name": name, "summary": str(content.get("summary", "")), "file": str(path)})
+        except (OSError, ValueError) as error:
+            rows.append({"name": name, "summary": f"cannot be read: {error}", "file": str(path)})
+    if format_ == "json":
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        click.echo(f"{row['name']:<{width}}  {row['summary']}")
+    click.echo(f"{'auto':<{width}}  The profile of the card that is there, or one derived from the nearest")
+
+
+@profiles.command("show", help="Show a profile with its parents merged in, and where each value comes from.")
+@click.argument("name")
+@format_option
+def show(name: str, format_: str) -> None:
+    from hwopt.profile import load_profile
+
+    files = profile_files()
+    if name not in files and not name.endswith(".toml"):
+        raise InputError(f"no profile {name[:60]!r} is installed.{nearest(name, files)} `hwopt profiles` lists all")
+    profile = load_profile(name, files)
+    data = profile.document.data
+    if format_ == "json":
+        click.echo(json.dumps(data, indent=2, default=str))
+        return
+    for key, value, place in leaves(data, (), profile.document.place):
+        click.echo(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
+
+
+def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
+    """Dotted key, value and place of everything in `table`; an empty table is a value of its own."""
+    for key, value in table.items():
+        path = (*above, key)
+        if isinstance(value, dict) and value:
+            yield from leaves(value, path, place)
+        else:
+            yield ".".join(path), value, place(path).replace("\\", "/").rsplit("/", 1)[-1]

@@ -1,0 +1,48 @@
+"""`hwopt run`: from a card's profile to a trained model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import rich_click as click
+
+from hwopt.cli.options import job_and_profile, quiet_libraries, quiet_transformers
+
+
+@click.command(help="Train JOB (default: ./job.toml, else the embedded demo) with the optimizations of a card's profile.")
+@job_and_profile
+@click.option("--name", help="The run's folder under --output-dir; default: from job and profile.")
+@click.option("--output-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs go.")
+def run(
+    job: Path | None,
+    profile: str,
+    assignments: tuple[str, ...],
+    strict: bool,
+    debug: bool,
+    name: str | None,
+    output_dir: Path,
+) -> None:
+    quiet_libraries()
+    from rich.console import Console
+
+    from hwopt import api
+    from hwopt.launcher import rank_and_world
+    from hwopt.report.screen import Screen, show_plan
+
+    quiet_transformers()
+    rank, world_size = rank_and_world(os.environ)
+    if name is not None:
+        api.run_folder(output_dir, name, "")  # a bad name is said before the work, not after
+    plan = api.resolve(profile, job, assignments=assignments, strict=strict, world_size=world_size)
+    stem = "job" if job is None else job.stem
+    default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
+    folder = api.run_folder(output_dir, name, default)
+    console = Console()
+    if rank == 0:
+        show_plan(console, plan)
+    screen = Screen(console)
+    try:
+        api.execute(plan, folder, screen)
+    finally:
+        screen.close()

@@ -1,0 +1,93 @@
+"""Engine: backward, reduce, unscale, clip and step, for one device and for DDP. DeepSpeed and FSDP bring their own.
+
+Lean on purpose: the parameter list is made once, no module is walked in a step, the inner optimizer and scheduler are driven
+directly, and nothing is read back from the device where the optimizer takes `found_inf`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+
+
+class Engine:
+    """What the loop calls around each micro-batch (`before`, `backward`) and after the last one (`finish`)."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        device = run.device
+        self.optimizer, self.scheduler, self.scaler = run.optimizer, run.scheduler, run.scaler
+        self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        # fp32 masters step in place of the model's half parameters, whose gradients must go too
+        own = {id(p) for p in self.parameters}
+        trained = [p for p in run.inner_model.parameters() if p.requires_grad]
+        self.zeroed = [*self.parameters, *(p for p in trained if id(p) not in own)]
+        self.max_norm = run.training.max_grad_norm
+        self.is_ddp = isinstance(run.model, torch.nn.parallel.DistributedDataParallel)
+        self.takes_found_inf = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
+        self.factor = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
+        self.found_inf = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)
+        """Updates left out so far because a gradient was not finite."""
+        self.skipped_in_a_row = torch.zeros((), device=device)
+        self.on_gradients = run.recipe.events["gradients"]
+        self.on_updated = run.recipe.events["updated"]
+
+    def before(self, last: bool) -> None:
+        """Ahead of a micro-batch's forward: DDP reads there whether its backward will reduce."""
+        if self.is_ddp:
+            self.run.model.require_backward_grad_sync = last
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Backward of a summed loss, of which each unit weighs `share` in the mean over the whole step and all ranks."""
+        weight = share * self.run.world_size  # DDP averages the ranks' gradients; the share counts all of them already
+        if self.scaler is None:
+            self.factor.fill_(weight)
+        else:
+            self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(weight))
+        loss.backward(gradient=self.factor)
+
+    def drop(self) -> None:
+        """Forget the partial gradients of a step."""
+        for parameter in self.zeroed:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Clip once, step the optimizer unless a gradient is not finite, advance the schedule either way."""
+        for event in self.on_gradients:
+            event(self.run)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self._measure_and_clip()
+        self._step()
+        for event in self.on_updated:
+            event(self.run)
+        self.scheduler.step()
+        self.drop()
+
+    def _measure_and_clip(self) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norms = torch._foreach_norm(gradients)
+        self.norm = norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, which equals nothing
+        self.skipped.add_(self.found_inf)
+        if self.scaler is not None:
+            self.skipped_in_a_row.add_(self.found_inf).mul_(self.found_inf)
+        if self.max_norm:
+            torch._foreach_mul_(gradients, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
+
+    def _step(self) -> None:
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self.takes_found_inf:
+            self.optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self.found_inf.item():  # one host read a step: such an optimizer must not be called
+            self.optimizer.step()

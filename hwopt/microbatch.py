@@ -1,0 +1,278 @@
+"""Step batches: all samples that one optimizer step uses on one rank, cut into micro-batches in the workers.
+
+How a step batch is cut never changes the result, only what it costs: the loss of every micro-batch is summed and divided
+once, by the count of the whole step over all ranks. The sampler knows that count from the data, so no rank asks another.
+A step batch travels as one flat buffer per key with offsets: 0.25 ms to receive instead of 10 for nested tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hwopt.data import TokenStore
+
+Groups = Sequence[Sequence[int]]
+
+
+class Step(NamedTuple):
+    """What the sampler yields: which samples this rank uses in one optimizer step."""
+
+    index: int
+    """Of the optimizer step, from 0, over the whole run."""
+    epoch: int
+    samples: tuple[int, ...]
+    count: int
+    """Loss-bearing units (samples or tokens) of the step over ALL ranks."""
+    weightless: bool = False
+    """This rank has no sample in the step; the one here only keeps it in step with the others and counts nothing."""
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """The steps of a whole run, epoch after epoch, for one rank.
+
+    Ranks take contiguous shares of each step; the last step of an epoch takes what is left, by its own size.
+    """
+
+    lengths: np.ndarray  # (samples,) tokens
+    counts: np.ndarray  # (samples,) loss-bearing units
+    order: Callable[[Sequence[int], int, int], Sequence[int]]
+    seed: int
+    rows: int
+    """Per step, over all ranks."""
+    total_steps: int
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    """The first step to yield: nonzero when a run is resumed."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return ceil(len(self.lengths) / self.rows)
+
+    def __len__(self) -> int:
+        return self.total_steps - self.start
+
+    def __iter__(self) -> Iterator[Step]:
+        first_epoch, skip = divmod(self.start, self.steps_per_epoch)
+        index = self.start
+        epoch = first_epoch
+        while True:
+            order = np.asarray(self.order(self.lengths, self.seed, epoch))
+            for begin in range(skip * self.rows, len(order), self.rows):
+                if index == self.total_steps:
+                    return
+                whole = order[begin : begin + self.rows]
+                share = np.array_split(whole, self.world_size)[self.rank]
+                weightless = len(share) == 0
+                samples = tuple(int(i) for i in (whole[:1] if weightless else share))
+                yield Step(index, epoch, samples, int(self.counts[whole].sum()), weightless)
+                index += 1
+            epoch, skip = epoch + 1, 0
+
+
+@dataclass(frozen=True)
+class EvalSampler:
+    """Every sample once over all ranks, the longest first: padding stays low, and the first batch is the largest."""
+
+    lengths: np.ndarray
+    counts: np.ndarray
+    rows: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return ceil(len(range(self.rank, len(self.lengths), self.world_size)) / self.rows)
+
+    def __iter__(self) -> Iterator[Step]:
+        order = np.argsort(-self.lengths, kind="stable")[self.rank :: self.world_size]
+        for index, begin in enumerate(range(0, len(order), self.rows)):
+            samples = order[begin : begin + self.rows]
+            yield Step(index, 0, tuple(int(i) for i in samples), int(self.counts[samples].sum()))
+
+
+class Part(NamedTuple):
+    """One micro-batch inside the flat buffers of its step batch."""
+
+    start: int
+    """Of its first token."""
+    first_row: int
+    rows: int
+    width: int
+    padded: bool
+    count: int
+    first_sample: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The part of a step batch that goes through the model at once."""
+
+    inputs: dict[str, Tensor]
+    """Keyword arguments of the model's forward: input_ids (rows, width) and, where it needs them, others."""
+    targets: Tensor
+    """(rows,) classes, or (rows, width) tokens to predict, -100 where none counts."""
+    count: int
+    share: float
+    """What one unit of its summed loss weighs in the step's mean loss."""
+    first_sample: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Flat buffers per key, (tokens with padding,) or (rows,), and where each micro-batch lies in them."""
+
+    step: Step
+    buffers: Mapping[str, Tensor]
+    parts: tuple[Part, ...]
+    lengths: tuple[int, ...]
+    """Real tokens of each row, in the order of the buffers."""
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.step.weightless else len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Real ones: padding is not work."""
+        return 0 if self.step.weightless else sum(self.lengths)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(rows, width) of every micro-batch."""
+        return [(part.rows, part.width) for part in self.parts]
+
+    def pin_memory(self) -> StepBatch:
+        return replace(self, buffers={key: buffer.pin_memory() for key, buffer in self.buffers.items()})
+
+    def to(self, device: torch.device) -> StepBatch:
+        """The buffers on `device`, copied without blocking where they are pinned."""
+        return replace(self, buffers={key: buffer.to(device, non_blocking=True) for key, buffer in self.buffers.items()})
+
+    def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
+        """Every micro-batch, and whether it is the last one of the step."""
+        share = 0.0 if self.step.weightless else 1.0 / max(self.step.count, 1)
+        end = len(self.parts) - 1
+        for number, part in enumerate(self.parts):
+            yield self._micro_batch(part, share), number == end
+
+    def _micro_batch(self, part: Part, share: float) -> MicroBatch:
+        shape = (part.rows, part.width)
+        inputs: dict[str, Tensor] = {}
+        targets = None
+        for key, buffer in self.buffers.items():
+            by_row = key == "row_labels"
+            begin, size = (part.first_row, part.rows) if by_row else (part.start, part.rows * part.width)
+            piece = buffer[begin : begin + size]
+            if by_row:
+                targets = piece
+            elif key == "labels":
+                targets = piece.view(shape)
+            elif key == "mask":
+                if part.padded:
+                    inputs["attention_mask"] = piece.view(part.rows, 1, 1, part.width)
+            elif key == "attention_mask":
+                if part.padded:
+                    inputs[key] = piece.view(shape)
+            else:
+                inputs[key] = piece.view(shape)
+        assert targets is not None, "a step batch has labels"
+        return MicroBatch(inputs, targets, part.count, share, part.first_sample)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """The default `collate`: cut a step's samples, pad every micro-batch to its longest row or a fixed width.
+
+    A mask is made only where padding would be seen: never for decoders, whose padding stands to the right of all that
+    attends, and not for micro-batches without padding. `prebuilt` masks are four-dimensional, so that the model need not
+    look at their values (a host sync).
+    """
+
+    cut: Callable[[Sequence[int]], Groups]
+    pad_id: int
+    mask: str | None = "attention_mask"
+    """"attention_mask" (rows, width), "mask" (rows, 1, 1, width), or None."""
+    widths: tuple[int, ...] = ()
+    pad_to_multiple_of: int = 1
+
+    def width(self, length: int) -> int:
+        """The width that a micro-batch gets whose longest row has `length` tokens."""
+        at = bisect_left(self.widths, length)
+        if at < len(self.widths):
+            return self.widths[at]
+        return ceil(length / self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        groups = self.cut([self.width(length) for length in lengths])
+        assert sorted(row for group in groups for row in group) == list(range(len(samples))), "cut takes every row once"
+        parts: list[Part] = []
+        start = first_row = 0
+        for group in groups:
+            longest = max(lengths[row] for row in group)
+            width = self.width(longest)
+            # with fixed widths the mask is always there, or compiling would see two kinds of input
+            padded = bool(self.widths) or any(lengths[row] < width for row in group)
+            count = sum(counts[row] for row in group)
+            parts.append(Part(start, first_row, len(group), width, padded, count, step.samples[group[0]]))
+            start, first_row = start + len(group) * width, first_row + len(group)
+        order = [row for group in groups for row in group]
+        return StepBatch(
+            step, self._fill(samples, groups, parts, start), tuple(parts), tuple(lengths[row] for row in order)
+        )
+
+    def _fill(
+        self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
+    ) -> dict[str, Tensor]:
+        filler = {"input_ids": self.pad_id, "labels": -100}
+        flat: dict[str, np.ndarray] = {}
+        for key, value in samples[0].items():
+            if value.ndim == 0:
+                flat["row_labels"] = np.array([sample[key] for group in groups for sample in (samples[r] for r in group)], np.int64)
+            else:
+                flat[key] = np.full(size, filler.get(key, 0), np.int64)
+        if self.mask and any(part.padded for part in parts):
+            flat[self.mask] = np.zeros(size, np.bool_ if self.mask == "mask" else np.int64)
+        for group, part in zip(groups, parts, strict=True):
+            for number, row in enumerate(group):
+                begin = part.start + number * part.width
+                for key, value in samples[row].items():
+                    if value.ndim:
+                        flat[key][begin : begin + len(value)] = value
+                if self.mask in flat:
+                    flat[self.mask][begin : begin + len(samples[row]["input_ids"])] = 1
+        return {key: torch.from_numpy(array) for key, array in flat.items()}
+
+
+def cut_in_order(lengths: Sequence[int], rows: int) -> list[range]:
+    """The default `cut`: `rows` after `rows`, as they come."""
+    return [range(begin, min(begin + rows, len(lengths))) for begin in range(0, len(lengths), rows)]
+
+
+class StepDataset(torch.utils.data.Dataset[StepBatch]):
+    """Makes step batches of stored samples; lives in the workers, holds no state."""
+
+    def __init__(self, store: TokenStore, collate: Callable[..., StepBatch]) -> None:
+        self.store, self.collate = store, collate
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, step: Any) -> StepBatch:
+        counts = self.store.counts
+        return self.collate(step, [self.store.row(i) for i in step.samples], [int(counts[i]) for i in step.samples])
+
+
+def received(batch: StepBatch) -> StepBatch:
+    """The loader's own collate function: a step batch is whole already."""
+    return batch

@@ -1,0 +1,65 @@
+"""Watches the first optimizer step with torch's profiler, and asks every plugin to show that it is really on."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hwopt.errors import HwoptError, PluginError
+from hwopt.plugin import Evidence, Observation
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+    from hwopt.plan import Entry
+
+MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})
+
+
+@contextmanager
+def observing(run: Run) -> Iterator[None]:
+    """Record what runs inside the block into `run.observation`. Only the host's operators: their names tell the kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's remarks about its own buffers
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            yield
+    operators: Counter[str] = Counter()
+    matmul_dtypes: Counter[str] = Counter()
+    results: Any = getattr(profiler.profiler, "kineto_results", None)
+    for event in results.events() if results else ():
+        name = event.name()
+        operators[name] += 1
+        if name in MATMULS:
+            dtypes = event.dtypes()
+            matmul_dtypes[dtypes[1 if name in ("aten::addmm", "aten::baddbmm") else 0] if dtypes else "?"] += 1
+    run.observation = Observation(operators, matmul_dtypes)
+
+
+def collect(run: Run) -> list[tuple[Entry, Evidence]]:
+    """The evidence of every applied plugin, in the plan's order."""
+    return [(entry, _evidence(entry, run)) for entry in run.plan.applied()]
+
+
+def _evidence(entry: Entry, run: Run) -> Evidence:
+    try:
+        evidence: object = entry.plugin.evidence(run)
+    except HwoptError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{entry.author} of {entry.distribution}: evidence() raised {type(error).__name__}: {error}") from error
+    if not isinstance(evidence, Evidence):
+        raise PluginError(f"{entry.author} of {entry.distribution}: evidence() returned {evidence!r} instead of an Evidence")
+    return evidence
+
+
+def to_dict(found: list[tuple[Entry, Evidence]], observation: Observation) -> dict[str, Any]:
+    """What `evidence.json` holds."""
+    return {
+        "plugins": [{"name": entry.name, "status": evidence.status, "seen": evidence.seen} for entry, evidence in found],
+        "matmul_dtypes": dict(observation.matmul_dtypes),
+        "operators": dict(sorted(observation.operators.items())),
+    }

@@ -1,0 +1,347 @@
+"""plan: a profile, a hardware and a job resolved into decisions, and into the recipe that a run is built from.
+
+Pure: looks at nothing but its arguments, so that a plan can be made, printed and compared on a laptop for a card that is
+not there. Whose value wins: `--set`, the job, the profile, its parent, the plugin's default; each keeps its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
+from typing import Any
+
+from hwopt.errors import HwoptError, InputError, PluginError, Problems
+from hwopt.hardware import Hardware, described, detect_host
+from hwopt.job import Job, JobFile, Training
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions
+from hwopt.profile import Profile
+from hwopt.recipe import Recipe
+from hwopt.registry import Registry
+from hwopt.toml_files import validate
+
+DEMO = "the embedded demo"
+"""The name of the job document that no file holds."""
+
+SMALLER = 0.9
+"""A card with less than this part of the profile's memory counts as smaller."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was decided for one plugin, and why."""
+
+    plugin: Plugin
+    distribution: str
+    decision: str
+    """apply, fallback or skip."""
+    reason: str
+    options: PluginOptions
+    provenance: Mapping[str, str]
+    """Option -> the file and line, `--set` or "default" that it came from."""
+    place: str
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def author(self) -> str:
+        return f"plugin {self.name!r} ({self.place})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "stage": self.plugin.stage.name,
+            "preserves": self.plugin.preserves,
+            "decision": self.decision,
+            "reason": self.reason,
+            "options": self.options.model_dump(mode="json"),
+            "provenance": dict(self.provenance),
+        }
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Rows per micro-batch and per optimizer step. `step` counts the rows of one step over all ranks."""
+
+    train: int
+    eval: int
+    step: int
+    widths: tuple[int, ...] = ()
+    """Fixed widths that micro-batches are padded to; empty: the longest row's."""
+    pad_to_multiple_of: int = 1
+
+    def accumulation(self, world_size: int) -> int:
+        return ceil(self.step / (self.train * world_size))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was decided before anything was built."""
+
+    profile: Profile
+    hardware: Hardware
+    software: Mapping[str, str]
+    job: Job
+    model: ModelFacts
+    entries: tuple[Entry, ...]
+    recipe: Recipe
+    training: Training
+    batch: BatchSizes
+    provenance: Mapping[str, str]
+    """Dotted key of the job or the training -> where its value came from."""
+    world_size: int = 1
+    notes: tuple[str, ...] = field(default=())
+    job_name: str = ""
+    """The file that the job came from."""
+
+    @property
+    def is_demo(self) -> bool:
+        return self.job_name == DEMO
+
+    def applied(self) -> Iterator[Entry]:
+        return (entry for entry in self.entries if entry.decision != "skip")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `plan.json` and `hwopt plan --format json` hold."""
+        return {
+            "profile": self.profile.name,
+            "hardware": asdict(self.hardware),
+            "software": dict(self.software),
+            "model": asdict(self.model),
+            "job": self.job.model_dump(mode="json", exclude={"training"}),
+            "training": self.training.model_dump(mode="json"),
+            "batch": asdict(self.batch) | {"accumulation": self.batch.accumulation(self.world_size)},
+            "world_size": self.world_size,
+            "plugins": [entry.to_dict() for entry in self.entries],
+            "provenance": dict(self.provenance),
+            "notes": list(self.notes),
+        }
+
+
+def resolve(
+    profile: Profile,
+    hardware: Hardware,
+    job_file: JobFile,
+    registry: Registry,
+    model: ModelFacts,
+    software: Mapping[str, str],
+    *,
+    world_size: int = 1,
+    strict: bool = False,
+) -> Plan:
+    """Ask every plugin of the profile, in order, and let those that can write the recipe.
+
+    Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
+    break, and, with `strict`, for every fallback and skip.
+    """
+    job = under_job(profile, job_file)
+    context = Context(hardware, software, model, job, world_size)
+    entries = in_order(tuple(decide(profile, registry, context)))
+    recipe = Recipe()
+    for entry in entries:
+        if entry.decision != "skip":
+            with recipe.written_by(entry.author), blamed(entry):
+                entry.plugin.apply(recipe, context)
+    notes = card_notes(profile, hardware)
+    if strict:
+        refuse_compromises(entries, notes)
+    training = job.training.model_copy(
+        update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
+    )
+    Training.model_validate(training.model_dump(exclude_none=True))
+    batch, batch_note = batch_sizes(recipe, profile, hardware, world_size)
+    return Plan(
+        profile=profile,
+        hardware=hardware,
+        software=software,
+        job=job,
+        model=model,
+        entries=entries,
+        recipe=recipe,
+        training=training,
+        batch=batch,
+        provenance=provenance_of(profile, job_file, recipe, training),
+        world_size=world_size,
+        notes=(*notes, *batch_note),
+        job_name=job_file.document.name,
+    )
+
+
+def under_job(profile: Profile, job_file: JobFile) -> Job:
+    """The job with the profile's defaults under its own keys."""
+    job, defaults = job_file.job, profile.content
+    warmed = {"warmup_ratio", "warmup_steps"}
+    own = job.training.model_fields_set
+    update = {
+        key: getattr(defaults.training, key)
+        for key in defaults.training.model_fields_set
+        if key not in own and not (key in warmed and warmed & own)
+    }
+    training = Training.model_construct(own | set(update), **(job.training.model_dump() | update))
+    data = job.data
+    if data.max_length is None and defaults.data.max_length is not None:
+        data = data.model_copy(update={"max_length": defaults.data.max_length})
+    return job.model_copy(update={"training": training, "data": data})
+
+
+def has_key(training: Training, key: str) -> bool:
+    """Whether the job or the profile set `key`, or the other way to say the same."""
+    warmed = {"warmup_ratio", "warmup_steps"}
+    return key in training.model_fields_set or bool(key in warmed and warmed & training.model_fields_set)
+
+
+def decide(profile: Profile, registry: Registry, context: Context) -> Iterator[Entry]:
+    problems = Problems()
+    asked: list[tuple[type[Plugin], PluginOptions, str]] = []
+    for name, table in profile.plugin_tables():
+        key = ("plugins", name)
+        try:
+            plugin_class = registry.plugin(name, profile.place(*key))
+        except InputError as error:
+            problems.add(str(error))
+            continue
+        document = replace(profile.document, data={"plugins": {name: table}})
+        options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
+        if options is not None:
+            asked.append((plugin_class, options, profile.place(*key)))
+    problems.raise_if_any()
+    for plugin_class, options, place in asked:
+        yield entry_for(plugin_class(options), options, place, profile, registry, context)
+
+
+def entry_for(
+    plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context
+) -> Entry:
+    entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
+    with blamed(entry):
+        answer: object = plugin.probe(context)
+        if not isinstance(answer, Decision):
+            raise PluginError(f"probe() returned {answer!r} instead of a Decision")
+        decision = answer
+    if decision.kind in ("fallback", "choose"):
+        plugin = type(plugin)(decision.options[0])
+    provenance = {
+        key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
+        for key in type(options).model_fields
+    }
+    for key in type(options).model_fields:
+        if getattr(plugin.options, key) != getattr(options, key):
+            provenance[key] = f"decided here, instead of {getattr(options, key)!r} ({provenance[key]})"
+    kind = "apply" if decision.kind == "choose" else decision.kind
+    return replace(entry, plugin=plugin, decision=kind, reason=decision.reason, options=plugin.options, provenance=provenance)
+
+
+class blamed:  # noqa: N801 - used as a statement: with blamed(entry)
+    """Whatever a plugin raises becomes a PluginError that names it and its distribution."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.who = f"{entry.author} of {entry.distribution}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PluginError) and self.who not in str(error):
+            raise PluginError(f"{self.who}: {error}") from error
+        if isinstance(error, Exception) and not isinstance(error, HwoptError):
+            raise PluginError(f"{self.who} raised {type(error).__name__}: {error}") from error
+
+
+def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
+    ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
+    for index, entry in enumerate(ordered):
+        for later in ordered[index + 1 :]:
+            same_stage = later.plugin.stage == entry.plugin.stage
+            if same_stage and later.name in entry.plugin.after and "skip" not in (entry.decision, later.decision):
+                raise PluginError(
+                    f"plugin {entry.name!r} ({entry.place}) must come after {later.name!r} ({later.place}): "
+                    f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
+                )
+    return tuple(ordered)
+
+
+def refuse_compromises(entries: tuple[Entry, ...], notes: tuple[str, ...]) -> None:
+    problems = Problems()
+    for entry in entries:
+        if entry.decision != "apply":
+            problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
+    for note in notes:
+        problems.add(f"--strict: {note}")
+    problems.raise_if_any(PluginError)
+
+
+def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
+    """What to say where the machine is not the profile's card; capability and memory always come from the machine."""
+    card = profile.card
+    if hardware.source == "described" or card.compute_capability is None:
+        return ()
+    if hardware.device_type == "cpu":
+        return (
+            f"no CUDA device: profile {profile.name} is for {' / '.join(card.match) or 'a GPU'}, this runs on the CPU. "
+            "Check `nvidia-smi` and that torch is a CUDA build; on Colab: Runtime > Change runtime type > GPU.",
+        )
+    if card.memory_gib and hardware.memory_gib < SMALLER * card.memory_gib:
+        return (
+            f"profile {profile.name} is for {card.memory_gib:g} GiB, {hardware.name} has {hardware.memory_gib:g}: "
+            "the micro-batch gets smaller, the effective batch stays.",
+        )
+    return ()
+
+
+def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size: int) -> tuple[BatchSizes, tuple[str, ...]]:
+    """Rows per micro-batch and step; without a plugin that says so, 8 and 16 as Hugging Face's Trainer."""
+    train = int(recipe.batch.get("train", 8))
+    evaluation = int(recipe.batch.get("eval", 2 * train))
+    accumulation = int(recipe.batch.get("accumulation", 1))
+    step = int(recipe.batch.get("effective", train * accumulation * world_size))
+    notes: tuple[str, ...] = ()
+    memory = profile.card.memory_gib
+    smaller = memory and hardware.device_type == "cuda" and hardware.memory_gib < SMALLER * memory
+    if smaller and memory:
+        lowered = max(1, int(train * hardware.memory_gib / memory))
+        notes = (f"micro-batch {train} -> {lowered}, {hardware.memory_gib:g} of {memory:g} GiB; {step} rows a step as before",)
+        train, evaluation = lowered, max(1, int(evaluation * hardware.memory_gib / memory))
+    per_rank = ceil(step / world_size)
+    sizes = BatchSizes(
+        train=min(train, per_rank),
+        eval=evaluation,
+        step=step,
+        widths=tuple(recipe.batch.get("widths", ())),
+        pad_to_multiple_of=int(recipe.batch.get("pad_to_multiple_of", 1)),
+    )
+    return sizes, notes
+
+
+def provenance_of(profile: Profile, job_file: JobFile, recipe: Recipe, training: Training) -> dict[str, str]:
+    found = {}
+    for key in Training.model_fields:
+        if key in job_file.job.training.model_fields_set:
+            place = job_file.place("training", key)
+        elif key in profile.content.training.model_fields_set:
+            place = profile.place("training", key)
+        elif key in recipe.training and getattr(training, key) == recipe.training[key]:
+            place = recipe.author_of(f"training[{key!r}]")
+        else:
+            place = "default"
+        found[f"training.{key}"] = place
+    for table in ("model", "data", "task"):
+        for key in getattr(job_file.job, table).model_fields_set:
+            found[f"{table}.{key}"] = job_file.place(table, key)
+    if job_file.job.data.max_length is None and profile.content.data.max_length is not None:
+        found["data.max_length"] = profile.place("data", "max_length")
+    return found
+
+
+def hardware_of_card(profile: Profile) -> Hardware:
+    """The profile's card in this machine, for plans of a card that is not there."""
+    host = detect_host()
+    card = profile.card
+    if card.capability is None:
+        return host
+    if card.memory_gib is None:
+        raise InputError(f"{profile.document.name}: card.memory_gib is missing, so that no plan can be made for this card")
+    return described(card.match[0] if card.match else profile.name, card.capability, card.memory_gib, host)

@@ -1,0 +1,1 @@
+"""What a run shows and keeps: the terminal and the files of the run folder."""

@@ -1,0 +1,73 @@
+"""The files of a run folder: job.toml, profile.toml, plan.json, evidence.json, metrics.jsonl, status.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomlkit
+
+from hwopt import observe
+from hwopt.checkpoint import write_json
+from hwopt.errors import StorageError
+from hwopt.telemetry import Listener, Row
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+    from hwopt.plan import Plan
+
+
+class Journal(Listener):
+    """Writes the run folder; only the main rank has one."""
+
+    def started(self, run: Run) -> None:
+        folder = run.folder
+        try:
+            folder.mkdir(parents=True)
+            (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
+            (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
+        write_json(folder / "plan.json", run.plan.to_dict())
+        write_status(folder, None, "running")
+
+    def evidence(self, run: Run, found: list[Any]) -> None:
+        write_json(run.folder / "evidence.json", observe.to_dict(found, run.observation))
+
+    def row(self, run: Run, row: Row) -> None:
+        try:
+            with open(run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
+
+    def finished(self, run: Run, summary: Row) -> None:
+        write_json(run.folder / "summary.json", summary)
+
+
+def write_status(folder: Path, exit_code: int | None, message: str) -> None:
+    """`exit_code` is None while the run goes on; launchers lose it, this file does not."""
+    write_json(folder / "status.json", {"exit_code": exit_code, "message": message})
+
+
+def job_table(plan: Plan) -> dict[str, Any]:
+    """The job as it was run, every default written out: `hwopt run job.toml` repeats it."""
+    table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
+    return table | {"training": plan.training.model_dump(mode="json", exclude_none=True)}
+
+
+def profile_table(plan: Plan) -> dict[str, Any]:
+    """The profile with its parents merged in and every option written out, as it was resolved."""
+    content = plan.profile.content.model_dump(mode="json", exclude={"extends", "plugins", "claims", "training"}, exclude_none=True)
+    content["training"] = plan.profile.content.training.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    content["plugins"] = {
+        entry.name: entry.options.model_dump(mode="json", exclude_none=True)
+        | ({"enabled": False} if entry.decision == "skip" else {})
+        for entry in plan.entries
+    }
+    return content
+
+
+def to_toml(table: dict[str, Any]) -> str:
+    return tomlkit.dumps({key: value for key, value in table.items() if value is not None})

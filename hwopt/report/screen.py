@@ -1,0 +1,166 @@
+"""The terminal: the plan before the run, one live line in it, the evidence after step 1, a summary at the end.
+
+With a terminal the line stays in place; without one (a log file, a notebook's cell) a plain line is printed an interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hwopt.telemetry import Listener, Row
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+    from hwopt.plan import Entry, Plan
+
+STYLES = {
+    **{"apply": "green", "fallback": "yellow", "skip": "yellow"},
+    **{"active": "green", "inactive": "red", "unknown": "yellow"},
+}
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Plugin, decision and reason, in the order of application; what changes the training method comes first."""
+    hardware = plan.hardware
+    device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
+    if hardware.compute_capability:
+        device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
+    say(console, "profile", f"{plan.profile.name} — {plan.profile.content.summary}")
+    say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
+    say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
+    say(console, "batch", describe_batch(plan))
+    for entry in plan.applied():
+        if entry.plugin.preserves == "method":
+            say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
+    for note in plan.notes:
+        say(console, "note", note, "yellow")
+    console.print(table(("plugin", "decision", "why"), ((e.name, e.decision, describe(e)) for e in plan.entries)))
+
+
+def describe_batch(plan: Plan) -> str:
+    sizes, world = plan.batch, plan.world_size
+    ranks = f" on {world} ranks" if world > 1 else ""
+    return f"{sizes.step} rows a step{ranks}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
+
+
+def describe(entry: Entry) -> str:
+    options = ", ".join(f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None)
+    return entry.reason if entry.decision == "skip" or not options else f"{entry.reason} [{options}]"
+
+
+def show(value: Any) -> str:
+    return " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A plain table; known decisions and states are coloured, nothing in a cell is read as markup."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=number < 2)
+    for row in rows:
+        made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    return made
+
+
+def say(console: Console, label: str, text: str, style: str = "bold") -> None:
+    console.print(Text.assemble((f"{label}: ", style), text))
+
+
+class Screen(Listener):
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live: Live | None = None
+        self.last_eval: Row = {}
+
+    def started(self, run: Run) -> None:
+        for note in run.notes[len(run.plan.notes) :]:
+            say(self.console, "data", note)
+        samples = len(run.prepared.train)
+        held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
+        say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+
+    def evidence(self, run: Run, found: list[Any]) -> None:
+        self.console.print(table(("evidence", "after step 1", "seen"), ((e.name, v.status, v.seen) for e, v in found)))
+
+    def row(self, run: Run, row: Row) -> None:
+        if "eval_loss" in row:
+            self.last_eval = row
+            self.console.print(Text(eval_line(row)))
+        elif self.live is not None:
+            self.live.update(Text(line(run, row)))
+        else:
+            self.console.print(Text(line(run, row)), soft_wrap=True)
+
+    def warned(self, run: Run, message: str) -> None:
+        say(self.console, "WARNING", message, "bold red")
+
+    def finished(self, run: Run, summary: Row) -> None:
+        self.close()
+        rows = ((key, f"{value:,.4f}".rstrip("0").rstrip(".")) for key, value in summary.items())
+        self.console.print(table(("summary", ""), rows))
+        say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def line(run: Run, row: Row) -> str:
+    """step, ETA, loss, lr, steps/s, real tokens/s, samples/s, peak memory, GPU %, data wait."""
+    left = (run.total_steps - row["step"]) / max(row["steps_per_second"], 1e-9)
+    parts = [
+        f"step {int(row['step'])}/{run.total_steps}",
+        f"ETA {timedelta(seconds=round(left))}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['learning_rate']:.3g}",
+        f"{row['steps_per_second']:.3g} steps/s",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"{row['samples_per_second']:,.4g} samples/s",
+        f"peak {row['peak_memory_gib']:.2f} GiB",
+    ]
+    if "gpu_utilization" in row:
+        parts.append(f"GPU {row['gpu_utilization']:.0f} %")
+    parts.append(f"data wait {row['data_wait']:.0%}")
+    if "skipped_updates" in row:
+        parts.append(f"skipped {row['skipped_updates']:.0f}")
+    return "  ".join(parts)
+
+
+def eval_line(row: Row) -> str:
+    shown = {key: value for key, value in row.items() if key.startswith("eval_") and "second" not in key and key != "eval_runtime"}
+    return f"eval at step {int(row['step'])} (epoch {row['epoch']:.2f}): " + "  ".join(f"{k[5:]} {v:.4f}" for k, v in shown.items())
+
+
+def show_values(console: Console, plan: Plan) -> None:
+    """Every option, hyperparameter and job key with the place that it came from."""
+    rows = [
+        (f"plugins.{entry.name}.{key}", show(value), entry.provenance[key])
+        for entry in plan.entries
+        for key, value in entry.options.model_dump(mode="json").items()
+    ]
+    values = {"training": plan.training.model_dump(), **{t: getattr(plan.job, t).model_dump() for t in ("model", "data", "task")}}
+    for dotted, place in sorted(plan.provenance.items()):
+        table_name, key = dotted.split(".", 1)
+        rows.append((dotted, show(values[table_name][key]), place))
+    shown = ((key, value, place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows)
+    console.print(table(("value", "", "from"), shown))
+
+
+def show_survey(console: Console, found: Any) -> None:
+    hardware = found.hardware
+    say(console, "hardware", f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free")
+    say(console, "compute capability", f"{hardware.capability_text} ({hardware.architecture})")
+    say(console, "host", f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}")
+    say(console, "software", ", ".join(f"{name} {version}" for name, version in found.software.items()))
+    console.print(table(("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins)))

@@ -1,0 +1,67 @@
+"""What this machine can do: its hardware and software, and every installed plugin asked with its default options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hwopt.errors import PluginError
+from hwopt.hardware import Hardware, detect, detect_software
+from hwopt.job import Data, Job, Model
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context
+from hwopt.registry import Registry
+
+BERT_BASE = ModelFacts(
+    name="a model like BERT-base",
+    model_type="bert",
+    architecture="BertForSequenceClassification",
+    parameters=109_483_778,
+    layers=12,
+    hidden_size=768,
+    vocab_size=30_522,
+    max_positions=512,
+    is_decoder=False,
+    supports_sdpa=True,
+    supports_flash=True,
+    supports_checkpointing=True,
+    attention_dropout=0.1,
+    prebuilt_mask=True,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    name: str
+    distribution: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    hardware: Hardware
+    software: dict[str, str]
+    plugins: tuple[Answer, ...]
+
+
+def survey(registry: Registry | None = None) -> Survey:
+    """Ask every plugin; one that is broken says so in its line, so that the others are still seen."""
+    registry = registry or Registry()
+    hardware, software = detect(), detect_software()
+    job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))
+    context = Context(hardware, software, BERT_BASE, job)
+    return Survey(hardware, software, tuple(ask(registry, name, context) for name in registry.names))
+
+
+def ask(registry: Registry, name: str, context: Context) -> Answer:
+    distribution = registry.distribution(name)
+    try:
+        plugin_class = registry.plugin(name)
+        decision = plugin_class(plugin_class.Options()).probe(context)
+    except PluginError as error:
+        return Answer(name, distribution, "broken", str(error))
+    except ValueError:
+        return Answer(name, distribution, "ask", "has no default options; put a table into a profile and see `hwopt plan`")
+    except Exception as error:  # a stranger's probe
+        return Answer(name, distribution, "broken", f"probe() raised {type(error).__name__}: {error}")
+    return Answer(name, distribution, decision.kind, decision.reason)
