@@ -23,8 +23,8 @@ WEIGHTS, ORDER, DROPOUT, SPLIT = range(1, 5)
 
 def mix(seed: int, *place: int) -> int:
     """A 63-bit number that depends on all bits of `seed` and of every part of `place` (splitmix64, Steele et al. 2014)."""
-    state = seed & MASK
-    for part in place:
+    state = 0
+    for part in (seed, *place):
         state = (state ^ (part & MASK)) + 0x9E3779B97F4A7C15 & MASK
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
         state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK

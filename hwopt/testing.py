@@ -1,0 +1,177 @@
+"""For the tests of plugins, built-in and third-party alike: a tiny real job, and the contract that every plugin is held to.
+
+    from hwopt.testing import check_contract_of
+
+    def test_contract(tmp_path):
+        check_contract_of("my_plugin", tmp_path, options={"strength": 2})
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hwopt import api
+from hwopt.hardware import detect, detect_software
+from hwopt.job import JobFile, make_job
+from hwopt.model_facts import facts_of, load_config
+from hwopt.plan import Plan, resolve
+from hwopt.plugin import Evidence
+from hwopt.profile import Profile, make_profile
+from hwopt.recipe import SLOTS
+from hwopt.registry import Registry
+from hwopt.telemetry import Listener, Row
+from hwopt.toml_files import Document
+
+WORDS = "red green blue one two three four five up down left right hot cold old new big small".split()
+
+TINY_BERT = {
+    "model_type": "bert",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def write_samples(path: Path, number: int, *, pairs: bool = False, seed: int = 0) -> Path:
+    """A jsonl file of `number` texts of uneven lengths; the label is whether the first word is a colour."""
+    random_words = random.Random(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(number):
+            words = random_words.choices(WORDS, k=random_words.randint(2, 24))
+            half = len(words) // 2
+            row = {"text": " ".join(words[:half] if pairs else words), "label": "colour" if words[0] in WORDS[:3] else "other"}
+            if pairs:
+                row["second"] = " ".join(words[half:])
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def tiny_job(folder: Path, kind: str = "text-classification", *, samples: int = 40, **training: Any) -> JobFile:
+    """A job of a few steps with a tiny random model: BERT for classification, Llama for "causal-lm"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "train": str(write_samples(folder / "train.jsonl", samples)),
+        "eval": str(write_samples(folder / "eval.jsonl", 12, seed=1)),
+        "max_length": 32,
+    }
+    settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
+    config = TINY_BERT if kind == "text-classification" else TINY_LLAMA
+    return make_job(
+        Document("a tiny job", {"model": {"config": config}, "data": data, "task": {"kind": kind}, "training": settings})
+    )
+
+
+def tiny_profile(**plugins: Mapping[str, Any]) -> Profile:
+    """A profile of these plugin tables, over step batches of 8 rows in micro-batches of 4."""
+    tables = {"batch": {"train": 4, "accumulation": 2}} | {name: dict(table) for name, table in plugins.items()}
+    return make_profile(Document("a tiny profile", {"name": "tiny", "plugins": tables}))
+
+
+def plan_for(profile: Profile, job_file: JobFile, registry: Registry | None = None, *, world_size: int = 1, **options: Any) -> Plan:
+    """A plan on this machine."""
+    model = job_file.job.model
+    config = load_config(model.name, model.config)
+    facts = facts_of(config, job_file.job.task.kind, model.label)
+    hardware = options.pop("hardware", None) or detect()
+    return resolve(
+        profile, hardware, job_file, registry or Registry(), facts, detect_software(), world_size=world_size, **options
+    )
+
+
+@dataclass
+class Recorder(Listener):
+    """Keeps what a run said."""
+
+    def __post_init__(self) -> None:
+        self.rows: list[Row] = []
+        self.found: list[tuple[Any, Evidence]] = []
+        self.warnings: list[str] = []
+        self.run: Any = None
+
+    def started(self, run: Any) -> None:
+        self.run = run
+
+    def evidence(self, run: Any, found: list[Any]) -> None:
+        self.found = found
+
+    def row(self, run: Any, row: Row) -> None:
+        self.rows.append(row)
+
+    def warned(self, run: Any, message: str) -> None:
+        self.warnings.append(message)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows if "loss" in row]
+
+
+def train_tiny(plan: Plan, folder: Path) -> Recorder:
+    """Train `plan` under `folder`; returns what was heard of it."""
+    recorder = Recorder()
+    api.execute(plan, folder / "run", recorder, cache=folder / "cache")
+    return recorder
+
+
+def check_contract_of(name: str, folder: Path, options: Mapping[str, Any] | None = None, registry: Registry | None = None) -> Plan:
+    """Drive the plugin `name` through a tiny real run, and assert what every plugin promises. Returns the plan.
+
+    Its decision is pure and has a reason; it writes only what `slots` names; the run trains and saves; what it preserves
+    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`.
+    """
+    registry = registry or Registry()
+    plugin = registry.plugin(name)
+    job = tiny_job(folder / "data")
+    base = tiny_profile() if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
+    profile = tiny_profile(**{name: dict(options or {})})
+    plan, again = plan_for(profile, job, registry), plan_for(profile, job, registry)
+    entry = next(entry for entry in plan.entries if entry.name == name)
+    assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], "probe() must be pure"
+    assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason in words, got {entry.reason!r}"
+    if entry.decision == "skip":
+        return plan
+    written = written_fields(plan, entry.author)
+    assert written <= set(plugin.slots), f"{name} writes {sorted(written - set(plugin.slots))}, which its `slots` do not name"
+    with_it = train_tiny(plan, folder / "with")
+    evidence = next(evidence for found, evidence in with_it.found if found.name == name)
+    assert evidence.seen, f"{name}: evidence without words"
+    assert evidence.status != "inactive", f"{name} was applied, but: {evidence.seen}"
+    assert (folder / "with" / "run" / "final" / "config.json").is_file()
+    if plugin.preserves != "method":
+        without = train_tiny(plan_for(base, job, registry), folder / "without")
+        if name != "batch":
+            tolerance = 0.0 if plugin.preserves == "bits" else 2e-2
+            for ours, theirs in zip(with_it.losses, without.losses, strict=True):
+                assert math.isclose(ours, theirs, rel_tol=tolerance), f"{name} preserves {plugin.preserves}: {ours} against {theirs}"
+    return plan
+
+
+def written_fields(plan: Plan, author: str) -> set[str]:
+    """The recipe fields that `author` claimed, and the lists that are not empty though nobody claims lists."""
+    recipe = plan.recipe
+    claimed = {what.split("[")[0] for what, who in recipe._claims.items() if who == author}
+    alone = [entry for entry in plan.applied() if entry.author != author]
+    if all(entry.name == "batch" for entry in alone):
+        claimed |= {field for field in ("process", "model_steps", "optimizer_wraps", "prepared_steps") if getattr(recipe, field)}
+    assert claimed.isdisjoint({"events"}) or SLOTS
+    return claimed

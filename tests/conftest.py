@@ -1,0 +1,19 @@
+"""Shared by all tests: nothing outside the test's own folder is written, and libraries' remarks are not errors of ours."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hwopt.cli.options import NOISY
+
+for _name in NOISY:
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)

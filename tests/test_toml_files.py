@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.errors import InputError
+from hwopt.job import make_job
+from hwopt.toml_files import Document, key_lines, parse_assignment, parse_toml
+
+GOOD = b"""[model]
+name = "somewhere/some-model"
+[data]
+train = "train.csv"
+"""
+
+
+def message(raw: bytes) -> str:
+    with pytest.raises(InputError) as caught:
+        make_job(parse_toml(raw, "job.toml"))
+    return str(caught.value)
+
+
+def test_every_problem_at_once_with_its_line() -> None:
+    text = message(
+        b'[model]\nnmae = "x"\n[data]\ntrain = 3\nmax_length = "4"\n[task]\nkind = "text-clasification"\n[training]\nseed = 1.5\n'
+    )
+    assert "job.toml:2: model.nmae: unknown key. Did you mean 'name'?" in text
+    assert "job.toml:4: data.train" in text
+    assert "job.toml:5: data.max_length" in text
+    assert "job.toml:7: task.kind" in text
+    assert "Did you mean 'text-classification'?" in text
+    assert "job.toml:9: training.seed" in text
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"a = " + b"[" * 200_000,
+        b"a = " + b"[" * 100_000 + b"]" * 100_000,
+        b"a = " + b"{a=" * 60_000,
+        b"a" + b".a" * 100_000 + b" = 1",
+        b"[" + b"a." * 100_000 + b"a]",
+        b"\xef\xbb\xbf" + GOOD,
+        GOOD.decode().encode("utf-16"),
+        b"a = 1\na = 2",
+        b"a = \xff",
+        b"x = " + b"1" * 5000,
+        b"= 1",
+        b"\x00",
+        b"x = 'never closed",
+        b"# " + b"x" * 2_000_000,
+        b"when = 2020-01-01",
+        b"training = 3",
+        b"[[training]]",
+    ],
+)
+def test_hostile_toml_is_one_clear_message_at_once(raw: bytes) -> None:
+    began = time.process_time()
+    text = message(raw)
+    assert "job.toml" in text
+    assert len(text.splitlines()) <= 12
+    assert len(text) < 2000
+    assert time.process_time() - began < 10  # it must end; it takes milliseconds
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_end_in_a_message(raw: bytes) -> None:
+    with pytest.raises(InputError):
+        make_job(parse_toml(raw, "job.toml"))
+
+
+@given(st.text(max_size=40))
+def test_any_assignment_is_parsed_or_refused(text: str) -> None:
+    try:
+        key, _ = parse_assignment(text)
+        assert len(key) >= 2
+    except InputError as error:
+        assert "--set" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("training.seed=3", 3),
+        ("training.learning_rate = 2e-5", 2e-5),
+        ("model.name=bert", "bert"),
+        ('model.name="bert"', "bert"),
+        ("data.text=['a', 'b']", ["a", "b"]),
+        ("x.y=a = b", "a = b"),
+        ("x.y=1\nz=2", "1\nz=2"),
+        ("x.y=", ""),
+    ],
+)
+def test_assignments(text: str, value: object) -> None:
+    assert parse_assignment(text)[1] == value
+
+
+def test_the_command_line_wins_and_says_so() -> None:
+    made = make_job(parse_toml(GOOD, "job.toml"), ["training.seed=1", "training.seed=2", "data.train=other.csv"])
+    assert made.job.training.seed == 2
+    assert made.place("training", "seed") == "--set"
+    assert made.place("model", "name") == "job.toml:2"
+    assert made.job.data.train == "other.csv"
+
+
+@pytest.mark.parametrize("text", ["seed=3", "training", "trainign.seed=3", "model.name.x=3"])
+def test_wrong_assignments(text: str) -> None:
+    with pytest.raises(InputError, match="--set"):
+        make_job(parse_toml(GOOD, "job.toml"), [text])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["model.config={model_type='bert'}"],
+        ["data.eval=a.csv", "data.eval_fraction=0.1"],
+        ["data.prompt=p", "data.completion=c"],
+        ["training.warmup_ratio=0.1", "training.warmup_steps=3"],
+        ["training.learning_rate=nan"],
+        ["training.max_steps=0"],
+        ["data.text=[]"],
+        ["data.text=['a','b','c']"],
+        ["task.kind=causal-lm", "data.text=['a','b']"],
+    ],
+)
+def test_contradictory_jobs(extra: list[str]) -> None:
+    with pytest.raises(InputError):
+        make_job(parse_toml(GOOD, "job.toml"), extra)
+
+
+def test_key_lines() -> None:
+    text = "a = 1\n[b]\nc.d = 2\n[[e]]\nf = 1\n[[e]]\n\"g h\" = 2\n"
+    lines = dict(key_lines(text))
+    assert lines["a",] == 1
+    assert lines["b",] == 2
+    assert lines["b", "c", "d"] == 3
+    assert lines["e", "0", "f"] == 5
+    assert lines["e", "1", "g h"] == 7
+
+
+def test_a_document_places_what_it_does_not_know() -> None:
+    document = Document("x.toml", {}, {("a",): 4})
+    assert document.place(("a", "b", "c")) == "x.toml:4"
+    assert document.place(("z",)) == "x.toml"
