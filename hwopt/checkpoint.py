@@ -51,12 +51,16 @@ def write_json(path: Path, content: Any) -> None:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
-def save_model(run: Run, target: Path) -> None:
-    """The model as it is now, with its tokenizer, openable with `from_pretrained`. Only the main rank writes."""
+def save_checkpoint(run: Run) -> None:
+    """`checkpoint-<step>/`: the model as it is now, openable with `from_pretrained`; then the oldest beyond the limit go."""
     weights = run.state_dict()
     if run.is_main:
-        with staged(target) as folder:
+        with staged(run.folder / f"checkpoint-{run.step}") as folder:
             _write(run, run.inner_model, weights, folder)
+        if limit := run.training.save_total_limit:
+            saved = sorted(run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+            for old in saved[:-limit]:
+                shutil.rmtree(old, ignore_errors=True)
     run.accelerator.wait_for_everyone()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,27 +21,24 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def cache_root() -> Path:
-    """Where hwopt keeps what it can make again: `HWOPT_CACHE`, or ~/.cache/hwopt. Read here only, then handed down."""
-    given = os.environ.get("HWOPT_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "hwopt"
-
-
 def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers (train, eval), both ascending: a pure function of its arguments; `fraction` of `samples` go to eval.
-
-    Raises DataError where one side would have none.
-    """
+    """Row numbers (train, eval), both ascending: a pure function of its arguments. Raises DataError as `held_out_of`."""
     import numpy as np
 
+    held_out = held_out_of(samples, fraction, source)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def held_out_of(samples: int, fraction: float, source: str) -> int:
+    """How many of `samples` to evaluate on. Raises DataError where that leaves none on one of the sides."""
     held_out = round(samples * fraction)
     if not 0 < held_out < samples:
         raise DataError(
             f"{source}: data.eval_fraction = {fraction} of {samples:,} samples leaves {held_out:,} to evaluate on and "
             f"{samples - held_out:,} to train on; both sides need at least one"
         )
-    order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    return held_out
 
 
 def fingerprint(*parts: Any) -> str:
@@ -106,7 +102,7 @@ class TokenStore:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What `cached` was given, with `bytes`, the size of each file; `labels_per_token` says which kind of labels these are."""
+        """What `cached` was given (`labels_per_token` tells the two kinds of labels apart), and `bytes`: each file's size."""
         if self._meta is None:
             self._meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
         return self._meta
@@ -172,5 +168,3 @@ class TokenStore:
 
         write_folder(folder, write)
         return cls(folder)
-
-

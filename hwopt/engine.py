@@ -47,6 +47,8 @@ class Engine:
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of a summed loss, of which each unit weighs `share` in the mean over the whole step and all ranks."""
         weight = share * self.run.world_size  # DDP averages the ranks' gradients; the share counts all of them already
+        if self.factor.dtype != loss.dtype:
+            self.factor = self.factor.to(loss.dtype)
         if self.scaler is None:
             self.factor.fill_(weight)
         else:

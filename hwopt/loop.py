@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from hwopt import observe, randomness
 from hwopt.build import Run
-from hwopt.checkpoint import BestWeights, save_final, save_model
+from hwopt.checkpoint import BestWeights, save_checkpoint, save_final
 from hwopt.errors import DoesNotFitError, InputError, WorkerDiedError, listing, nearest
 from hwopt.microbatch import StepBatch
 from hwopt.telemetry import Listener, Row, Telemetry
@@ -55,7 +56,7 @@ def train(run: Run, listener: Listener) -> Row:
                 listener.row(run, metrics)
                 best.consider(metrics)
             if saves_now(run):
-                save_model(run, run.folder / f"checkpoint-{run.step}")
+                save_checkpoint(run)
 
     if row := telemetry.flush():
         listener.row(run, row)
@@ -86,35 +87,42 @@ def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any) -> None:
 def evaluate(run: Run) -> Row:
     """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`."""
     started = time.perf_counter()
-    metrics = run.task.metrics(run.device)
-    run.inner_model.eval()
-    for batch in run.eval_loader:
-        for micro_batch, _ in batch.to(run.device).micro_batches():
-            outputs = run.inner_model(**micro_batch.inputs)
-            loss, count = run.loss(outputs, micro_batch.targets)
-            metrics.update(outputs, micro_batch.targets, loss, count)
-    run.inner_model.train()
+    metrics = run.task.metrics(run.prepared, run.device)
+    with evaluating(run):
+        for batch in run.eval_loader:
+            for micro_batch, _ in batch.to(run.device).micro_batches():
+                outputs = run.inner_model(**micro_batch.inputs)
+                loss, count = run.loss(outputs, micro_batch.targets)
+                metrics.update(outputs, micro_batch.targets, loss, count)
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
-    for event in run.recipe.events["evaluated"]:
-        event(run)
     seconds = time.perf_counter() - started
-    samples = len(run.prepared.eval or ())
-    return {"step": run.step, "epoch": round(run.epoch, 4)} | found | {
-        "eval_runtime": seconds,
-        "eval_samples_per_second": samples / seconds,
-    }
+    speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
+    return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
 
 
 @torch.no_grad()
 def try_evaluation(run: Run) -> None:
     """Evaluate the batch of the longest samples, and forget it."""
-    run.inner_model.eval()
-    if run.eval_loader is not None and len(run.eval_loader.sampler):
-        dataset = run.eval_loader.dataset
-        longest = next(iter(run.eval_loader.sampler))
-        for micro_batch, _ in dataset[longest].to(run.device).micro_batches():
+    if run.eval_loader is None or not len(run.eval_loader.sampler):
+        return
+    longest = next(iter(run.eval_loader.sampler))
+    with evaluating(run):
+        for micro_batch, _ in run.eval_loader.dataset[longest].to(run.device).micro_batches():
             run.loss(run.inner_model(**micro_batch.inputs), micro_batch.targets)
-    run.inner_model.train()
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """The model in evaluation mode, and back in training mode."""
+    run.inner_model.eval()
+    for event in run.recipe.events["evaluating"]:
+        event(run)
+    try:
+        yield
+    finally:
+        for event in run.recipe.events["evaluated"]:
+            event(run)
+        run.inner_model.train()
 
 
 def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
@@ -165,12 +173,11 @@ def saves_now(run: Run) -> bool:
 def best_weights(run: Run) -> BestWeights:
     """Keeps the best of what `training.metric_for_best_model` names, or of the task's own metric."""
     asked = run.training.metric_for_best_model
-    name = asked or run.task.default_metric
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    known = [f"eval_{metric}" for metric in run.task.metric_names(run.prepared)]
-    if asked and name not in known:
+    name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
+    known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
+    if name not in known:
         raise InputError(
-            f"training.metric_for_best_model: {run.task.kind} has no metric {asked!r}.{nearest(name, known)} It has: {listing(known)}"
+            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} It is one of: {listing(known)}"
         )
     if asked and run.eval_loader is None:
         raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")

@@ -20,7 +20,8 @@ SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 EVENTS = {
     "gradients": "all gradients of a step are there; before they are measured, clipped and used",
     "updated": "the optimizer has stepped",
-    "evaluated": "an evaluation has ended",
+    "evaluating": "an evaluation begins",
+    "evaluated": "it has ended",
 }
 
 

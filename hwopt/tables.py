@@ -53,7 +53,8 @@ def columns(table: pa.Table, names: Sequence[str], source: str) -> list[list[str
         column = column_of(table, name, source)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if column.null_count:
-            raise DataError(f"{source}: row {column.is_null().to_pylist().index(True) + 1}: {name!r} has no value; remove the row")
+            row = column.is_null().to_pylist().index(True) + 1
+            raise DataError(f"{source}: row {row}: {name!r} has no value; remove the row or fill it in")
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise DataError(f"{source}: column {name!r} holds {kind}, not text; choose another with data.text")
         found.append(column.to_pylist())
@@ -212,7 +213,8 @@ def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
         values = [row.get(name) for row in rows]
         try:
             arrays.append(pa.array(values))
-        except (pa.ArrowException, OverflowError, UnicodeError):  # mixed types, huge numbers, lone surrogates: as they are written
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            # mixed types, huge numbers, lone surrogates: as they are written, since the job may not need the column at all
             arrays.append(pa.array([v if v is None else _as_written(v) for v in values], pa.string()))
     return pa.table(dict(zip(names, arrays, strict=True)))
 

@@ -1,0 +1,199 @@
+"""Text classification of single texts and pairs, with encoders and decoders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hwopt.data import TokenStore, fingerprint, split_rows
+from hwopt.errors import DataError, listing, nearest, shorten
+from hwopt.job import Job
+from hwopt.model_facts import is_decoder
+from hwopt.tables import column_of, columns
+from hwopt.tasks import FORMAT, Metrics, Prepared, Task, finish, limit_of, read_sources, refuse_router, tokenizer_for
+from hwopt.tokenizer import Limit, encode, identity, uses_token_types
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+    from transformers import PretrainedConfig
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts and labels, and the rows of `source` that they come from, counted from 0."""
+
+    source: str
+    rows: Sequence[int]
+    texts: list[list[str]]
+    """One list a column."""
+    labels: list[str]
+
+    def take(self, rows: Sequence[int]) -> Samples:
+        return Samples(
+            self.source, rows, [[column[row] for row in rows] for column in self.texts], [self.labels[row] for row in rows]
+        )
+
+
+class TextClassification(Task):
+    kind: ClassVar[str] = "text-classification"
+    default_metric: ClassVar[str] = "eval_f1"
+    rising: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
+
+    def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
+        """Labels are numbered in the order of the sorted labels of the training file, or as the model's config has them."""
+        refuse_router(config, job)
+        limit = limit_of(job, max_positions)
+        table, other = read_sources(job)
+        train = _samples(table, job, job.data.train)
+        held_out = None if other is None else _samples(other[0], job, other[1])
+        names = _order(train.labels, class_names(table, job.data.label), config)
+        if len(names) == 1:
+            raise DataError(
+                f"{train.source}: every {job.data.label!r} is {names[0]!r}; classification needs two classes at least"
+            )
+        notes = []
+        if len(names) * 2 > len(train.labels) > 8:
+            notes.append(f"{len(names):,} labels in {len(train.labels):,} samples: is {job.data.label!r} the right column?")
+        if held_out is not None:
+            _check_known(held_out, names)
+        elif job.data.eval_fraction is not None:
+            rows, held_rows = split_rows(len(train.labels), job.data.eval_fraction, seed, train.source)
+            train, held_out = train.take(rows.tolist()), train.take(held_rows.tolist())
+        texts = [text for column in train.texts for text in column]
+        decoder = is_decoder(config)
+        tokenizer = tokenizer_for(job, config, texts, decoder, cache)
+        types = len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
+        stores = [
+            None if samples is None else _store(samples, names, tokenizer, limit, types, cache) for samples in (train, held_out)
+        ]
+        assert stores[0] is not None
+        done = finish(stores[0], stores[1], tokenizer, names, avoid_used=decoder)
+        done.notes.extend(notes)
+        return done
+
+    def head_config(self, prepared: Prepared) -> dict[str, Any]:
+        names = prepared.label_names or ()
+        return {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: number for number, name in enumerate(names)},
+            "problem_type": "single_label_classification",
+        }
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Cross-entropy summed over the samples; targets (batch,)."""
+        from torch.nn import functional
+
+        return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
+
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """loss, accuracy, f1 (macro), and for two labels f1_binary (of label 1)."""
+        from hwopt.tasks.metrics import ClassMetrics
+
+        return ClassMetrics(len(prepared.label_names or ()), device)
+
+
+def read_labels(table: pa.Table, name: str, source: str) -> list[str]:
+    """The label of each row by its name. Whole numbers are named alike however they are written (1, 1.0, "1").
+
+    Raises DataError for a missing label, and for measurements (0.37): classification wants classes.
+    """
+    import pyarrow as pa
+
+    column = column_of(table, name, source)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
+    if not known:
+        raise DataError(f"{source}: column {name!r} holds {kind}; labels are strings or whole numbers")
+    classes = class_names(table, name)
+    values = column.to_pylist()
+    for row, value in enumerate(values, 1):
+        if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
+            raise DataError(f"{source}: row {row}: {name!r} has no label ({shorten(value)}); remove the row or fill it in")
+    if classes:
+        return [classes[value] for value in values]
+    if pa.types.is_floating(kind) or (text and all(map(_NUMBER.fullmatch, values))):
+        for row, value in enumerate(values, 1):
+            number = float(value)
+            if number != number // 1:
+                raise DataError(
+                    f"{source}: row {row}: {name!r} is {shorten(value)}: classification wants classes, not measurements; "
+                    "choose another column with data.label"
+                )
+        return [str(int(value) if text and _WHOLE.fullmatch(value) else int(float(value))) for value in values]
+    return [str(value) for value in values]
+
+
+def class_names(table: pa.Table, name: str) -> list[str] | None:
+    """The names of a ClassLabel column of `datasets`, whose numbers are their places."""
+    if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
+        return None
+    import datasets
+
+    feature = datasets.Features.from_arrow_schema(table.schema).get(name)
+    return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
+def _order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
+    """The labels that occur, by number: as the model or the data set has them, else sorted, numbers by value."""
+    found = set(labels)
+    own = [name for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+    if len(own) == len(found) and set(own) == found:
+        return tuple(own)
+    if classes:
+        return tuple(name for name in classes if name in found)
+    if all(map(_WHOLE.fullmatch, found)):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))
+
+
+def _samples(table: pa.Table, job: Job, source: str) -> Samples:
+    labels = read_labels(table, job.data.label, source)
+    return Samples(source, range(table.num_rows), columns(table, job.data.text, source), labels)
+
+
+def _check_known(samples: Samples, names: tuple[str, ...]) -> None:
+    known = set(names)
+    for row, label in zip(samples.rows, samples.labels, strict=True):
+        if label not in known:
+            raise DataError(
+                f"{samples.source}: row {row + 1}: label {shorten(label)} does not occur in the training data."
+                f"{nearest(label, names)} It has: {listing(names)}"
+            )
+
+
+def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limit, types: bool, cache: Path) -> TokenStore:
+    import numpy as np
+
+    numbers = {name: number for number, name in enumerate(names)}
+    settings = [FORMAT, TextClassification.kind, types, limit.max_length, len(samples.texts)]
+    key = fingerprint(settings, identity(tokenizer), list(names), *samples.texts, samples.labels)
+
+    def make() -> tuple[dict[str, Any], dict[str, Any]]:
+        found = encode(tokenizer, samples.texts, limit, samples.rows, samples.source, types)
+        arrays = {
+            "input_ids": found.ids,
+            "offsets": np.concatenate([[0], np.cumsum(found.lengths)]),
+            "labels": np.array([numbers[label] for label in samples.labels], np.int64),
+            "counts": np.ones(len(samples.labels), np.int32),
+        }
+        if found.types is not None:
+            arrays["token_type_ids"] = found.types
+        return arrays, {
+            "kind": TextClassification.kind,
+            "label_names": list(names),
+            "labels_per_token": False,
+            "max_length": limit.max_length,
+            **found.meta(tokenizer),
+        }
+
+    store = TokenStore.cached(cache / "tokens" / key, make)
+    limit.check(store.lengths, samples.rows, samples.source)  # another model may take less
+    return store

@@ -1,0 +1,78 @@
+"""How many samples go into a micro-batch, an evaluation batch and an optimizer step.
+
+`train` is what fits into memory, the step batch is what the optimizer sees: train x accumulation on each rank, or one
+`effective` batch over all ranks, from which the core works out how many micro-batches each rank needs.
+Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; Goyal et al. 2017 (arXiv:1706.02677) on what a larger batch changes.
+Hardware: any. Cost: memory grows with `train` and `eval`. Numerical effect: the effective batch is part of the training
+method; how it is cut into micro-batches is not (the loss is divided once, by the whole step's count).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from hwopt.errors import PluginError
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+
+
+def micro_batches(effective: int, train: int, world_size: int) -> int:
+    """Micro-batches that a rank needs at most for its share of `effective` samples, `train` at a time."""
+    return -(-effective // (train * world_size))
+
+
+class Batch(Plugin):
+    name = "batch"
+    stage = Stage.DATA
+    preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
+    slots = ("batch",)
+
+    class Options(PluginOptions):
+        train: int = Field(default=8, gt=0, description="Samples of a training micro-batch on each rank.")
+        eval: int | None = Field(default=None, gt=0, description="Samples of an evaluation batch; 2 x train where left out.")
+        accumulation: int | None = Field(default=None, gt=0, description="Micro-batches of an optimizer step; 1 where left out.")
+        effective: int | None = Field(default=None, gt=0, description="Samples of an optimizer step over all ranks.")
+
+        @model_validator(mode="after")
+        def one_way_to_say_it(self) -> Batch.Options:
+            if self.accumulation is not None and self.effective is not None:
+                raise ValueError(
+                    f"accumulation = {self.accumulation} and effective = {self.effective} both set the size of a step; keep one"
+                )
+            return self
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        train, world, effective = self.options.train, context.world_size, self.options.effective
+        evaluation = self.options.eval or 2 * train
+        if effective is None:
+            steps = self.options.accumulation or 1
+            whole = train * steps * world
+            return Decision.apply(f"{train} x {steps} on {world} rank(s): {whole} a step; {evaluation} in evaluation")
+        if effective < world:
+            raise PluginError(
+                f"effective = {effective} leaves some of {world} ranks without a sample; it must be at least {world}"
+            )
+        steps = micro_batches(effective, train, world)
+        return Decision.apply(
+            f"{effective} a step over {world} rank(s): {steps} micro-batch(es) of up to {train} each; {evaluation} in evaluation"
+        )
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.batch["train"] = self.options.train
+        recipe.batch["eval"] = self.options.eval or 2 * self.options.train
+        if self.options.effective is None:
+            recipe.batch["accumulation"] = self.options.accumulation or 1
+        else:
+            recipe.batch["effective"] = self.options.effective
+
+    def evidence(self, run: Any) -> Evidence:
+        step = run.last_step_batch
+        cut = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
+        share = (self.options.effective or 0) / run.world_size or self.options.train * (self.options.accumulation or 1)
+        seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {cut}; asked for {share:g} rows a rank"
+        if abs(step.rows - share) < 1:  # an effective batch that the ranks do not divide differs by one
+            return Evidence.active(seen)
+        return Evidence.unknown(f"the step was a partial one: {seen}") if step.rows < share else Evidence.inactive(seen)

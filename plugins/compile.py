@@ -1,0 +1,144 @@
+"""torch.compile, in place, on a short list of fixed widths, with a loud way back to eager.
+
+Fuses the element-wise chains between the products. Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366);
+https://docs.pytorch.org/docs/stable/torch.compiler.html. Hardware: compute capability 7.0 with Triton, or a C++ compiler on a
+CPU. Cost: 15 to 120 s for the first step, less for scope = "block" (equal layers share one graph), and some padding up to
+the next width. Numerical effect: rounding.
+Text of any length would hit the recompile limit and go back to eager in silence: batches are padded to `widths`, rows are
+a dynamic dimension. `Module.compile()` leaves no `_orig_mod.` wrapper, and DDP may stand around it (transformers#22279).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+
+WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+TRITON_NEEDS = (7, 0)
+
+
+def fixed_widths(limit: int | None) -> tuple[int, ...]:
+    """The standard widths below `limit` tokens, and `limit` itself; up to 4,096 where there is none."""
+    last = limit or 4096
+    return (*(width for width in WIDTHS if width < last), last)
+
+
+@contextmanager
+def compiler_limits(widths: int) -> Iterator[None]:
+    """Room for one graph per width in training and in evaluation, and for its case of a single row."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    limit = max(8, 4 * widths)
+    with (
+        torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, 32 * limit)),
+        # else a backward graph is compiled in the backward pass, where nobody could go back to eager
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield
+
+
+def repeated_blocks(model: Any) -> list[Any]:
+    """The members of the longest list of equal layers."""
+    import torch
+
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len({type(layer) for layer in m}) == 1]
+    return list(max(lists, key=len, default=[]))
+
+
+def compile_in_place(modules: list[Any], mode: str, warn: Callable[[str], None]) -> None:
+    """Compile each of `modules`; where the compiler fails, all go back to eager, `warn` is told, and the call is answered."""
+    for module in modules:
+        module.compile(mode=mode)
+        module._compiled_call_impl = partial(_compiled_or_eager, module, module._compiled_call_impl, modules, warn)
+
+
+def _compiled_or_eager(module: Any, compiled: Any, modules: list[Any], warn: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    for tensor in (*args, *kwargs.values()):
+        if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # rows
+            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))  # a width of the list, heads, features
+    try:
+        return compiled(*args, **kwargs)
+    except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself raises, nor out of memory
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        reason = f"{type(error).__name__}: {first_line[:300]}"
+    for each in modules:
+        each._compiled_call_impl = None
+    torch._dynamo.reset()
+    warn(f"compile failed and is off, the run goes on in eager mode: {reason}")
+    return module(*args, **kwargs)
+
+
+class Compile(Plugin):
+    name = "compile"
+    stage = Stage.COMPILE
+    preserves = "rounding"
+    slots = ("batch", "process", "prepared_steps")
+
+    class Options(PluginOptions):
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
+            default="default", description="torch.compile's mode; CUDA graphs (reduce-overhead) keep memory for each shape."
+        )
+        scope: Literal["model", "block"] = Field(default="model", description="The whole model, or each of its repeated layers.")
+        widths: Literal["auto"] | tuple[int, ...] = Field(default="auto", description="Widths in tokens, ascending.")
+
+        @field_validator("widths")
+        @classmethod
+        def ascending(cls, value: Literal["auto"] | tuple[int, ...]) -> Literal["auto"] | tuple[int, ...]:
+            if value != "auto" and (not value or value[0] < 1 or list(value) != sorted(set(value))):
+                raise ValueError(f"widths = {list(value)} must be positive and ascending, such as [64, 128, 256]")
+            return value
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        hardware = context.hardware
+        if hardware.compiler is None:
+            return Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++, cl on the path")
+        if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
+            return Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
+        if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
+            return Decision.skip("torch.compile on CUDA needs Triton, and the package triton is not installed")
+        limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
+        limit, what = min(limits, default=None), f"{self.options.scope}, mode {self.options.mode}"
+        if self.options.widths == "auto":
+            widths = fixed_widths(limit)
+            to = self.options.model_copy(update={"widths": widths})
+            return Decision.choose([to], f"{what}, {len(widths)} widths up to {widths[-1]}")
+        widest = self.options.widths[-1]
+        if limit and widest < limit:
+            to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})
+            return Decision.fallback(to, f"samples may have {limit} tokens, the widest of widths is {widest}; {limit} added")
+        return Decision.apply(f"{what}, widths {list(self.options.widths)}")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        widths, mode, scope = self.options.widths, self.options.mode, self.options.scope
+        assert widths != "auto", "probe() decides it"
+        recipe.batch["widths"] = widths
+        recipe.process.append(partial(compiler_limits, len(widths)))
+
+        def compile_model(run: Any) -> None:
+            blocks = repeated_blocks(run.inner_model) if scope == "block" else []
+            # run.warn is looked up when it is needed: the loop sets it after the run is built
+            compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
+
+        recipe.prepared_steps.append(compile_model)
+
+    def evidence(self, run: Any) -> Evidence:
+        import torch._dynamo.utils
+
+        compiled = [type(m).__name__ for m in run.inner_model.modules() if m._compiled_call_impl is not None]
+        names = ", ".join(sorted(set(compiled))) or "none"
+        counters = torch._dynamo.utils.counters
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} graph(s), {breaks} graph break(s)"
+        return Evidence.active(seen) if compiled and graphs else Evidence.inactive(seen)

@@ -1,0 +1,95 @@
+"""Worker processes that read, cut and collate ahead of the model, and pinned memory for the copy to the card.
+
+Workers hide the time of the data behind the time of the model; a pinned (page-locked) batch is copied without blocking the
+host. Source: https://docs.pytorch.org/docs/stable/data.html#memory-pinning and #multi-process-data-loading.
+Hardware: a core for each worker; pinning needs a CUDA device. Cost: about 0.3 GiB of host memory a worker, and
+prefetch_factor step batches each. Numerical effect: none, the order of samples is the sampler's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hwopt.hardware import Hardware
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+
+MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost memory
+
+
+def cores_of_a_rank(hardware: Hardware, world_size: int) -> int:
+    """The cores that one rank may count on, where ranks share a machine."""
+    return max(1, hardware.cpu_cores // max(1, min(world_size, hardware.count)))
+
+
+def auto_workers(cores: int) -> int:
+    """Workers for `cores`: one core stays with the training process; on two or less they would only take turns with it."""
+    return min(MOST_WORKERS, cores - 1) if cores > 2 else 0
+
+
+class Dataloader(Plugin):
+    name = "dataloader"
+    stage = Stage.DATA
+    preserves = "bits"
+    slots = ("loader",)
+
+    class Options(PluginOptions):
+        workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(default="auto", description='Processes a rank, or "auto".')
+        pin_memory: Literal["auto"] | bool = Field(default="auto", description='Page-locked host memory; "auto": with CUDA.')
+        prefetch_factor: int = Field(default=2, gt=0, description="Step batches that each worker keeps ready.")
+        persistent_workers: bool = Field(default=True, description="Keep the workers between epochs.")
+        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = Field(
+            default=None, description="How workers start; Python's default for the system where it is left out."
+        )
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        cores = cores_of_a_rank(context.hardware, context.world_size)
+        cuda = context.hardware.device_type == "cuda"
+        reasons: list[str] = []
+        changed: dict[str, Any] = {}
+        workers = auto_workers(cores) if self.options.workers == "auto" else self.options.workers
+        if self.options.workers == "auto":
+            changed["workers"] = workers
+        if self.options.pin_memory == "auto":
+            changed["pin_memory"] = cuda
+        pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
+        text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
+        if workers > cores:
+            changed["workers"] = cores
+            reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
+        if self.options.pin_memory is True and not cuda:
+            changed["pin_memory"] = False
+            reasons.append("pinning needs a CUDA device, found a CPU")
+        if context.hardware.system == "Windows" and self.options.multiprocessing_context in ("fork", "forkserver"):
+            changed["multiprocessing_context"] = "spawn"
+            reasons.append(f"Windows cannot start processes by {self.options.multiprocessing_context!r}, only by 'spawn'")
+        to = self.options.model_copy(update=changed)
+        if reasons:
+            return Decision.fallback(to, f"{'; '.join(reasons)}; {to.workers} worker(s)")
+        return Decision.choose([to], text) if changed else Decision.apply(text)
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        assert "auto" not in (self.options.workers, self.options.pin_memory), "probe() decides them"
+        recipe.loader["num_workers"] = self.options.workers
+        recipe.loader["pin_memory"] = self.options.pin_memory
+        if self.options.workers == 0:
+            return  # torch refuses the other settings where there are no workers
+        recipe.loader["prefetch_factor"] = self.options.prefetch_factor
+        recipe.loader["persistent_workers"] = self.options.persistent_workers
+        if self.options.multiprocessing_context is not None:
+            recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
+
+    def evidence(self, run: Any) -> Evidence:
+        loader = run.train_loader
+        # a loader keeps its iterator only where its workers persist
+        alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]
+        asked = (self.options.workers, self.options.pin_memory)
+        seen = f"num_workers {loader.num_workers}, {len(alive)} alive, pin_memory {loader.pin_memory}"
+        if loader.num_workers:
+            seen += f", prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"
+        if (loader.num_workers, loader.pin_memory) != asked or (loader.persistent_workers and len(alive) != loader.num_workers):
+            return Evidence.inactive(f"{seen}; asked for {asked[0]} workers and pin_memory {asked[1]}")
+        return Evidence.active(seen)

@@ -1,0 +1,124 @@
+"""AdamW in the form that the card affords: fused, with 8-bit or 4-bit states, or paged to host memory.
+
+Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Dettmers et al. 2022, 8-bit optimizers (arXiv:2110.02861) and 2023,
+paged optimizers (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.
+Hardware: fused runs on CUDA and CPU; paged needs CUDA (unified memory); torchao compiles its step (Triton, or C++ on a CPU).
+Memory of the two states: 8 bytes a parameter in 32 bit, 2 in 8 bit, 1 in 4 bit; tensors under 4,096 elements stay in 32 bit.
+Cost: bitsandbytes and torchao take no `found_inf`, so that the loop reads the host once a step. Numerical effect: fused
+rounds in another order; quantized states round the step itself.
+Learning rate, betas, eps and weight decay come with the parameter groups (bitsandbytes has another default for the decay).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hwopt.hardware import Capability
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+
+Name = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "paged_adamw_32bit",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+]
+CLASSES: dict[str, tuple[str, str]] = {
+    "adamw_torch": ("torch.optim", "AdamW"),
+    "adamw_torch_fused": ("torch.optim", "AdamW"),
+    "adamw_bnb_8bit": ("bitsandbytes.optim", "AdamW8bit"),
+    "paged_adamw_8bit": ("bitsandbytes.optim", "PagedAdamW8bit"),
+    "paged_adamw_32bit": ("bitsandbytes.optim", "PagedAdamW32bit"),
+    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
+    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
+}
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]]) -> Any:
+    """The optimizer `name` over `groups`, each of which carries its own lr, betas, eps and weight_decay."""
+    from importlib import import_module
+
+    module, cls = CLASSES[name]
+    settings = {"fused": True} if name == "adamw_torch_fused" else {}
+    return getattr(import_module(module), cls)(groups, **settings)
+
+
+def available(name: str, context: Context, alone: bool) -> Capability:
+    """Whether `name` can run here, with the reason; `alone`: nothing else is left to fall back to."""
+    hardware, package = context.hardware, CLASSES[name][0].split(".")[0]
+    cuda = hardware.device_type == "cuda"
+    if not context.has(package):
+        extra = " (pip install 'hwopt[ao]')" if package == "torchao" else ""
+        return Capability(False, f"{package} is not installed{extra}")
+    if name == "adamw_torch_fused":
+        return hardware.can("fused_optimizer")
+    if name.startswith("paged") and not cuda:
+        return Capability(False, "paging needs the unified memory of a CUDA device, found a CPU")
+    if package == "bitsandbytes" and not cuda and not alone:
+        return Capability(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
+    if package == "torchao" and not cuda and hardware.compiler is None:
+        return Capability(False, "torchao compiles its step, and there is no C++ compiler on the path")
+    return Capability(True, f"{package} {context.software[package]}")
+
+
+class Optimizer(Plugin):
+    name = "optimizer"
+    stage = Stage.OPTIMIZER
+    preserves = "rounding"
+    slots = ("optimizer",)
+
+    class Options(PluginOptions):
+        name: Name = Field(default="adamw_torch_fused", description="Hugging Face's name of the optimizer.")
+        fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order where it cannot run; then adamw_torch.")
+
+        @model_validator(mode="after")
+        def another_one(self) -> Optimizer.Options:
+            chain = (self.name, *self.fallback)
+            if len(set(chain)) < len(chain):
+                raise ValueError(f"fallback = {list(self.fallback)} names an optimizer twice (name = {self.name!r})")
+            return self
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        chain = (self.options.name, *self.options.fallback)
+        refused: list[str] = []
+        for place, name in enumerate(chain):
+            able = available(name, context, alone=place == len(chain) - 1)
+            if able and not refused:
+                return Decision.apply(f"{name}: {able.reason}")
+            if able:
+                return Decision.fallback(self.Options(name=name), f"{'; '.join(refused)}; takes {name}")
+            refused.append(f"{name}: {able.reason}")
+        return Decision.fallback(self.Options(name="adamw_torch"), f"{'; '.join(refused)}; nothing else is left but adamw_torch")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.optimizer = partial(make_optimizer, self.options.name)
+
+    def evidence(self, run: Any) -> Evidence:
+        optimizer, name = run.optimizer, self.options.name
+        kinds: dict[str, int] = {}  # what the two states of each parameter are made of
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if getattr(value, "ndim", 0) > 0:
+                cls_name = type(value).__name__  # torchao's states are tensors of their own class
+                kind = cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")
+                kinds[kind] = kinds.get(kind, 0) + value.numel()
+        fused = run.observation.calls("_fused_adamw")
+        found = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
+        seen = f"{found}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
+        module, cls = CLASSES[name]
+        if found != f"{module.split('.')[0]}.{cls}":
+            return Evidence.inactive(f"{seen}; expected {module}.{cls}")
+        if name == "adamw_torch_fused":
+            seen += f"; {fused} call(s) of the fused kernel in step 1"
+            if not run.observation.operators:
+                return Evidence.unknown(f"{seen}; no operators were recorded")
+            return Evidence.active(seen) if fused else Evidence.inactive(seen)
+        if name.endswith(("8bit", "4bit")) and not any(kind == "uint8" or "OptimState" in kind for kind in kinds):
+            return Evidence.inactive(f"{seen}; every tensor is too small to be quantized (under 4,096 elements)")
+        return Evidence.active(seen)

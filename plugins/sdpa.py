@@ -1,0 +1,105 @@
+"""Attention through torch's scaled_dot_product_attention, with an order of preference among its kernels.
+
+The fused kernels never write the (length x length) score matrix to memory: less memory and less traffic at long lengths.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691); Rabe and Staats 2021 (arXiv:2112.05682) for "efficient";
+https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
+Hardware: flash and cudnn need compute capability 8.0, efficient 5.0; a CPU has flash and math. Cost: none.
+Numerical effect: rounding; softmax is computed in fp32 inside every kernel.
+Never one kernel alone: a padding mask rules out flash on CUDA, attention dropout the CPU's, and torch then raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from hwopt.hardware import Feature, Hardware
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+FEATURES: dict[str, Feature] = {"flash": "flash_attention", "efficient": "efficient_attention", "cudnn": "cudnn_attention"}
+OPERATORS = {kernel: f"aten::_scaled_dot_product_{feature}" for kernel, feature in FEATURES.items()}
+OPERATORS["math"] = "aten::_scaled_dot_product_attention_math"
+
+
+@contextmanager
+def attention_kernels(kernels: Sequence[str]) -> Iterator[None]:
+    """Inside the block torch takes the first of `kernels` that can do a call; the order found on entering comes back."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    with sdpa_kernel([backends[kernel] for kernel in kernels], set_priority=True):
+        yield
+
+
+def runnable(kernels: Sequence[Kernel], hardware: Hardware) -> tuple[tuple[Kernel, ...], list[str]]:
+    """Those of `kernels` that the hardware has, in their order, at least two; and why each of the others is out."""
+    out = {kernel: able.reason for kernel in kernels if kernel in FEATURES and not (able := hardware.can(FEATURES[kernel]))}
+    kept = tuple(kernel for kernel in kernels if kernel not in out)
+    if kept == ("math",):
+        every_device: Kernel = "efficient" if hardware.device_type == "cuda" else "flash"
+        kept = (every_device, "math") if hardware.can(FEATURES[every_device]) else kept
+    return kept, [f"{kernel}: {reason}" for kernel, reason in out.items()]
+
+
+class Sdpa(Plugin):
+    name = "sdpa"
+    stage = Stage.MODEL
+    preserves = "rounding"
+    slots = ("process", "model_kwargs")
+
+    class Options(PluginOptions):
+        prefer: tuple[Kernel, ...] = Field(
+            default=("flash", "efficient", "cudnn", "math"), description='Kernels, the preferred one first; "math" among them.'
+        )
+
+        @field_validator("prefer")
+        @classmethod
+        def never_one_alone(cls, value: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+            if len(value) < 2 or "math" not in value or len(set(value)) < len(value):
+                raise ValueError(
+                    f"prefer = {list(value)} must be at least two different kernels with 'math' among them: a mask, dropout or "
+                    f"head size can rule out any other one, and torch raises where none is left. Try {[*value[:1], 'math']}"
+                )
+            return value
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        if not context.model.supports_sdpa:
+            return Decision.skip(f"{context.model.architecture} has no scaled_dot_product_attention, it brings its own")
+        kept, reasons = runnable(self.options.prefer, context.hardware)
+        if context.hardware.device_type == "cpu" and context.model.attention_dropout > 0 and kept[0] == "flash":
+            kept = ("math", "flash")
+            reasons.append(f"flash: on a CPU it needs attention dropout 0 in training, found {context.model.attention_dropout:g}")
+        text = f"{', '.join(kept)} in this order"
+        if reasons:
+            return Decision.fallback(self.Options(prefer=kept), f"{'; '.join(reasons)}; takes {text}")
+        return Decision.apply(text)
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_kwargs["attn_implementation"] = "sdpa"
+        recipe.process.append(partial(attention_kernels, self.options.prefer))
+
+    def evidence(self, run: Any) -> Evidence:
+        implementation = getattr(run.inner_model.config, "_attn_implementation", None)
+        forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
+        calls = {k: sum(count for name, count in forward.items() if name.startswith(OPERATORS[k])) for k in self.options.prefer}
+        ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items() if count) or "no attention kernel"
+        seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
+        if not run.observation.operators:
+            return Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
+        if implementation != "sdpa" or not any(calls.values()):
+            return Evidence.inactive(seen)
+        if calls["math"] == sum(calls.values()) and self.options.prefer[0] != "math":
+            return Evidence.inactive(f"{seen}; the mask, dropout or head size ruled the fused kernels out")
+        return Evidence.active(seen)

@@ -1,0 +1,188 @@
+"""The command line as a person types it, in a process of its own where start-up or exit codes matter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwopt.testing import TINY_BERT, write_samples
+
+
+def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hwopt", *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def write_job(folder: Path, extra: str = "", **training: object) -> Path:
+    write_samples(folder / "train.jsonl", 40)
+    write_samples(folder / "dev.jsonl", 12, seed=1)
+    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    settings = {"max_steps": 3, "logging_steps": 1} | training
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    (folder / "job.toml").write_text(
+        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n{extra}\n'
+        "[training]\n" + "\n".join(lines) + "\n"
+    )
+    return folder / "job.toml"
+
+
+def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
+    write_job(tmp_path)  # found without being named
+    done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("job: job.toml of this folder", "no CUDA device", "precision", "fallback", "skip", "evidence", "summary", "train_runtime"):
+        assert word in done.stdout
+    folder = tmp_path / "runs" / "job-rtx3070_8gb_batch32"
+    names = {path.name for path in folder.iterdir()}
+    assert {"job.toml", "profile.toml", "plan.json", "evidence.json", "metrics.jsonl", "status.json", "final"} <= names
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "epoch", "time", "loss", "learning_rate", "grad_norm", "tokens_per_second", "data_wait"} <= set(rows[0])
+    assert any({"eval_loss", "eval_accuracy", "eval_f1"} <= set(row) for row in rows)
+    evidence = json.loads((folder / "evidence.json").read_text())["plugins"]
+    assert all(item["status"] != "inactive" for item in evidence), evidence
+
+    again = hwopt("run", str(folder / "job.toml"), "--profile", str(folder / "profile.toml"), "--name", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    losses = [[json.loads(line).get("loss") for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (folder, tmp_path / "runs" / "again")]
+    assert losses[0] == losses[1], "the files of a run folder repeat the run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["run", "--profile", "rtx3070-8gb"], 2, "Did you mean 'rtx3070_8gb'"),
+        (["run", "--profile", "cpu", "--set", "plugins.optimiser.name=x"], 2, "Did you mean 'optimizer'"),
+        (["run", "--profile", "cpu", "--set", "plugins.optimizer.nmae=x"], 2, "Did you mean 'name'"),
+        (["run", "--profile", "cpu", "--set", "plugins.optimizer.name=adamw_trch"], 2, "Did you mean 'adamw_torch'"),
+        (["run", "--profile", "cpu", "--set", "plugins.batch.eval=0"], 2, "plugins.batch.eval"),
+        (["run", "--profile", "cpu", "--set", "plugins.batch.train=4.5"], 2, "plugins.batch.train"),
+        (["run", "--profile", "cpu", "--set", "training.learning_rat=1"], 2, "Did you mean 'learning_rate'"),
+        (["run", "--profile", "cpu", "--set", "training.seed"], 2, "KEY=VALUE"),
+        (["run", "nowhere.toml", "--profile", "cpu"], 2, "no such job file"),
+        (["run", "--profile", "cpu", "--name", "../outside"], 2, "--name"),
+        (["run", "--profile", "cpu", "--name", "/tmp/outside"], 2, "--name"),
+        (["run", "--profile", "cpu", "--name", ".."], 2, "--name"),
+        (["run", "--profile", "cpu", "--name", ""], 2, "--name"),
+        (["run", "--profile", "cpu", "--output-dir", "train.jsonl"], 2, "is a file"),
+        (["run", "--profile", "cpu", "--set", "model.config={model_type='brt'}"], 2, "Did you mean"),
+        (["run", "--profile", "cpu", "--set", "data.max_length=4096"], 2, "4096|4,096"),
+        (["run", "--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
+        (["run", "--profile", "cpu", "--set", "data.label=lable"], 4, "Did you mean 'label'"),
+        (["run", "--profile", "cpu", "--set", "data.text=txt"], 4, "Did you mean 'text'"),
+        (["run", "--profile", "cpu", "--strict"], 3, "--strict|dataloader"),
+        (["plan", "--profile", "cpu", "--world-size", "0"], 2, "world-size"),
+        (["profiles", "show", "rtx309"], 2, "Did you mean"),
+        (["plugins", "show", "optimiser"], 2, "Did you mean 'optimizer'"),
+        (["trian"], 2, "Did you mean"),
+        (["run", "--profiel", "cpu"], 2, "--profile"),
+    ],
+)
+def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:
+    import re
+
+    write_job(tmp_path)
+    done = hwopt(*arguments, cwd=tmp_path)
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert re.search(expected, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 14
+    assert not (tmp_path / "runs").exists(), "nothing half-written"
+    assert not list(tmp_path.parent.glob("outside*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "expected"),
+    [
+        ("\ufeff[model]\n", 2, "byte-order mark"),
+        ("a = " + "[" * 200_000, 2, "nested deeper"),
+        ("[model]\nname = ''\n[data]\ntrain = 'x.csv'\n", 2, "name is empty"),
+        ("[model]\nname = './nowhere'\n[data]\ntrain = 'train.jsonl'\n", 2, "no such folder"),
+    ],
+)
+def test_bad_job_files(content: str, code: int, expected: str, tmp_path: Path) -> None:
+    write_job(tmp_path).write_text(content, encoding="utf-8")
+    done = hwopt("run", "--profile", "cpu", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_label_seen_only_in_eval(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    with open(tmp_path / "dev.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"text": "red", "label": "colr"}\n')
+    done = hwopt("run", "--profile", "cpu", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "row 13" in done.stderr
+    assert "Did you mean 'colour'" in done.stderr
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    assert hwopt("run", "--profile", "cpu", "--name", "first run", cwd=tmp_path).returncode == 0
+    again = hwopt("run", "--profile", "cpu", "--name", "first run", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+
+
+def test_plan_of_a_card_that_is_not_there(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    done = hwopt("plan", "--profile", "t4_16gb", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["hardware"]["compute_capability"] == [7, 5]
+    assert {entry["name"]: entry["decision"] for entry in plan["plugins"]}["precision"] == "apply"
+    assert not (tmp_path / "runs").exists()
+    table = hwopt("plan", "--profile", "t4_16gb", cwd=tmp_path)
+    assert "t4_16gb.toml:" in table.stdout, "every value with its place"
+
+
+def test_listings(tmp_path: Path) -> None:
+    profiles = json.loads(hwopt("profiles", "list", "--format", "json", cwd=tmp_path).stdout)
+    assert {"rtx3070_8gb", "cpu"} <= {row["name"] for row in profiles}
+    plugins = json.loads(hwopt("plugins", "list", "--format", "json", cwd=tmp_path).stdout)
+    assert all(row["distribution"].startswith("hwopt") for row in plugins if row["name"] in ("cut", "tf32"))
+    shown = hwopt("plugins", "show", "optimizer", cwd=tmp_path).stdout
+    for word in ("stage", "writes", "optimizer", "adamw_bnb_8bit", "fallback", "hwopt"):
+        assert word in shown
+    assert "rtx3070_8gb.toml:" in hwopt("profiles", "show", "rtx3070_8gb_batch48", cwd=tmp_path).stdout
+
+
+def test_detect(tmp_path: Path) -> None:
+    found = json.loads(hwopt("detect", "--format", "json", cwd=tmp_path).stdout)
+    assert {"hardware", "software", "plugins"} == set(found)
+    assert {answer["decision"] for answer in found["plugins"]} <= {"apply", "fallback", "skip", "choose", "ask"}
+
+
+HEAVY = {"torch", "numpy", "transformers", "pydantic", "accelerate", "datasets"}
+START = (
+    "import json, sys, time, contextlib, io\n"
+    "from hwopt.cli import run_command\n"
+    "sys.argv = ['hwopt', *{arguments!r}]\n"
+    "with contextlib.redirect_stdout(io.StringIO()):\n"
+    "    code = run_command({arguments!r})\n"
+    "print(json.dumps([code, sorted(set(sys.modules) & {heavy!r}), time.process_time()]))\n"
+)
+
+
+@pytest.mark.parametrize(("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})])
+def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
+    """C8: what costs start-up is imports; benchmarks/startup.py gives the seconds."""
+    code = START.format(arguments=arguments, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    exit_code, imported, _seconds = json.loads(done.stdout)
+    assert exit_code == 0
+    assert set(imported) <= allowed

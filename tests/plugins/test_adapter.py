@@ -1,0 +1,176 @@
+"""Real adapters by PEFT: only adapter and head learn, the merged model is the trained one, small models are left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.adapter import Adapter, classification_heads
+from pydantic import ValidationError
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from hwopt.errors import PluginError
+from hwopt.hardware import described
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context, Recipe
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+IDS = torch.arange(1, 25).reshape(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context(kind="text-classification", parameters=1_000_000_000, software=("peft",)):
+    facts = ModelFacts("gemma", "bert", "Bert", parameters, 2, 32, 100, 512, False, True, True, True, 0.0)
+    job = SimpleNamespace(task=SimpleNamespace(kind=kind))
+    return Context(described("T4", (7, 5), 16.0), dict.fromkeys(software, "1"), facts, job)
+
+
+def bert():
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SIZES))
+
+
+def distilbert():
+    torch.manual_seed(0)
+    return DistilBertForSequenceClassification(DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=100))
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+
+
+def language_model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def classifier(build, kind):
+    plugin, recipe = Adapter(Adapter.Options(kind=kind, r=4, alpha=8)), Recipe()
+    plugin.apply(recipe, context())
+    return plugin, recipe, recipe.model_steps[0](build(), None)
+
+
+def trained(model, steps=3):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        model.train()(input_ids=IDS).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return SimpleNamespace(inner_model=model, optimizer=optimizer, rank=0)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("build", "heads"), [(bert, ["classifier"]), (distilbert, ["pre_classifier", "classifier"]), (llama, ["score"])]
+)
+def test_only_adapter_and_head_learn(build, heads, kind):
+    assert classification_heads(build()) == heads
+    plugin, _, model = classifier(build, kind)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    untouched = SimpleNamespace(inner_model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert plugin.evidence(untouched).status == "inactive", "no gradient yet"
+    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "one step is enough to see it"
+    run = trained(model)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    for head in heads:
+        assert any(f"{head}.modules_to_save" in name for name in changed)
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    evidence = plugin.evidence(run)
+    assert evidence.status == "active", evidence.seen
+    assert ("0 DoRA magnitudes" in evidence.seen) == (kind == "lora")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_merged_model_is_the_trained_one(tmp_path, kind):
+    _, recipe, model = classifier(llama, kind)
+    run = trained(model)
+    run.folder = tmp_path
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=IDS).logits
+        merged = recipe.final_steps[0](model, run)
+        found = merged.eval()(input_ids=IDS).logits
+    assert type(merged) is LlamaForSequenceClassification
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (tmp_path / "final/adapter/adapter_config.json").is_file()
+    merged.save_pretrained(tmp_path / "whole")
+    again = LlamaForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, found)
+
+
+def test_other_ranks_do_not_write(tmp_path):
+    _, recipe, model = classifier(llama, "lora")
+    recipe.final_steps[0](model, SimpleNamespace(rank=1, folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_language_models_keep_their_head_frozen():
+    plugin, recipe = Adapter(Adapter.Options(r=4)), Recipe()
+    plugin.apply(recipe, context("causal-lm"))
+    model = recipe.model_steps[0](language_model(), None)
+    assert not any("lm_head" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert plugin.evidence(trained(model)).status == "active"
+
+
+def test_named_targets():
+    plugin, recipe = Adapter(Adapter.Options(target=("q_proj", "v_proj"))), Recipe()
+    plugin.apply(recipe, context())
+    model = recipe.model_steps[0](llama(), None)
+    assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} == {"q_proj", "v_proj"}
+
+
+def test_a_target_that_the_model_does_not_have():
+    recipe = Recipe()
+    Adapter(Adapter.Options(target=("query_key_value",))).apply(recipe, context())
+    with pytest.raises(PluginError, match="query_key_value"):
+        recipe.model_steps[0](llama(), None)
+
+
+def test_small_models_are_left_alone_unless_asked():
+    decision = Adapter(Adapter.Options()).probe(context(parameters=22_700_000))
+    assert decision.kind == "skip"
+    assert "22.7 M" in decision.reason
+    assert "500 M" in decision.reason
+    assert Adapter(Adapter.Options(always=True)).probe(context(parameters=22_700_000)).kind == "apply"
+    assert Adapter(Adapter.Options()).probe(context()).kind == "apply"
+
+
+def test_without_peft_and_with_dropout():
+    assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
+    assert "slower path" in Adapter(Adapter.Options(kind="dora", dropout=0.1)).probe(context()).reason
+    assert Adapter.preserves == "method"
+
+
+def test_evidence_where_something_else_learns():
+    plugin, _, model = classifier(bert, "lora")
+    run = trained(model)
+    next(p for name, p in model.named_parameters() if "word_embeddings" in name).requires_grad_(True)
+    evidence = plugin.evidence(run)
+    assert evidence.status == "inactive"
+    assert "word_embeddings" in evidence.seen
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"r": 0}', '{"kind": "ia3"}', '{"dropout": 1.0}', '{"target": "all"}', '{"target": []}', '{"rank": 8}', '{"alpha": 0.5}'],
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Adapter.Options.model_validate_json(text)

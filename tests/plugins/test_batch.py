@@ -1,0 +1,77 @@
+"""What each way of saying it writes, and how the rows of a step are read back."""
+
+from types import SimpleNamespace
+
+import pytest
+from hwopt_plugins.batch import Batch, micro_batches
+from pydantic import ValidationError
+
+from hwopt.errors import PluginError
+from hwopt.hardware import described
+from hwopt.plugin import Context, Recipe
+
+
+def context(world_size=1):
+    return Context(described("RTX 3070", (8, 6), 8.0), {}, None, None, world_size)
+
+
+def written(**options):
+    recipe = Recipe()
+    Batch(Batch.Options(**options)).apply(recipe, context())
+    return dict(recipe.batch)
+
+
+def step(rows, sizes):
+    return SimpleNamespace(rows=rows, sizes=sizes)
+
+
+def test_what_is_written():
+    assert written(train=64, eval=100, accumulation=2) == {"train": 64, "eval": 100, "accumulation": 2}
+    assert written(train=12) == {"train": 12, "eval": 24, "accumulation": 1}
+    assert written(train=12, effective=128) == {"train": 12, "eval": 24, "effective": 128}
+
+
+@pytest.mark.parametrize(
+    ("effective", "train", "ranks", "wanted"), [(128, 16, 1, 8), (128, 16, 2, 4), (100, 16, 2, 4), (1, 16, 1, 1)]
+)
+def test_micro_batches(effective, train, ranks, wanted):
+    assert micro_batches(effective, train, ranks) == wanted
+
+
+def test_reasons_hold_the_numbers():
+    assert "64 x 2 on 2 rank(s): 256 a step" in Batch(Batch.Options(train=64, accumulation=2)).probe(context(2)).reason
+    assert "7 micro-batch(es) of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
+
+
+def test_fewer_samples_than_ranks():
+    with pytest.raises(PluginError, match=r"effective = 3 .* 4 ranks .* at least 4"):
+        Batch(Batch.Options(effective=3)).probe(context(4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"train": 0}',
+        '{"eval": 0}',
+        '{"accumulation": 0}',
+        '{"train": 8.5}',
+        '{"accumulation": 2, "effective": 64}',
+        '{"size": 8}',
+    ],
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Batch.Options.model_validate_json(text)
+
+
+def test_evidence():
+    plugin = Batch(Batch.Options(train=16, accumulation=2))
+    assert plugin.evidence(SimpleNamespace(last_step_batch=step(32, [(20, 8), (12, 30)]), world_size=1)).status == "active"
+    assert plugin.evidence(SimpleNamespace(last_step_batch=step(9, [(9, 8)]), world_size=1)).status == "unknown"
+    assert plugin.evidence(SimpleNamespace(last_step_batch=step(64, [(64, 8)]), world_size=1)).status == "inactive"
+
+
+def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
+    plugin = Batch(Batch.Options(train=16, effective=100))
+    assert plugin.evidence(SimpleNamespace(last_step_batch=step(34, [(16, 8), (16, 8), (2, 8)]), world_size=3)).status == "active"
+    assert plugin.evidence(SimpleNamespace(last_step_batch=step(100, [(16, 8)]), world_size=3)).status == "inactive"

@@ -1,0 +1,147 @@
+"""Equal gradients in every form, dropout included, behind PEFT too; and that layers really run twice."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.adapter import add_adapter
+from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
+from pydantic import ValidationError
+from torch.profiler import profile
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+from hwopt.errors import PluginError
+from hwopt.hardware import described
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context, Observation, Recipe
+
+FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 4, 32, 100, 512, False, True, True, True, 0.0)
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+IDS = torch.arange(24).reshape(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context(**facts):
+    return Context(described("T4", (7, 5), 16.0), {}, ModelFacts(**{**vars(FACTS), **facts}), None)
+
+
+def bert(dropout=0.0):
+    torch.manual_seed(0)
+    config = BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+
+
+def llama_with_adapter():
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, pad_token_id=0)
+    model = LlamaForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    return add_adapter(model, dora=False, r=4, alpha=8, target="all-linear", dropout=0.0, task="SEQ_CLS")
+
+
+def applied(model, layers):
+    recipe = Recipe()
+    Checkpointing(Checkpointing.Options(layers=layers)).apply(recipe, context())
+    return recipe.model_steps[0](model, None)
+
+
+def gradients(model):
+    torch.manual_seed(1)
+    with profile() as profiler:
+        model.train()(input_ids=IDS).logits.square().sum().backward()
+    operators = Counter({event.key: event.count for event in profiler.key_averages()})
+    run = SimpleNamespace(
+        inner_model=model, observation=Observation(operators=operators), last_step_batch=SimpleNamespace(sizes=[(3, 8)])
+    )
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, run
+
+
+@pytest.mark.parametrize("build", [bert, lambda: bert(0.3), llama_with_adapter], ids=["bert", "dropout", "adapter"])
+@pytest.mark.parametrize("layers", ["all", "selective", 2])
+def test_equal_gradients_and_evidence(build, layers):
+    plain, plain_run = gradients(build())
+    again, run = gradients(applied(build(), layers))
+    assert plain.keys() == again.keys()
+    assert any("lora_B" in name for name in again) == ("lora" in "".join(plain))
+    for name in plain:
+        torch.testing.assert_close(again[name], plain[name], rtol=0, atol=0, msg=name)
+    plugin = Checkpointing(Checkpointing.Options(layers=layers))
+    evidence = plugin.evidence(run)
+    assert evidence.status == "active", evidence.seen
+    assert f"on in {2 if layers == 2 else 4} of 4 layers" in evidence.seen
+    assert plugin.evidence(plain_run).status == "inactive"
+
+
+def test_less_is_kept():
+    def kept(model):
+        saved = 0
+
+        def count(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model.train()(input_ids=IDS)
+        return saved
+
+    plain, every, second = kept(bert()), kept(applied(bert(), "all")), kept(applied(bert(), 2))
+    assert every < 0.5 * plain
+    assert every < second < plain
+
+
+def test_flags_on_but_never_run_again_is_inactive():
+    model = applied(bert(), "all")
+    model.eval()
+    with profile() as profiler, torch.no_grad():
+        model(input_ids=IDS)
+    operators = {event.key: event.count for event in profiler.key_averages()}
+    sizes = SimpleNamespace(sizes=[(3, 8)])
+    run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
+    assert Checkpointing(Checkpointing.Options()).evidence(run).status == "inactive"
+
+
+def test_in_compiled_code_nothing_is_counted():
+    model = applied(bert(), "all")
+    model._compiled_call_impl = model._call_impl
+    sizes = SimpleNamespace(sizes=[(3, 8)])
+    operators = {"aten::scaled_dot_product_attention": 2}  # of the tracing
+    run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
+    assert "cannot be counted" in Checkpointing(Checkpointing.Options()).evidence(run).seen
+
+
+def test_every_nth_and_no_cache():
+    model = applied(bert(), 3)
+    assert [layer.gradient_checkpointing for layer in repeated_layers(model)] == [True, False, False, True]
+    assert model.config.use_cache is False
+
+
+def test_decisions():
+    plugin = Checkpointing(Checkpointing.Options())
+    assert plugin.probe(context()).kind == "apply"
+    assert plugin.probe(context(supports_checkpointing=False)).kind == "skip"
+    decision = Checkpointing(Checkpointing.Options(layers=9)).probe(context())
+    assert (decision.kind, decision.options[0].layers) == ("fallback", 4)
+    assert "needs 9, " in decision.reason
+    assert "has 4" in decision.reason
+    assert "one in 2 of 4" in Checkpointing(Checkpointing.Options(layers=2)).probe(context()).reason
+    assert "adapter" in Checkpointing.after
+
+
+def test_a_model_without_such_layers_is_refused():
+    with pytest.raises(PluginError, match="no GradientCheckpointingLayer"):
+        applied(SimpleNamespace(modules=list, config=SimpleNamespace()), "all")
+
+
+@pytest.mark.parametrize("text", ['{"layers": 0}', '{"layers": "some"}', '{"layers": 1.5}', '{"reentrant": true}'])
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Checkpointing.Options.model_validate_json(text)

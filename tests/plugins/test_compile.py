@@ -1,0 +1,194 @@
+"""Fixed widths, skips without a compiler, one real compilation, and a real compiler failure that ends in eager mode."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo.utils
+from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
+from pydantic import ValidationError
+
+from hwopt.hardware import described
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context, Recipe
+
+CPU = described("CPU", None, 32.0)
+H100 = described("H100", (9, 0), 80.0)
+OWN_WARNINGS = pytest.mark.filterwarnings(  # torch's about its own code: a deprecated import, and dynamo looking at `.grad`
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+    "ignore::UserWarning:torch._dynamo",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context(hardware, max_length=128, positions=512, software=()):
+    facts = ModelFacts("tiny", "bert", "Bert", 10_000, 2, 32, 100, positions, False, True, True, True, 0.0)
+    job = SimpleNamespace(data=SimpleNamespace(max_length=max_length))
+    return Context(hardware, dict.fromkeys(software, "1"), facts, job)
+
+
+def decided(hardware, widths="auto", **where):
+    return Compile(Compile.Options(widths=widths)).probe(context(hardware, **where))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(x)).sin()
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x):  # (batch, length, 8)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_run(scope):
+    torch.manual_seed(0)
+    recipe = Recipe()
+    plugin = Compile(Compile.Options(scope=scope, widths=(4, 8)))
+    plugin.apply(recipe, context(CPU))
+    warnings = []
+    run = SimpleNamespace(inner_model=Tiny(), warn=warnings.append, warnings=warnings)
+    return plugin, recipe, run
+
+
+@pytest.mark.parametrize(("limit", "widths"), [(16, (16,)), (32, (32,)), (100, (32, 64, 96, 100)), (192, (32, 64, 96, 128, 192))])
+def test_fixed_widths(limit, widths):
+    assert fixed_widths(limit) == widths
+
+
+def test_fixed_widths_without_a_limit():
+    assert fixed_widths(None)[-1] == 4096
+
+
+def test_auto_widths_end_at_the_shorter_limit():
+    assert decided(CPU, max_length=192).options[0].widths[-1] == 192
+    assert decided(CPU, max_length=None).options[0].widths[-1] == 512
+    assert decided(CPU, max_length=2048).options[0].widths[-1] == 512
+    assert decided(CPU).kind == "choose"
+
+
+def test_widths_that_are_too_narrow():
+    decision = decided(CPU, widths=(64, 96))
+    assert (decision.kind, decision.options[0].widths) == ("fallback", (64, 96, 128))
+    assert "128 tokens" in decision.reason
+    assert "is 96" in decision.reason
+    assert decided(CPU, widths=(64, 128)).kind == "apply"
+
+
+def test_skips():
+    assert "needs a C++ compiler" in decided(replace(CPU, compiler=None)).reason
+    old = decided(described("P100", (6, 0), 16.0))
+    assert old.kind == "skip"
+    assert "needs compute capability 7.0, found 6.0" in old.reason
+    detected = replace(H100, source="detected")
+    assert "triton is not installed" in decided(detected).reason
+    assert decided(detected, software=("triton",)).kind == "choose"
+    assert decided(H100).kind == "choose", "the card is elsewhere, and so is its software"
+
+
+def test_blocks():
+    model = Tiny()
+    assert repeated_blocks(model) == list(model.blocks)
+    assert repeated_blocks(torch.nn.Linear(2, 2)) == []
+
+
+def test_limits_are_put_back():
+    from torch._dynamo import config
+
+    before = config.recompile_limit
+    with compiler_limits(10):
+        assert config.recompile_limit == 40
+    assert config.recompile_limit == before
+
+
+@OWN_WARNINGS
+def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
+    plugin, recipe, run = compiled_run("block")
+    assert recipe.batch == {"widths": (4, 8)}
+    assert plugin.evidence(run).status == "inactive"
+    samples = [torch.randn(rows, width, 8) for width in (4, 8) for rows in (2, 3, 5, 7)]
+    wanted = [run.inner_model(x).detach() for x in samples]
+    with recipe.process[0]():
+        recipe.prepared_steps[0](run)
+        for x, y in zip(samples, wanted, strict=True):
+            out = run.inner_model(x)
+            torch.testing.assert_close(out.detach(), y)
+            out.sum().backward()
+    evidence = plugin.evidence(run)
+    assert evidence.status == "active", (evidence.seen, run.warnings)
+    assert "3 module(s) compiled (Block)" in evidence.seen
+    # the first block's input needs no gradient, the others' do: two graphs a width, whatever the number of rows
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert run.warnings == []
+    assert not any("_orig_mod" in name for name in run.inner_model.state_dict())
+
+
+@OWN_WARNINGS
+def test_a_failing_compiler_ends_in_eager_mode_loudly():
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    plugin, recipe, run = compiled_run("model")
+    x = torch.randn(2, 4, 8)
+    wanted = run.inner_model(x).detach()
+    with recipe.process[0](), fresh_cache(), config.patch({"cpp.cxx": ("false",)}):
+        recipe.prepared_steps[0](run)
+        out = run.inner_model(x)
+        out.sum().backward()
+    assert torch.equal(out, wanted), "the same step goes on"
+    assert len(run.warnings) == 1
+    assert "InductorError" in run.warnings[0]
+    assert plugin.evidence(run).status == "inactive"
+
+
+def test_an_error_of_the_model_is_not_swallowed():
+    _, recipe, run = compiled_run("model")
+    with recipe.process[0]():
+        recipe.prepared_steps[0](run)
+        with pytest.raises(TypeError):
+            run.inner_model(1, 2, 3)
+    assert run.warnings == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"mode": "fast"}',
+        '{"scope": "layer"}',
+        '{"widths": []}',
+        '{"widths": [64, 32]}',
+        '{"widths": [0, 8]}',
+        '{"widths": "all"}',
+    ],
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Compile.Options.model_validate_json(text)

@@ -1,0 +1,108 @@
+"""Workers from the cores, pinning only with CUDA, and settings that a real loader takes, by spawn too."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
+from pydantic import ValidationError
+from torch.utils.data import DataLoader
+
+from hwopt.hardware import described
+from hwopt.plugin import Context, Recipe
+
+T4 = described("T4", (7, 5), 16.0)
+CPU = described("CPU", None, 32.0)
+
+
+def context(hardware, world_size=1):
+    return Context(hardware, {}, None, None, world_size)
+
+
+def decided(hardware, world_size=1, **options):
+    return Dataloader(Dataloader.Options(**options)).probe(context(hardware, world_size))
+
+
+def loader_settings(options):
+    recipe = Recipe()
+    Dataloader(options).apply(recipe, context(T4))
+    return dict(recipe.loader)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 2), (4, 3), (5, 4), (64, 4)])
+def test_auto_workers(cores, workers):
+    assert auto_workers(cores) == workers
+
+
+def test_ranks_on_one_machine_share_its_cores():
+    assert cores_of_a_rank(replace(T4, count=4, cpu_cores=8), world_size=4) == 2
+    assert cores_of_a_rank(replace(T4, count=1, cpu_cores=8), world_size=4) == 8, "four machines"
+    assert cores_of_a_rank(replace(T4, count=4, cpu_cores=2), world_size=4) == 1
+
+
+def test_auto_on_a_card_and_on_a_cpu():
+    card, cpu = decided(T4), decided(CPU)
+    assert (card.kind, card.options[0].workers, card.options[0].pin_memory) == ("choose", 4, True)
+    assert (cpu.kind, cpu.options[0].workers, cpu.options[0].pin_memory) == ("choose", 4, False)
+    assert "8 core(s)" in card.reason
+    assert "0 worker(s) for 2 core(s)" in decided(replace(CPU, cpu_cores=2)).reason
+
+
+def test_more_workers_than_cores():
+    decision = decided(replace(T4, cpu_cores=2), workers=8)
+    assert (decision.kind, decision.options[0].workers) == ("fallback", 2)
+    assert "8 workers need 8 cores, a rank has 2" in decision.reason
+
+
+def test_pinning_without_cuda():
+    decision = decided(CPU, workers=2, pin_memory=True)
+    assert (decision.kind, decision.options[0].pin_memory) == ("fallback", False)
+    assert "needs a CUDA device, found a CPU" in decision.reason
+
+
+def test_windows_cannot_fork():
+    decision = decided(replace(T4, system="Windows"), workers=2, multiprocessing_context="fork")
+    assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
+
+
+def test_what_the_hardware_has_is_taken_as_asked():
+    assert decided(T4, workers=4, pin_memory=True).kind == "apply"
+
+
+def test_no_workers_no_worker_settings():
+    assert loader_settings(Dataloader.Options(workers=0, pin_memory=False)) == {"num_workers": 0, "pin_memory": False}
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_real_loader_takes_them(start):
+    options = Dataloader.Options(workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
+    loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))
+    run = SimpleNamespace(train_loader=loader)
+    assert Dataloader(options).evidence(run).status == "inactive", "no worker is alive yet"
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
+    evidence = Dataloader(options).evidence(run)
+    assert evidence.status == "active"
+    assert "1 alive" in evidence.seen
+    loader._iterator._shutdown_workers()
+    assert Dataloader(options).evidence(run).status == "inactive"
+
+
+def test_evidence_of_a_loader_that_is_not_as_asked():
+    run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0))
+    assert Dataloader(Dataloader.Options(workers=2, pin_memory=False)).evidence(run).status == "inactive"
+    assert Dataloader(Dataloader.Options(workers=0, pin_memory=False)).evidence(run).status == "active"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"workers": -1}',
+        '{"workers": "many"}',
+        '{"prefetch_factor": 0}',
+        '{"pin_memory": 1}',
+        '{"multiprocessing_context": "thread"}',
+    ],
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Dataloader.Options.model_validate_json(text)

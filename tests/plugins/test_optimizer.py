@@ -1,0 +1,142 @@
+"""The fallback chain on each machine, the real optimizers on a CPU, and that the groups' own settings are theirs."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.optimizer import Optimizer, make_optimizer
+from pydantic import ValidationError
+from torch.profiler import profile
+
+from hwopt.hardware import described
+from hwopt.plugin import Context, Observation, Recipe
+
+T4 = described("T4", (7, 5), 16.0)
+CPU = described("CPU", None, 32.0)
+SOFTWARE = {"torch": "2.13.0", "bitsandbytes": "0.50.2", "torchao": "0.18.0"}
+SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def decided(hardware, name, *fallback, software=SOFTWARE):
+    return Optimizer(Optimizer.Options(name=name, fallback=fallback)).probe(Context(hardware, software, None, None))
+
+
+def parameters(size=64):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(size, size)), torch.nn.Parameter(torch.randn(size))]
+
+
+def trained(name, steps=5):
+    weights = parameters()
+    groups = [
+        {"params": weights[:1], "weight_decay": 0.1, **SETTINGS},
+        {"params": weights[1:], "weight_decay": 0.0, **SETTINGS},
+    ]
+    recipe = Recipe()
+    Optimizer(Optimizer.Options(name=name)).apply(recipe, None)
+    optimizer = recipe.optimizer(groups)
+    generator = torch.Generator().manual_seed(1)
+    with profile() as profiler:
+        for _ in range(steps):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+    operators = Counter({event.key: event.count for event in profiler.key_averages()})
+    return SimpleNamespace(weights=weights, optimizer=optimizer, observation=Observation(operators=operators))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained("adamw_torch")
+
+
+@pytest.mark.parametrize("hardware", [T4, described("A100", (8, 0), 40.0), described("RTX 3070", (8, 6), 8.0)])
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_4bit"])
+def test_a_card_takes_the_first(hardware, name):
+    assert decided(hardware, name, "adamw_torch" if name != "adamw_torch" else "adamw_torch_fused").kind == "apply"
+
+
+def test_bitsandbytes_on_a_cpu_only_where_it_stands_alone():
+    decision = decided(CPU, "adamw_bnb_8bit", "adamw_torch_fused", "adamw_torch")
+    assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
+    assert "slow and there is no card memory to save" in decision.reason
+    assert decided(CPU, "adamw_bnb_8bit").kind == "apply"
+
+
+def test_every_reason_is_told():
+    decision = decided(
+        replace(CPU, compiler=None), "paged_adamw_32bit", "adamw_torch_8bit", "adamw_bnb_8bit", software={"torch": "2.13.0"}
+    )
+    assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch")
+    assert decision.reason.count("is not installed") == 3
+    assert "hwopt[ao]" in decision.reason
+    assert "nothing else is left" in decision.reason
+
+
+def test_what_a_cpu_lacks():
+    assert "found a CPU" in decided(CPU, "paged_adamw_8bit", "adamw_torch").reason
+    assert "no C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
+
+
+def test_fused_equals_plain(plain):
+    fused = trained("adamw_torch_fused")
+    for a, b in zip(plain.weights, fused.weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    evidence = Optimizer(Optimizer.Options()).evidence(fused)
+    assert evidence.status == "active"
+    assert "10 call(s) of the fused kernel" in evidence.seen, "two groups, five steps"
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_torch_8bit"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning", "ignore::DeprecationWarning:torch")
+def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
+    start, quantized = parameters(), trained(name)
+    moved = [(a - s).norm() for a, s in zip(plain.weights, start, strict=True)]
+    apart = [(a - b).norm() for a, b in zip(plain.weights, quantized.weights, strict=True)]
+    assert apart[0] < 0.1 * moved[0]
+    torch.testing.assert_close(plain.weights[1], quantized.weights[1], rtol=1e-4, atol=1e-5)  # too small to be quantized
+    evidence = Optimizer(Optimizer.Options(name=name)).evidence(quantized)
+    assert evidence.status == "active", evidence.seen
+    assert "uint8" in evidence.seen or "OptimState8bit" in evidence.seen
+    for group in quantized.optimizer.param_groups:
+        assert float(group["lr"]) == pytest.approx(3e-3)
+        assert tuple(group["betas"]) == (0.8, 0.95)
+    assert [group["weight_decay"] for group in quantized.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_evidence_of_another_optimizer_and_of_the_loop_without_the_kernel(plain):
+    assert Optimizer(Optimizer.Options(name="adamw_bnb_8bit")).evidence(plain).status == "inactive"
+    assert Optimizer(Optimizer.Options(name="adamw_torch_fused")).evidence(plain).status == "inactive"
+    assert Optimizer(Optimizer.Options(name="adamw_torch")).evidence(plain).status == "active"
+    plain_without_operators = SimpleNamespace(optimizer=plain.optimizer, observation=Observation())
+    assert Optimizer(Optimizer.Options()).evidence(plain_without_operators).status == "unknown"
+
+
+def test_evidence_where_every_tensor_is_too_small():
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": [weight], "lr": 1e-3, "weight_decay": 0.0}])
+    weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    run = SimpleNamespace(optimizer=optimizer, observation=Observation())
+    evidence = Optimizer(Optimizer.Options(name="adamw_bnb_8bit")).evidence(run)
+    assert evidence.status == "inactive"
+    assert "too small" in evidence.seen
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"name": "adamw_torch", "fallback": ["adamw_torch"]}', '{"lr": 0.1}']
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Optimizer.Options.model_validate_json(text)

@@ -1,0 +1,311 @@
+"""Which dtype each machine gets, O2 with masters against fp32 training, and that nothing is lost on the way out and in."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.adapter import add_adapter, save_and_merge
+from hwopt_plugins.precision import Precision, is_norm
+from pydantic import ValidationError
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+from hwopt.hardware import described
+from hwopt.plugin import Context, Observation, Recipe
+
+T4, V100 = described("T4", (7, 5), 16.0), described("V100", (7, 0), 16.0)
+P100 = described("P100", (6, 0), 16.0)
+AMPERE = [described("RTX 3070", (8, 6), 8.0), described("A100", (8, 0), 40.0), described("H100", (9, 0), 80.0)]
+CPU = described("CPU", None, 32.0)
+AMX = replace(CPU, cpu_features=("amx_bf16", "avx512_bf16"))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def decided(hardware, dtype="auto", **options):
+    return Precision(Precision.Options(dtype=dtype, **options)).probe(Context(hardware, {}, None, None))
+
+
+def written(hardware, **options):
+    recipe = Recipe()
+    Precision(Precision.Options(**options)).apply(recipe, Context(hardware, {}, None, None))
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype"),
+    [(T4, "fp16"), (V100, "fp16"), (P100, "fp32"), *((card, "bf16") for card in AMPERE), (CPU, "fp32"), (AMX, "bf16")],
+)
+def test_auto(hardware, dtype):
+    decision = decided(hardware)
+    assert (decision.kind, decision.options[0].dtype) == ("choose", dtype)
+
+
+def test_fp16_on_a_cpu_never_stays_fp16():
+    for hardware, takes in ((CPU, "fp32"), (AMX, "bf16")):
+        decision = decided(hardware, "fp16", level="O2")
+        assert (decision.kind, decision.options[0].dtype) == ("fallback", takes)
+        assert decision.options[0].level == ("O1" if takes == "fp32" else "O2")
+
+
+def test_bf16_where_it_is_only_emulated():
+    decision = decided(T4, "bf16", level="O2")
+    assert (decision.kind, decision.options[0].dtype, decision.options[0].level) == ("fallback", "fp16", "O2")
+    assert "needs compute capability 8.0" in decision.reason
+    assert "7.5" in decision.reason
+    assert decided(CPU, "bf16").options[0].dtype == "fp32"
+    assert decided(P100, "fp16").options[0].dtype == "fp32"
+
+
+def test_what_the_hardware_can_is_taken_as_asked():
+    assert decided(T4, "fp16").kind == "apply"
+    assert decided(AMPERE[0], "fp16", level="O2").kind == "apply"
+    assert decided(T4, "fp32").kind == "apply"
+
+
+def test_what_is_written():
+    o1 = written(T4, dtype="fp16")
+    assert o1.accelerator["mixed_precision"] == "fp16"
+    assert o1.batch == {"pad_to_multiple_of": 8}
+    assert (o1.model_kwargs["dtype"], o1.scaler, o1.model_steps) == ("float32", None, [])
+    o2 = written(CPU, dtype="bf16", level="O2")
+    assert o2.accelerator["mixed_precision"] == "no"
+    assert (dict(o2.batch), o2.scaler) == ({}, None)
+    assert len(o2.model_steps) == len(o2.optimizer_wraps) == len(o2.events["gradients"]) == len(o2.events["updated"]) == 1
+    assert written(T4, dtype="fp16", level="O2").scaler is not None
+    full = written(T4, dtype="fp32", level="O2")
+    assert (full.accelerator["mixed_precision"], full.model_steps, dict(full.batch)) == ("no", [], {})
+
+
+def bert():
+    torch.manual_seed(0)
+    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        ids = torch.randint(1, 100, (8, 8), generator=generator)
+        yield ids, (ids[:, 1] > 50).long()
+
+
+def build(recipe, model):
+    """What hwopt.build does, as far as this plugin is concerned."""
+    for step in recipe.model_steps:
+        model = step(model, None)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for wrap in recipe.optimizer_wraps:
+        optimizer = wrap(optimizer, None)
+    scaler = recipe.scaler() if recipe.scaler else None
+    return SimpleNamespace(inner_model=model, optimizer=optimizer, scaler=scaler, losses=[], recipe=recipe)
+
+
+def train(recipe, model, steps=30):
+    """The loop: collect gradients, unscale, clip, step, publish."""
+    run = build(recipe, model)
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    for ids, labels in batches(steps):
+        loss = torch.nn.functional.cross_entropy(model.train()(input_ids=ids).logits.float(), labels)
+        (run.scaler.scale(loss) if run.scaler else loss).backward()
+        for event in recipe.events["gradients"]:
+            event(run)
+        if run.scaler:
+            run.scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if run.scaler:
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        else:
+            run.optimizer.step()
+        for event in recipe.events["updated"]:
+            event(run)
+        run.optimizer.zero_grad(set_to_none=True)
+        run.losses.append(loss.item())
+    return run
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def distance(a, b):
+    return sum((a[name].float() - b[name].float()).square().sum() for name in a) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_o2_follows_fp32_training(dtype):
+    start = weights(bert())
+    full = train(written(CPU, dtype="fp32"), bert())
+    half = train(written(CPU, dtype=dtype, level="O2"), bert())
+    assert half.losses == pytest.approx(full.losses, abs=0.02)
+    assert half.losses[-1] < half.losses[0]
+    model = half.inner_model
+    assert all(p.grad is None for p in model.parameters() if p.dtype != torch.float32), "half gradients are freed"
+    masters = half.recipe.export_steps[0](model.state_dict(), half)
+    assert all(value.dtype == torch.float32 for value in masters.values() if value.is_floating_point())
+    moved = distance(weights(full.inner_model), start)
+    assert distance(weights(full.inner_model), masters) < 0.25 * moved
+    # the half weights are the rounded masters, and norms need no masters
+    for module in model.modules():
+        if is_norm(module):
+            assert all(p.dtype == torch.float32 for p in module.parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, masters[name].to(p.dtype))
+
+
+def test_masters_start_from_the_unrounded_weights():
+    start, run = weights(bert()), build(written(CPU, dtype="bf16", level="O2"), bert())
+    exported = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
+    assert all(torch.equal(exported[name], value) for name, value in start.items())
+
+
+def test_the_end_is_a_plain_fp32_model():
+    run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
+    exported = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
+    final = run.recipe.final_steps[0](run.inner_model, run)
+    assert all(torch.equal(value, exported[name]) for name, value in final.named_parameters())
+    plain = bert()
+    plain.load_state_dict(exported)
+    ids = next(batches(1))[0]
+    assert torch.equal(final.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits), "no hook casts any more"
+
+
+def test_loading_what_was_exported_brings_the_masters_back():
+    run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
+    exported = {name: value.clone() for name, value in run.recipe.export_steps[0](run.inner_model.state_dict(), run).items()}
+    other = build(written(CPU, dtype="bf16", level="O2"), bert())
+    other.inner_model.load_state_dict(exported)
+    again = other.recipe.export_steps[0](other.inner_model.state_dict(), other)
+    assert all(torch.equal(value, again[name]) for name, value in exported.items())
+    assert all(torch.equal(p, exported[name].to(p.dtype)) for name, p in other.inner_model.named_parameters())
+
+
+def test_an_overflow_leaves_the_masters_alone():
+    run = build(written(CPU, dtype="fp16", level="O2"), bert())
+    before = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
+    before = {name: value.clone() for name, value in before.items()}
+    ids, labels = next(batches(1))
+    loss = torch.nn.functional.cross_entropy(run.inner_model(input_ids=ids).logits.float(), labels)
+    (run.scaler.scale(loss) * 1e4).backward()
+    run.recipe.events["gradients"][0](run)
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.step(run.optimizer)
+    scale = run.scaler.get_scale()
+    run.scaler.update()
+    assert run.scaler.get_scale() < scale
+    run.recipe.events["updated"][0](run)
+    after = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
+    model = add_adapter(model, dora=True, r=4, alpha=8, target="all-linear", dropout=0.0, task="SEQ_CLS")
+    recipe = Recipe()
+    recipe.final_steps.append(save_and_merge)  # the adapter's step is there first
+    Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))
+    run = train(recipe, model, steps=5)
+    stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
+    assert all(p.dtype == torch.float32 for p in stepped)
+    assert all(p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "lora_" in name)
+    run.rank, run.folder = 0, tmp_path
+    final = model
+    for step in reversed(recipe.final_steps):
+        final = step(final, run)
+    assert type(final) is LlamaForSequenceClassification
+    assert all(p.dtype == torch.float32 for p in final.parameters())
+
+
+def test_buffers_keep_their_bits():
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    run = build(written(CPU, dtype="bf16", level="O2"), model)
+    assert run.inner_model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(run.inner_model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_tied_weights_stay_tied():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=100, n_positions=16))
+    run = build(written(CPU, dtype="bf16", level="O2"), model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    exported = run.recipe.export_steps[0](model.state_dict(), run)
+    assert exported["lm_head.weight"].dtype == exported["transformer.wte.weight"].dtype == torch.float32
+
+
+def observed(run, **matmuls):
+    run.observation = Observation(matmul_dtypes={name.replace("_", "::"): count for name, count in matmuls.items()})
+    return run
+
+
+def test_evidence():
+    o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
+    half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
+    assert o2.evidence(observed(half, c10_BFloat16=40)).status == "active"
+    assert "the optimizer steps on {'float32'" in o2.evidence(half).seen
+    assert o2.evidence(observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
+    o1 = Precision(Precision.Options(dtype="bf16"))
+    assert o1.evidence(observed(full, c10_BFloat16=40, float=2)).status == "active"
+    assert o1.evidence(observed(full, float=42)).status == "inactive"
+    assert o1.evidence(observed(full)).status == "unknown"
+    fp16 = Precision(Precision.Options(dtype="fp16"))
+    assert fp16.evidence(observed(full, c10_Half=40)).status == "inactive", "no scaler"
+    full.scaler = torch.amp.GradScaler("cpu")
+    assert "loss scale 65536" in fp16.evidence(full).seen
+    assert fp16.evidence(full).status == "active"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"dtype": "fp8"}',
+        '{"level": "O3"}',
+        '{"full_eval": true}',
+        '{"full_eval": 1}',
+        '{"opt": "O1"}',
+    ],
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Precision.Options.model_validate_json(text)
+
+
+def test_full_eval_says_what_to_set():
+    with pytest.raises(ValidationError, match='level = "O2"'):
+        Precision.Options.model_validate_json('{"full_eval": true}')
+    assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
+    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "without half weights it means nothing"
+
+
+def test_evaluation_borrows_the_masters():
+    """full_eval = false: evaluation is that of the fp32 masters under autocast; training then goes on with the same bits."""
+    recipe = written(CPU, dtype="bf16", level="O2")
+    run = train(recipe, bert(), steps=3)
+    run.device = torch.device("cpu")
+    half = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
+    for event in recipe.events["evaluating"]:
+        event(run)
+    assert {p.dtype for p in run.inner_model.parameters()} == {torch.float32}
+    assert torch.is_autocast_enabled("cpu")
+    ids, _ = next(iter(batches(1)))
+    with torch.no_grad():
+        assert torch.isfinite(run.inner_model.eval()(input_ids=ids).logits).all()
+    for event in recipe.events["evaluated"]:
+        event(run)
+    assert not torch.is_autocast_enabled("cpu")
+    for name, p in run.inner_model.named_parameters():
+        assert p.dtype == half[name].dtype
+        assert torch.equal(p, half[name])
+    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events["evaluating"] == []

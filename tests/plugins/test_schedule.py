@@ -1,0 +1,72 @@
+"""The ratio reaches the run, the job's own warm-up wins, and evidence compares the live learning rate with its base."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.schedule import Schedule, warmup_steps
+from pydantic import ValidationError
+
+from hwopt.hardware import described
+from hwopt.plugin import Context, Recipe
+
+
+def context(**training):
+    return Context(
+        described("CPU", None, 32.0),
+        {},
+        None,
+        SimpleNamespace(training=SimpleNamespace(**{"warmup_steps": None, "warmup_ratio": None, **training})),
+    )
+
+
+def run_after(step, total, ratio):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=2e-5)
+    steps = max(1, warmup_steps(ratio, total))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, at / steps))
+    for _ in range(step):
+        optimizer.step()
+        scheduler.step()
+    training = SimpleNamespace(warmup_ratio=ratio, warmup_steps=None, learning_rate=2e-5)
+    return SimpleNamespace(training=training, total_steps=total, optimizer=optimizer, scheduler=scheduler, step=step)
+
+
+def test_apply_sets_the_ratio():
+    plugin, recipe = Schedule(Schedule.Options(warmup_ratio=0.1)), Recipe()
+    assert plugin.probe(context()).kind == "apply"
+    plugin.apply(recipe, context())
+    assert recipe.training == {"warmup_ratio": 0.1}
+
+
+def test_the_jobs_own_warmup_wins():
+    for key, value in (("warmup_steps", 0), ("warmup_ratio", 0.1)):
+        decision = Schedule(Schedule.Options()).probe(context(**{key: value}))
+        assert decision.kind == "apply"
+        assert f"training.{key} = {value} wins" in decision.reason
+        assert "6.0%" in decision.reason
+
+
+@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.06, 100, 6), (0.06, 101, 7), (0.0, 100, 0), (0.5, 1, 1)])
+def test_warmup_steps_round_up(ratio, total, steps):
+    assert warmup_steps(ratio, total) == steps
+
+
+def test_evidence():
+    plugin = Schedule(Schedule.Options())
+    assert plugin.evidence(run_after(1, 100, 0.06)).status == "active"
+    assert plugin.evidence(run_after(1, 10, 0.06)).status == "unknown"
+    own = run_after(1, 100, 0.06)
+    own.training.warmup_steps = 50
+    assert "over 50 of 100 steps" in plugin.evidence(own).seen
+    flat = run_after(1, 100, 0.06)
+    flat.optimizer.param_groups[0]["lr"] = 2e-5
+    assert plugin.evidence(flat).status == "inactive"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"warmup_ratio": 1.0}', '{"warmup_ratio": -0.1}', '{"warmup_ratio": "0.1"}', '{"warmup": 0.1}']
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        Schedule.Options.model_validate_json(text)

@@ -1,0 +1,131 @@
+"""The order of kernels on each card, real kernels seen by the profiler, and the refusal of a kernel alone."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.sdpa import Sdpa, attention_kernels
+from pydantic import ValidationError
+from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.profiler import profile
+from transformers import BertConfig, BertForSequenceClassification
+
+from hwopt.hardware import described
+from hwopt.model_facts import ModelFacts
+from hwopt.plugin import Context, Observation, Recipe
+
+FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context(capability, **facts):
+    return Context(described("card", capability, 16.0), {}, ModelFacts(**{**vars(FACTS), **facts}), None)
+
+
+def decided(capability, *prefer, **facts):
+    options = Sdpa.Options(prefer=prefer) if prefer else Sdpa.Options()
+    return Sdpa(options).probe(context(capability, **facts))
+
+
+def observed(dropout, kernels):
+    """A run of a tiny BERT in which the forward and backward pass of one step really happened."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
+        attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    model = BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    with attention_kernels(kernels), profile() as profiler:
+        model.train()(input_ids=torch.randint(0, 100, (2, 8))).logits.sum().backward()
+    operators = Counter({event.key: event.count for event in profiler.key_averages()})
+    return SimpleNamespace(inner_model=model, observation=Observation(operators=operators))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
+def test_all_kernels_from_ampere(capability):
+    assert decided(capability).kind == "apply"
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
+def test_older_cards_keep_what_they_can(capability):
+    decision = decided(capability)
+    assert (decision.kind, decision.options[0].prefer) == ("fallback", ("efficient", "math"))
+    assert "needs compute capability 8.0" in decision.reason
+    assert f"found compute capability {capability[0]}.{capability[1]}" in decision.reason
+    assert decided(capability, "efficient", "math").kind == "apply"
+
+
+def test_cpu():
+    assert decided(None).options[0].prefer == ("flash", "math")
+    assert decided(None, "cudnn", "math").options[0].prefer == ("flash", "math")
+    dropout = decided(None, attention_dropout=0.1)
+    assert (dropout.kind, dropout.options[0].prefer) == ("fallback", ("math", "flash"))
+    assert "needs attention dropout 0 in training, found 0.1" in dropout.reason
+    assert decided(None, "math", "flash", attention_dropout=0.1).kind == "apply"
+
+
+def test_what_is_left_is_never_one_alone_and_valid():
+    options = decided((7, 5), "flash", "math").options[0]
+    assert options.prefer == ("efficient", "math")
+    assert Sdpa.Options.model_validate_json(options.model_dump_json()) == options
+
+
+def test_model_without_sdpa():
+    decision = decided((8, 0), supports_sdpa=False)
+    assert decision.kind == "skip"
+    assert "BertForSequenceClassification" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "prefer", ['["flash"]', '["math"]', '["flash", "efficient"]', '["flash", "math", "flash"]', "[]", '["xformers", "math"]']
+)
+def test_bad_options(prefer):
+    with pytest.raises(ValidationError):
+        Sdpa.Options.model_validate_json(f'{{"prefer": {prefer}}}')
+
+
+def test_the_refusal_says_what_to_write():
+    with pytest.raises(ValidationError, match=r"Try \['flash', 'math'\]"):
+        Sdpa.Options.model_validate_json('{"prefer": ["flash"]}')
+
+
+def test_apply_and_the_order_is_put_back():
+    recipe = Recipe()
+    Sdpa(Sdpa.Options(prefer=("math", "flash"))).apply(recipe, context((8, 0)))
+    assert recipe.model_kwargs == {"attn_implementation": "sdpa"}
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    with recipe.process[0]():
+        assert [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)] == ["MATH", "FLASH_ATTENTION"]
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_evidence_from_real_kernels():
+    plugin = Sdpa(Sdpa.Options(prefer=("flash", "math")))
+    evidence = plugin.evidence(observed(0.0, ("flash", "math")))
+    assert evidence.status == "active"
+    assert "flash 2" in evidence.seen, "two layers, backward not counted"
+
+
+def test_evidence_where_dropout_ruled_the_fused_kernel_out():
+    evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).evidence(observed(0.1, ("flash", "math")))
+    assert evidence.status == "inactive"
+    assert "math 2" in evidence.seen
+    told = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
+    assert told.status == "active"
+
+
+def test_evidence_of_eager_attention_and_of_nothing():
+    run = observed(0.0, ("flash", "math"))
+    run.inner_model.config._attn_implementation = "eager"
+    assert Sdpa(Sdpa.Options()).evidence(run).status == "inactive"
+    run.observation = Observation()
+    assert Sdpa(Sdpa.Options()).evidence(run).status == "unknown"

@@ -1,0 +1,76 @@
+"""Both switches on inside, as found outside, and a skip where the card has no TF32."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hwopt_plugins.tf32 import Tf32, older_interface, tf32_kernels
+
+from hwopt.hardware import described
+from hwopt.plugin import Context, Observation, Recipe
+
+
+def context(capability):
+    return Context(hardware=described("card", capability, 16.0), software={}, model=None, job=None)
+
+
+def settings():
+    return (
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [((7, 5), "skip"), ((7, 0), "skip"), (None, "skip"), ((8, 6), "apply"), ((8, 0), "apply"), ((9, 0), "apply")],
+)
+def test_probe(capability, kind):
+    decision = Tf32(Tf32.Options()).probe(context(capability))
+    assert decision.kind == kind
+    if capability == (7, 5):
+        assert "8.0" in decision.reason
+        assert "7.5" in decision.reason
+    if kind == "apply":
+        assert "nothing for those in bf16" in decision.reason
+
+
+def test_on_inside_and_as_found_outside():
+    before = settings()
+    with tf32_kernels():
+        assert settings()[:2] == ("tf32", "tf32")
+        assert settings()[2] == before[2], "the CPU's kernels are not touched"
+        assert torch.get_float32_matmul_precision() == "high", "the older interface agrees and does not raise"
+        assert older_interface() == "on"
+    assert settings() == before
+
+
+def test_restored_after_an_error():
+    before = settings()
+    with pytest.raises(RuntimeError, match="in the run"), tf32_kernels():
+        raise RuntimeError("in the run")
+    assert settings() == before
+
+
+def test_nested_blocks_leave_the_outer_one_on():
+    before = settings()
+    with tf32_kernels():
+        with tf32_kernels():
+            pass
+        assert settings()[0] == "tf32"
+    assert settings() == before
+
+
+def test_evidence_reads_the_live_setting():
+    plugin, recipe = Tf32(Tf32.Options()), Recipe()
+    plugin.apply(recipe, context((8, 0)))
+    run = SimpleNamespace(observation=Observation(matmul_dtypes={"float": 3, "c10::BFloat16": 40}))
+    assert plugin.evidence(run).status == "inactive"
+    with recipe.process[0]():
+        evidence = plugin.evidence(run)
+        assert evidence.status == "active"
+        assert "3 of 43" in evidence.seen
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        assert plugin.evidence(run).status == "inactive"

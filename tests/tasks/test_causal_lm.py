@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.errors import DataError
+from hwopt.job import Job
+from hwopt.model_facts import load_config
+from hwopt.tasks import IGNORED, Prepared, Task, make_task
+from hwopt.tasks.causal_lm import blocks, prompted
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+def prepare(source: str, cache: Path, config: Any = GPT2, positions: int | None = 64, **data: Any) -> tuple[Job, Task, Prepared]:
+    job = Job.model_validate({"model": {"config": config}, "data": {"train": source, **data}, "task": {"kind": "causal-lm"}})
+    task = make_task(job)
+    return job, task, task.prepare(job, load_config(None, config), cache, 0, positions)
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@given(tokens=st.lists(st.integers(0, 9), min_size=2, max_size=80), length=st.integers(1, 30))
+def test_blocks_predict_each_token_but_the_first_once(tokens: list[int], length: int) -> None:
+    inputs, labels, offsets = blocks(np.array(tokens, np.int32), length)
+    assert labels.tolist() == tokens[1:]
+    assert inputs.tolist() == tokens[:-1]
+    sizes = np.diff(offsets)
+    assert sizes.sum() == len(tokens) - 1
+    assert (sizes[:-1] == length).all()
+    assert 1 <= sizes[-1] <= length
+
+
+TOKENS = st.lists(st.integers(1, 9), max_size=12)
+
+
+@given(
+    prompt=TOKENS,
+    completion=st.lists(st.integers(11, 19), min_size=1, max_size=12),
+    end=st.sampled_from([None, 20]),
+    size=st.integers(1, 30),
+)
+def test_prompted_predicts_the_completion_only(prompt: list[int], completion: list[int], end: int | None, size: int) -> None:
+    whole = [*prompt, *completion, *([] if end is None else [end])]
+    inputs, labels = prompted(prompt, completion, end, None)
+    assert inputs == whole[:-1]
+    assert [label for label in labels if label != IGNORED] == whole[max(len(prompt), 1) :]
+    assert all(label == whole[place + 1] for place, label in enumerate(labels) if label != IGNORED)
+    assert prompted(prompt, completion, end, size) == (inputs[:size], labels[:size])
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog\n" * 20
+    (tmp_path / "a.txt").write_text(text)
+    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", max_length=16)
+    store = prepared.train
+    assert store.lengths[:-1].tolist() == [16] * (len(store) - 1)
+    assert store.counts.tolist() == store.lengths.tolist()
+    rows = [store.row(index) for index in range(len(store))]
+    tokens = [rows[0]["input_ids"][0], *np.concatenate([row["labels"] for row in rows])]
+    assert prepared.tokenizer.decode(tokens) == text
+    assert prepare(str(tmp_path / "a.txt"), tmp_path / "cache")[2].train.lengths.max() <= 64
+
+
+def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
+    _, _, prepared = prepare(source, tmp_path / "cache", text="story")
+    row = prepared.train.row(0)
+    assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs<|endoftext|>"
+
+
+def test_what_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"line {number}\n" for number in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", eval_fraction=0.1)
+    assert prepared.eval is not None
+    row = prepared.eval.row(0)
+    end = prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]])
+    assert text.endswith(end)
+    assert len(end) == round(len(text) / 10)
+    source = write(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(10)])
+    _, _, prepared = prepare(source, tmp_path / "cache", eval_fraction=0.2, max_length=4)
+    assert prepared.eval is not None
+    joined = [prepared.tokenizer.decode(store.array("labels")) for store in (prepared.train, prepared.eval)]
+    assert sorted(part.count("<|endoftext|>") for part in joined) == [1, 7]
+    source = write(tmp_path / "b.jsonl", [{"text": "held out"}])
+    _, _, prepared = prepare(str(tmp_path / "a.jsonl"), tmp_path / "cache", eval=source)
+    assert prepared.eval is not None
+    assert prepared.tokenizer.decode(prepared.eval.array("labels")).endswith("ld out")
+
+
+def test_prompts(tmp_path: Path) -> None:
+    rows = [{"ask": "two and two?", "answer": " four"}, {"ask": "", "answer": "nothing asked"}]
+    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", prompt="ask", completion="answer")
+    row = prepared.train.row(0)
+    labels = row["labels"]
+    assert prepared.tokenizer.decode(row["input_ids"]) == "two and two? four"
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == " four<|endoftext|>"
+    assert prepared.train.counts.tolist() == [(prepared.train.row(index)["labels"] != IGNORED).sum() for index in range(2)]
+
+
+def test_prompts_that_are_cut(tmp_path: Path) -> None:
+    rows = [{"ask": "ab", "answer": "cdefghijklmnopqrstuvwxyz"}, {"ask": "a", "answer": "c"}]
+    source = write(tmp_path / "a.jsonl", rows)
+    config = {**GPT2, "vocab_size": 258}  # bytes only
+    columns = {"prompt": "ask", "completion": "answer"}
+    _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
+    assert prepared.notes == ["1 of 2 texts are longer than 6 tokens and are cut"]
+    labels = prepared.train.row(0)["labels"]
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last one is predicted from the sixth token
+    with pytest.raises(DataError, match=r"a\.jsonl: row 1: has 26 tokens, the model takes 20; set data\.max_length = 20"):
+        prepare(source, tmp_path / "cache", config, 20, **columns)
+    prepare(source, tmp_path / "cache", config, 26, **columns)
+    source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
+    with pytest.raises(DataError, match=r"row 2: nothing of the completion is left to predict: the prompt has 6 tokens"):
+        prepare(source, tmp_path / "cache", config, max_length=5, **columns)
+    source = write(tmp_path / "c.jsonl", [{"ask": "a", "answer": ""}])
+    with pytest.raises(DataError, match=r"row 1: the completion has no tokens"):
+        prepare(source, tmp_path / "cache", config, **columns)
+
+
+def test_too_short(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="its text has 0 tokens"):
+        prepare(write(tmp_path / "a.jsonl", [{"text": ""}]), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = GPT2 if model_type == "gpt2" else {"model_type": "llama", **small}
+    source = write(tmp_path / "a.jsonl", [{"ask": "two and", "answer": " two"}, {"ask": "why", "answer": " because it is so"}])
+    job, task, prepared = prepare(source, tmp_path / "cache", config, prompt="ask", completion="answer")
+    torch.manual_seed(0)
+    model: Any = task.load_model(job, load_config(None, config), prepared, {}).eval()
+    rows = [
+        {key: torch.from_numpy(np.array(value))[None].long() for key, value in prepared.train.row(row).items()}
+        for row in range(2)
+    ]
+    width = max(row["labels"].shape[1] for row in rows)
+    ids = torch.full((2, width), prepared.tokenizer.pad_token_id)
+    mask, labels = torch.zeros(2, width, dtype=torch.long), torch.full((2, width), IGNORED)
+    for number, row in enumerate(rows):
+        length = row["labels"].shape[1]
+        ids[number, :length], mask[number, :length], labels[number, :length] = row["input_ids"], 1, row["labels"]
+    whole, count = task.loss(model(input_ids=ids, attention_mask=mask), labels)
+    parts = [task.loss(model(input_ids=row["input_ids"]), row["labels"]) for row in rows]
+    assert int(count) == sum(int(part[1]) for part in parts) == prepared.train.counts.sum()
+    torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
+    # the same as the model's own loss, which shifts by itself
+    row = rows[1]
+    tokens = torch.cat([row["input_ids"], row["labels"][:, -1:]], 1)
+    own = torch.cat([torch.full((1, 1), IGNORED), row["labels"]], 1)
+    torch.testing.assert_close(model(input_ids=tokens, labels=own).loss * parts[1][1], parts[1][0])
+    assert model.generation_config.pad_token_id == prepared.tokenizer.pad_token_id

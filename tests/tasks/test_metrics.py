@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import math
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, f1_score
+from torchmetrics.functional.classification import multiclass_f1_score
+
+from hwopt.tasks.metrics import ClassMetrics, TokenMetrics
+
+
+@given(
+    labels=st.integers(2, 6),
+    seed=st.integers(0, 2**31),
+    samples=st.integers(1, 60),
+    batch=st.integers(1, 20),
+)
+def test_as_scikit_learn_has_them(labels: int, seed: int, samples: int, batch: int) -> None:
+    random = np.random.default_rng(seed)
+    logits = torch.from_numpy(random.normal(size=(samples, labels))).float()
+    targets = torch.from_numpy(random.integers(0, random.integers(1, labels + 1), samples))  # some classes may be absent
+    metrics = ClassMetrics(labels, "cpu")
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    for at in range(0, samples, batch):
+        part = slice(at, at + batch)
+        metrics.update(SimpleNamespace(logits=logits[part]), targets[part], losses[part].sum(), len(targets[part]))
+    found = metrics.compute()
+    predicted = logits.argmax(-1)
+    assert found["f1"] == pytest.approx(f1_score(targets, predicted, average="macro", zero_division=0))
+    assert found["f1"] == pytest.approx(float(multiclass_f1_score(predicted, targets, labels, average="macro")), abs=1e-6)
+    assert found["accuracy"] == pytest.approx(accuracy_score(targets, predicted))
+    assert found["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-5)
+    if labels == 2:
+        assert found["f1_binary"] == pytest.approx(f1_score(targets, predicted, zero_division=0))
+    else:
+        assert set(found) == {"loss", "accuracy", "f1"}
+    assert all(isinstance(value, float) for value in found.values())
+
+
+def test_tokens() -> None:
+    metrics = TokenMetrics("cpu")
+    metrics.update(None, torch.empty(0), torch.tensor(6.0), torch.tensor(2))
+    metrics.update(None, torch.empty(0), torch.tensor(3.0), 1)
+    assert metrics.compute() == {"loss": 3.0, "perplexity": pytest.approx(math.exp(3))}
+    metrics.update(None, torch.empty(0), torch.tensor(1e9), 1)
+    assert metrics.compute()["perplexity"] == math.inf
+
+
+def test_nothing_to_evaluate() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(math.isnan(value) for value in TokenMetrics("cpu").compute().values())
+        assert math.isnan(ClassMetrics(3, "cpu").compute()["f1"])

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hwopt.errors import DataError, InputError
+from hwopt.job import Job
+from hwopt.model_facts import load_config
+from hwopt.tasks import Prepared, Task, make_task
+from hwopt.tasks.text_classification import read_labels
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 32}
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "llama": {"model_type": "llama", **SMALL, "num_key_value_heads": 1},
+    "gemma3_text": {"model_type": "gemma3_text", **SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
+}
+ROWS = [
+    {"text": "the cat sat", "second": "a cat sat there", "label": "yes"},
+    {"text": "a dog barked at the tree for hours", "second": "it was silent", "label": "no"},
+    {"text": "crows fly", "second": "crows walk", "label": "no"},
+    {"text": "snow is white", "second": "snow has a colour", "label": "yes"},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepare(
+    folder: Path, rows: Any = ROWS, config: Any = None, positions: int | None = None, **data: Any
+) -> tuple[Job, Task, Prepared]:
+    """A job over `rows`, prepared under `folder`; `data` are keys of its data table, lists become files."""
+    if isinstance(data.get("eval"), list):
+        data["eval"] = write(folder / "eval.jsonl", data["eval"])
+    source = rows if isinstance(rows, str) else write(folder / "train.jsonl", rows)
+    model = config if config and "name" in config else {"config": config or BERT}
+    job = Job.model_validate({"model": model, "data": {"train": source, **data}})
+    task = make_task(job)
+    loaded = load_config(job.model.name, job.model.config)
+    return job, task, task.prepare(job, loaded, folder / "cache", 0, positions)
+
+
+def load(job: Job, task: Task, prepared: Prepared, **model_kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return task.load_model(job, load_config(job.model.name, job.model.config), prepared, model_kwargs).eval()
+
+
+def padded(prepared: Prepared, rows: list[int]) -> dict[str, torch.Tensor]:
+    """As the collator does it: padding on the right."""
+    found = [prepared.train.row(row)["input_ids"] for row in rows]
+    width = max(map(len, found))
+    ids = torch.full((len(rows), width), prepared.tokenizer.pad_token_id)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for number, one in enumerate(found):
+        ids[number, : len(one)] = torch.from_numpy(one.copy())
+        mask[number, : len(one)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_single_texts(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path, eval=ROWS[:2])
+    assert prepared.label_names == ("no", "yes")
+    assert prepared.eval is not None
+    assert prepared.train.array("labels").tolist() == [1, 0, 0, 1]
+    assert prepared.train.counts.tolist() == [1] * 4
+    row = prepared.train.row(0)
+    assert set(row) == {"input_ids", "labels"}
+    assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] the cat sat [SEP]"
+    assert prepared.eval.row(1)["labels"] == 0
+    assert prepared.notes == []
+
+
+def test_pairs_have_token_types(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path, text=["text", "second"])
+    row = prepared.train.row(2)
+    assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] crows fly [SEP] crows walk [SEP]"
+    assert row["token_type_ids"].tolist() == [
+        int(place > list(row["input_ids"]).index(3)) for place in range(len(row["input_ids"]))
+    ]
+
+
+def test_the_longer_text_of_a_pair_is_cut(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path, text=["text", "second"], max_length=10, eval=ROWS)
+    assert prepared.train.lengths.max() == 10
+    whole = prepare(tmp_path, text=["text", "second"])[2].train.lengths
+    longer = int((whole > 10).sum())
+    assert prepared.notes == [
+        f"{longer} of 4 texts are longer than 10 tokens and are cut",
+        f"{longer} of 4 texts of the evaluation are longer than 10 tokens and are cut",
+    ]
+
+
+def test_too_long(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl: row 2: has \d+ tokens, the model takes 8; set data\.max_length = 8"):
+        prepare(tmp_path, positions=8)
+    prepare(tmp_path, positions=32)
+    with pytest.raises(DataError, match="row 2"):  # the cached tokens are those of a model that takes more
+        prepare(tmp_path, positions=8)
+    with pytest.raises(InputError, match="40 is more than the 32 tokens"):
+        prepare(tmp_path, positions=32, max_length=40)
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "numbers"),
+    [
+        ([10, 9, 10, 2], ("2", "9", "10"), [2, 1, 2, 0]),
+        (["b", "a", "B", "a"], ("B", "a", "b"), [2, 1, 0, 1]),
+        ([True, False, True, True], ("False", "True"), [1, 0, 1, 1]),
+        ([1.0, 0.0, 1.0, -1.0], ("-1", "0", "1"), [2, 1, 2, 0]),
+        (["10", "9", "2.0", "2"], ("2", "9", "10"), [2, 1, 0, 0]),
+        (["10", "9", "neutral", "2"], ("10", "2", "9", "neutral"), [0, 2, 3, 1]),
+    ],
+)
+def test_numbers_of_labels(tmp_path: Path, values: list[Any], names: tuple[str, ...], numbers: list[int]) -> None:
+    _, _, prepared = prepare(tmp_path, [{**row, "label": value} for row, value in zip(ROWS, values, strict=True)])
+    assert prepared.label_names == names
+    assert prepared.train.array("labels").tolist() == numbers
+
+
+def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
+    import datasets
+
+    config = {**BERT, "id2label": {"0": "yes", "1": "no"}}
+    assert prepare(tmp_path, config=config)[2].label_names == ("yes", "no")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["not_same", "different", "same"])}
+    )
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [2, 0, 2]}, features=features)
+    rows.save_to_disk(str(tmp_path / "folder"))
+    _, _, prepared = prepare(tmp_path, str(tmp_path / "folder"))
+    assert prepared.label_names == ("not_same", "same")
+    assert prepared.train.array("labels").tolist() == [1, 0, 1]
+    hidden = rows.map(lambda row: {"label": -1}, features=features)
+    hidden.save_to_disk(str(tmp_path / "hidden"))
+    with pytest.raises(DataError, match=r"row 1: 'label' has no label \(-1\)"):
+        prepare(tmp_path, str(tmp_path / "hidden"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["a", None], r"a\.csv: row 2: 'label' has no label \(None\)"),
+        (["a", ""], r"row 2: 'label' has no label \(''\)"),
+        ([1.0, float("nan")], r"row 2: 'label' has no label"),
+        ([1.0, 0.37], r"row 2: 'label' is 0\.37: classification wants classes, not measurements"),
+        (["1", "2.5e-1"], r"row 2: 'label' is '2\.5e-1': classification wants classes"),
+        ([[1], [2]], r"column 'label' holds list<.*>; labels are strings or whole numbers"),
+    ],
+)
+def test_labels_that_are_none(values: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_labels(pa.table({"label": values}), "label", "a.csv")
+
+
+def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"eval\.jsonl: row 2: label 'yess' does not occur in the training data\. Did you mean 'yes'\?"
+    ):
+        prepare(tmp_path, eval=[ROWS[0], {**ROWS[1], "label": "yess"}])
+    with pytest.raises(DataError, match="every 'label' is 'yes'; classification needs two classes"):
+        prepare(tmp_path, [ROWS[0], ROWS[3]])
+    many = [{"text": "a", "label": number} for number in range(9)]
+    assert prepare(tmp_path, many)[2].notes == ["9 labels in 9 samples: is 'label' the right column?"]
+
+
+def test_a_fraction_is_held_out(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path, eval_fraction=0.25)
+    assert prepared.eval is not None
+    assert (len(prepared.train), len(prepared.eval)) == (3, 1)
+    with pytest.raises(DataError, match="both sides need at least one"):
+        prepare(tmp_path, eval_fraction=0.05)
+
+
+def test_cached_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(tmp_path)[2].train.folder
+    assert prepare(tmp_path, max_length=8)[2].train.folder != first
+    assert prepare(tmp_path, [{**row, "label": row["second"]} for row in ROWS])[2].train.folder != first
+    monkeypatch.setattr("hwopt.tasks.text_classification.encode", None)
+    assert prepare(tmp_path)[2].train.folder == first
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_eos: bool) -> None:
+    """Also where the tokenizer pads with the end of text and a text ends with it."""
+    rows = [dict(row) for row in ROWS]
+    rows[2]["text"] += "<|endoftext|>"
+    config = DECODERS[kind]
+    job, task, prepared = prepare(tmp_path, rows, config)
+    if pad_is_eos:
+        tokenizer = prepared.tokenizer
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(tmp_path / "own")
+        job = Job.model_validate(
+            {"model": {"config": config, "tokenizer": str(tmp_path / "own")}, "data": {"train": job.data.train}}
+        )
+        prepared = task.prepare(job, load_config(None, config), tmp_path / "cache", 0)
+        assert prepared.tokenizer.pad_token_id != prepared.tokenizer.eos_token_id
+    model = load(job, task, prepared)
+    whole = padded(prepared, [0, 1, 2, 3])
+    assert whole["input_ids"][2][whole["attention_mask"][2].sum() - 1] == prepared.tokenizer.eos_token_id
+    with torch.no_grad():
+        together = model(**whole).logits
+        for row in range(4):
+            alone = padded(prepared, [row])
+            torch.testing.assert_close(model(**alone).logits[0], together[row], atol=1e-5, rtol=1e-4)
+            hidden = model.base_model(**alone).last_hidden_state[0, -1]
+            torch.testing.assert_close(model.score(hidden), together[row], atol=1e-5, rtol=1e-4)
+
+
+def test_a_padding_token_is_added_where_no_other_is_free(tmp_path: Path) -> None:
+    """A trained model whose tokenizer has only an end of text, which stands in the texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    config = AutoConfig.for_model(**DECODERS["llama"], vocab_size=257, bos_token_id=256, eos_token_id=256)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "trained")
+    tokenizer.save_pretrained(tmp_path / "trained")
+    job, task, prepared = prepare(tmp_path, config={"name": str(tmp_path / "trained")})
+    assert prepared.tokenizer.pad_token == "<|endoftext|>"  # free here
+    assert load(job, task, prepared).get_input_embeddings().num_embeddings == 257
+    rows = [{**row, "text": row["text"] + "<|endoftext|>"} for row in ROWS]
+    job, task, prepared = prepare(tmp_path, rows, {"name": str(tmp_path / "trained")})
+    assert (prepared.tokenizer.pad_token, prepared.tokenizer.pad_token_id) == ("<|pad|>", 257)
+    model = load(job, task, prepared)
+    assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 258
+    with torch.no_grad():
+        together = model(**padded(prepared, [0, 1])).logits
+        hidden = model.base_model(**padded(prepared, [0])).last_hidden_state[0, -1]
+        torch.testing.assert_close(model.score(hidden), together[0], atol=1e-5, rtol=1e-4)
+
+
+def test_load_model_random(tmp_path: Path) -> None:
+    job, task, prepared = prepare(tmp_path)
+    config = load_config(None, job.model.config)
+    model = load(job, task, prepared)
+    assert model.config.vocab_size == len(prepared.tokenizer) == model.get_input_embeddings().num_embeddings
+    assert (model.config.id2label, model.config.label2id) == ({0: "no", 1: "yes"}, {"no": 0, "yes": 1})
+    assert model.config.pad_token_id == prepared.tokenizer.pad_token_id
+    assert model.config.use_cache is False
+    assert config.vocab_size == 30_522
+    assert load(job, task, prepared, dtype=torch.bfloat16).dtype == torch.bfloat16
+    again = load(job, task, prepared)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_load_model_keeps_a_given_vocabulary_size(tmp_path: Path) -> None:
+    job, task, prepared = prepare(tmp_path, config={**BERT, "vocab_size": 500})
+    assert len(prepared.tokenizer) < 500
+    assert load(job, task, prepared).config.vocab_size == 500
+
+
+def test_load_model_trained(tmp_path: Path) -> None:
+    """With another number of labels, the head is new and the rest is kept; the saved model opens by itself."""
+    job, task, prepared = prepare(tmp_path)
+    model = load(job, task, prepared)
+    model.save_pretrained(tmp_path / "trained")
+    prepared.tokenizer.save_pretrained(tmp_path / "trained")
+    rows = [*ROWS, {"text": "the dog flies", "label": "maybe"}]
+    job, task, prepared = prepare(tmp_path, rows, {"name": str(tmp_path / "trained")})
+    tuned = load(job, task, prepared)
+    assert tuned.classifier.out_features == 3
+    assert torch.equal(tuned.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    tuned.save_pretrained(tmp_path / "final")
+    prepared.tokenizer.save_pretrained(tmp_path / "final")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final").eval()
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "final")("the cat sat", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.allclose(again(**tokens).logits, tuned(**padded(prepared, [0])).logits, atol=1e-6)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path)
+    prepared.tokenizer.save_pretrained(tmp_path / "own")
+    data = {"train": str(tmp_path / "train.jsonl")}
+    job = Job.model_validate({"model": {"config": {**BERT, "vocab_size": 20}, "tokenizer": str(tmp_path / "own")}, "data": data})
+    task = make_task(job)
+    prepared = task.prepare(job, load_config(None, job.model.config), tmp_path / "cache", 0)
+    with pytest.raises(InputError, match=r"model\.tokenizer: has \d+ tokens, the model has embeddings for 20"):
+        load(job, task, prepared)
+
+
+def test_loss_is_a_sum(tmp_path: Path) -> None:
+    job, task, prepared = prepare(tmp_path)
+    model = load(job, task, prepared)
+    labels = torch.from_numpy(np.array(prepared.train.array("labels")))
+    whole, count = task.loss(model(**padded(prepared, [0, 1, 2, 3])), labels)
+    parts = [task.loss(model(**padded(prepared, rows)), labels[rows]) for rows in ([0, 2, 3], [1])]
+    assert (count, [part[1] for part in parts]) == (4, [3, 1])
+    assert whole.dtype == torch.float32
+    assert whole.shape == ()
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole)

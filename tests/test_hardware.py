@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from hwopt.hardware import Hardware, described, detect, detect_software
+
+CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
+    "V100": ((7, 0), True, False, False, False),
+    "T4": ((7, 5), True, False, False, False),
+    "A100": ((8, 0), True, True, True, True),
+    "RTX 3070": ((8, 6), True, True, True, True),
+    "L4": ((8, 9), True, True, True, True),
+    "H100": ((9, 0), True, True, True, True),
+    "P100": ((6, 0), False, False, False, False),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_each_capability_can(card: str) -> None:
+    capability, *expected = CARDS[card]
+    hardware = described(card, capability, 16)
+    found = [hardware.can(feature) for feature in ("fp16", "bf16", "tf32", "flash_attention")]  # type: ignore[arg-type]
+    assert [bool(capability) for capability in found] == expected
+    for capability_found in found:
+        assert card in capability_found.reason, "each fact with its reason"
+        if not capability_found:
+            assert hardware.capability_text in capability_found.reason
+            assert "needs" in capability_found.reason
+
+
+def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
+    plain = Hardware("cpu", "old", 16, 16, cpu_features=("avx2",))
+    fast = Hardware("cpu", "new", 16, 16, cpu_features=("amx_bf16",))
+    assert not plain.can("bf16")
+    assert fast.can("bf16")
+    assert not fast.can("fp16")
+    assert "fp32" in fast.can("fp16").reason
+
+
+def test_detecting_this_machine() -> None:
+    hardware = detect()
+    assert hardware.cpu_cores >= 1
+    assert 0 < hardware.free_memory_gib <= hardware.memory_gib
+    assert "torch" in detect_software()

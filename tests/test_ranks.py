@@ -1,0 +1,97 @@
+"""Real launchers and real ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+TWO_RANKS = [
+    *LAUNCH,
+    *("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    *("--main_process_port", "0", "-m", "hwopt"),
+]
+PROFILE = """name = "ranks"
+[plugins.precision]
+dtype = "fp32"
+[plugins.batch]
+train = 3
+effective = 12
+[plugins.cut]
+"""
+
+
+def write_job(folder: Path, kind: str) -> None:
+    write_samples(folder / "train.jsonl", 41)  # the last step of an epoch is partial
+    write_samples(folder / "dev.jsonl", 13, seed=1)
+    config = TINY_BERT if kind == "text-classification" else TINY_LLAMA
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
+    (folder / "job.toml").write_text(
+        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
+        f'[task]\nkind = "{kind}"\n[training]\nmax_steps = 10\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 5\n'
+    )
+    (folder / "ranks.toml").write_text(PROFILE)
+
+
+def start(command: list[str], folder: Path, name: str) -> Path:
+    done = subprocess.run(
+        [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name],
+        cwd=folder,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder / "runs" / name
+
+
+def rows(folder: Path, key: str) -> list[float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in found if key in row]
+
+
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+def test_two_ranks_train_the_model_of_one(kind: str, tmp_path: Path) -> None:
+    write_job(tmp_path, kind)
+    one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
+    two = start(TWO_RANKS, tmp_path, "two")
+    assert json.loads((two / "plan.json").read_text())["world_size"] == 2
+    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=1e-5)
+    assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=1e-5)
+    ours, theirs = load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")
+    # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
+    names = [name for name in theirs if not name.endswith("key.bias")]
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
+    assert difference <= 1e-5 * torch.cat([theirs[name].flatten() for name in names]).double().norm()
+
+
+def test_a_bare_launcher_contradicts_nothing(tmp_path: Path) -> None:
+    write_job(tmp_path, "text-classification")
+    folder = start([*LAUNCH, "--num_processes", "1", "-m", "hwopt"], tmp_path, "bare")
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+
+
+def test_a_launcher_that_contradicts_the_plan_is_told(tmp_path: Path) -> None:
+    write_job(tmp_path, "text-classification")
+    done = subprocess.run(
+        [*LAUNCH, "--num_processes", "1", "--mixed_precision", "bf16", "-m", "hwopt", "run", "job.toml", "--profile", "./ranks.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ACCELERATE_MIXED_PRECISION=bf16 contradicts the plan" in done.stderr
+    assert not (tmp_path / "runs").exists()
