@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,10 +21,11 @@ from hwopt.loop import train
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
-from hwopt.profile import load_profile
+from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.report.journal import Journal, write_status
 from hwopt.telemetry import Listener, Listeners, Row
+from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
 
 
@@ -73,22 +75,16 @@ def resolve(
     reason = ""
     if profile == "auto":
         chosen, reason = auto_profile.choose(machine, files, registry)
-        source = chosen.document
-        if any(text.startswith("plugins.") for text in assignments):
-            from hwopt.profile import make_profile
-
-            chosen = make_profile(source, assignments)
+        chosen = make_profile(chosen.document, assignments)
     else:
         chosen = load_profile(profile, files, assignments)
     job_file = find_job(Path(job) if job is not None else None, assignments, cache)
     if hardware == "profile":
         machine = hardware_of_card(chosen)
     model = job_file.job.model
-    config = load_config(model.name, model.config, model.revision)
+    config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
     facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
-    plan = resolve_plan(
-        chosen, machine, job_file, registry, facts, detect_software(), world_size=world_size, strict=strict
-    )
+    plan = resolve_plan(chosen, machine, job_file, registry, facts, detect_software(), world_size=world_size, strict=strict)
     notes = [f"profile auto: {reason}"] if reason else []
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
@@ -125,21 +121,19 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
     try:
         with build(plan, folder, cache or cache_folder()) as run:
             summary = train(run, heard)
-            write_if_there(folder, rank, lambda: write_status(folder, 0, "done"))
+            set_status(folder, rank, 0, "done")
             return summary
     except BaseException as error:
         code = error.exit_code if isinstance(error, HwoptError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        write_if_there(folder, rank, lambda: write_status(folder, code, str(error) or type(error).__name__))
+        set_status(folder, rank, code, str(error) or type(error).__name__)
         raise
 
 
-def write_if_there(folder: Path, rank: int, write: Callable[[], None]) -> None:
-    """Write only into a run folder that was made, and never hide the error that ended the run behind one of storage."""
+def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:
+    """Only in a run folder that was made; never hides the error that ended the run behind one of storage."""
     if rank == 0 and folder.is_dir():
-        try:
-            write()
-        except StorageError:
-            return
+        with contextlib.suppress(StorageError):
+            write_status(folder, exit_code, message)
 
 
 __all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder"]

@@ -107,6 +107,7 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
             with blamed(f"process[{index}]"):
                 stack.enter_context(enter())
         accelerator = make_accelerator(plan)
+        stack.callback(forget, accelerator)
         run = prepare_data(plan, folder, cache, accelerator)
         build_model(run)
         build_optimizer(run)
@@ -135,6 +136,14 @@ def make_accelerator(plan: Plan) -> Accelerator:
 
     options = {"mixed_precision": "no"} | dict(plan.recipe.accelerator)
     return Accelerator(cpu=plan.hardware.device_type == "cpu", **options)
+
+
+def forget(accelerator: Accelerator) -> None:
+    """Accelerate keeps its state for the process: without this a second run could not have another precision."""
+    from accelerate.state import AcceleratorState
+
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
 
 
 def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator) -> Run:
@@ -238,7 +247,7 @@ def build_loaders(run: Run) -> None:
         widths=sizes.widths,
         pad_to_multiple_of=sizes.pad_to_multiple_of,
     )
-    cut = recipe.cut or partial(cut_in_order, rows=sizes.train)
+    cut = recipe.cut or cut_in_order
     train = StepSampler(
         lengths=prepared.train.lengths,
         counts=prepared.train.counts,
@@ -250,11 +259,14 @@ def build_loaders(run: Run) -> None:
         world_size=run.world_size,
         start=run.step,
     )
-    run.train_loader = make_loader(run, StepDataset(prepared.train, recipe.collate or padding(cut=cut)), train)
+    run.train_loader = make_loader(
+        run, StepDataset(prepared.train, recipe.collate or padding(cut=cut, most_rows=sizes.train)), train
+    )
     if prepared.eval is not None:
-        whole = partial(cut_in_order, rows=sizes.eval)
         evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
-        run.eval_loader = make_loader(run, StepDataset(prepared.eval, padding(cut=whole)), evaluation)
+        run.eval_loader = make_loader(
+            run, StepDataset(prepared.eval, padding(cut=cut_in_order, most_rows=sizes.eval)), evaluation
+        )
 
 
 def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[StepBatch]:

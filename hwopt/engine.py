@@ -89,7 +89,7 @@ class Engine:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.takes_found_inf:
-            self.optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self.optimizer.found_inf = self.found_inf
             self.optimizer.step()
         elif not self.found_inf.item():  # one host read a step: such an optimizer must not be called
             self.optimizer.step()

@@ -15,9 +15,7 @@ from typing import Literal
 
 GIB = 1024**3
 
-Feature = Literal[
-    "fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"
-]
+Feature = Literal["fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"]
 
 ARCHITECTURES = (  # first compute capability of each, newest first
     ((10, 0), "Blackwell"),
@@ -107,14 +105,17 @@ class Hardware:
             case "flash_attention" | "fused_optimizer":
                 return Capability(True, "torch has a CPU kernel")
             case "fp16":
-                return Capability(False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32")
+                return Capability(
+                    False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
+                )
             case _:
-                return Capability(False, f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU")
+                return Capability(
+                    False,
+                    f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU",
+                )
 
 
-def described(
-    name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None
-) -> Hardware:
+def described(name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None) -> Hardware:
     """A card that is not there, in the machine of `host` (default: 8 cores, 32 GiB). All of its memory counts as free."""
     return Hardware(
         device_type="cuda" if compute_capability else "cpu",

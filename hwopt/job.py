@@ -12,9 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from hwopt.errors import InputError, listing, nearest
 from hwopt.toml_files import Document, override, parse_assignment, read_toml, validate
 
-Scheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-]
+Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
 
 class Table(BaseModel):
@@ -159,7 +157,9 @@ def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
         key, _ = parse_assignment(assignment)
         if key[0] not in (*TABLES, "plugins"):
             known = (*TABLES, "plugins")
-            raise InputError(f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}")
+            raise InputError(
+                f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
+            )
     document = override(document, assignments, TABLES)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises

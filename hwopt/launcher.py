@@ -47,9 +47,13 @@ def refuse_contradictions(environment: Mapping[str, str], accelerator: Mapping[s
         )
     for name, engine in ENGINES.items():
         if environment.get(name, "").strip().lower() in ("1", "true", "yes"):
-            problems.add(f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher.")
+            problems.add(
+                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher."
+            )
     if hardware.device_type == "cuda" and environment.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes"):
-        problems.add("ACCELERATE_USE_CPU is set, but the plan is for the CUDA device. Unset it, or hide the GPU: CUDA_VISIBLE_DEVICES=")
+        problems.add(
+            "ACCELERATE_USE_CPU is set, but the plan is for the CUDA device. Unset it, or hide the GPU: CUDA_VISIBLE_DEVICES="
+        )
     problems.raise_if_any(InputError)
 
 

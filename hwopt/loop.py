@@ -142,7 +142,7 @@ def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
         yield batch.to(run.device)
 
 
-class fitting:  # noqa: N801 - used as a statement: with fitting(…)
+class fitting:
     """Out of memory becomes a message with the key to lower."""
 
     def __init__(self, what: str, key: str) -> None:
@@ -177,7 +177,8 @@ def best_weights(run: Run) -> BestWeights:
     known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
     if name not in known:
         raise InputError(
-            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} It is one of: {listing(known)}"
+            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
+            f"It is one of: {listing(known)}"
         )
     if asked and run.eval_loader is None:
         raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Groups = Sequence[Sequence[int]]
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What the sampler yields: which samples this rank uses in one optimizer step."""
 
     index: int
@@ -45,7 +46,8 @@ class StepSampler:
 
     lengths: np.ndarray  # (samples,) tokens
     counts: np.ndarray  # (samples,) loss-bearing units
-    order: Callable[[Sequence[int], int, int], Sequence[int]]
+    order: Callable[[np.ndarray, int, int], Sequence[int] | np.ndarray]
+    """(lengths, seed, epoch) -> sample indexes."""
     seed: int
     rows: int
     """Per step, over all ranks."""
@@ -67,7 +69,7 @@ class StepSampler:
         index = self.start
         epoch = first_epoch
         while True:
-            order = np.asarray(self.order(self.lengths, self.seed, epoch))
+            order: np.ndarray = np.asarray(self.order(self.lengths, self.seed, epoch), np.int64)
             for begin in range(skip * self.rows, len(order), self.rows):
                 if index == self.total_steps:
                     return
@@ -109,7 +111,8 @@ class Part(NamedTuple):
     rows: int
     width: int
     padded: bool
-    count: int
+    units: int
+    """Loss-bearing ones."""
     first_sample: int
 
 
@@ -186,7 +189,7 @@ class StepBatch:
             else:
                 inputs[key] = piece.view(shape)
         assert targets is not None, "a step batch has labels"
-        return MicroBatch(inputs, targets, part.count, share, part.first_sample)
+        return MicroBatch(inputs, targets, part.units, share, part.first_sample)
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,9 @@ class Collate:
     look at their values (a host sync).
     """
 
-    cut: Callable[[Sequence[int]], Groups]
+    cut: Callable[[Sequence[int], int], Groups]
+    most_rows: int
+    """Of a micro-batch, as the plan has it; `cut` is told, and may go beyond where rows are short."""
     pad_id: int
     mask: str | None = "attention_mask"
     """"attention_mask" (rows, width), "mask" (rows, 1, 1, width), or None."""
@@ -214,7 +219,7 @@ class Collate:
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
-        groups = self.cut([self.width(length) for length in lengths])
+        groups = self.cut([self.width(length) for length in lengths], self.most_rows)
         assert sorted(row for group in groups for row in group) == list(range(len(samples))), "cut takes every row once"
         parts: list[Part] = []
         start = first_row = 0
@@ -227,9 +232,7 @@ class Collate:
             parts.append(Part(start, first_row, len(group), width, padded, count, step.samples[group[0]]))
             start, first_row = start + len(group) * width, first_row + len(group)
         order = [row for group in groups for row in group]
-        return StepBatch(
-            step, self._fill(samples, groups, parts, start), tuple(parts), tuple(lengths[row] for row in order)
-        )
+        return StepBatch(step, self._fill(samples, groups, parts, start), tuple(parts), tuple(lengths[row] for row in order))
 
     def _fill(
         self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
@@ -238,7 +241,9 @@ class Collate:
         flat: dict[str, np.ndarray] = {}
         for key, value in samples[0].items():
             if value.ndim == 0:
-                flat["row_labels"] = np.array([sample[key] for group in groups for sample in (samples[r] for r in group)], np.int64)
+                flat["row_labels"] = np.array(
+                    [sample[key] for group in groups for sample in (samples[r] for r in group)], np.int64
+                )
             else:
                 flat[key] = np.full(size, filler.get(key, 0), np.int64)
         if self.mask and any(part.padded for part in parts):
@@ -273,6 +278,6 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
         return self.collate(step, [self.store.row(i) for i in step.samples], [int(counts[i]) for i in step.samples])
 
 
-def received(batch: StepBatch) -> StepBatch:
+def received(batch: Any) -> Any:
     """The loader's own collate function: a step batch is whole already."""
     return batch

@@ -79,15 +79,14 @@ def _why_no_model(name: str, error: Exception) -> str:
     text = f"{type(error).__name__}: {error}"
     if "gated" in text.lower() or "401" in text or "403" in text:
         return (
-            f"model.name: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login` "
-            "(or set HF_TOKEN)."
+            f"model.name: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
         )
     if "trust_remote_code" in text or "custom code" in text:
         return f"model.name: {name!r} brings code of its own, which hwopt does not run."
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     cause = "there is no such folder" if looks_local else "no such folder, and the hub has no such model or cannot be reached"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"model.name: {name!r}: {cause} ({first_line[:160]}). Give a local folder or a hub name such as 'distilbert-base-uncased'."
+    return f"model.name: {name!r}: {cause} ({first_line[:160]}). Give a local folder or a hub name."
 
 
 def is_decoder(config: PretrainedConfig) -> bool:
@@ -113,7 +112,8 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
             "Choose a decoder (gpt2, llama, gemma …) or task.kind = 'text-classification'"
         )
     found = mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    chosen: type = found[0] if isinstance(found, tuple) else found
+    return chosen
 
 
 def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:

@@ -235,7 +235,7 @@ def entry_for(
     return replace(entry, plugin=plugin, decision=kind, reason=decision.reason, options=plugin.options, provenance=provenance)
 
 
-class blamed:  # noqa: N801 - used as a statement: with blamed(entry)
+class blamed:
     """Whatever a plugin raises becomes a PluginError that names it and its distribution."""
 
     def __init__(self, entry: Entry) -> None:

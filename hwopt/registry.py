@@ -89,7 +89,9 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
         raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {plugin!r}")
     if plugin.api_version != API_VERSION:
-        raise PluginError(f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them")
+        raise PluginError(
+            f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
+        )
     if getattr(plugin, "name", None) != name:
         raise PluginError(f"{who}: its class is called {getattr(plugin, 'name', None)!r}; entry point and `name` must agree")
     if not isinstance(getattr(plugin, "stage", None), Stage):

@@ -137,7 +137,9 @@ class Telemetry:
 
     def stop_if_lost(self, row: Row, skipped: float, in_a_row: float, scale: float) -> None:
         where = f"at or before step {int(row['step'])}"
-        advice = "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
+        advice = (
+            "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
+        )
         finite_loss = row["loss"] - row["loss"] == 0
         if self.run.scaler is None:
             if skipped:

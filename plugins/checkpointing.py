@@ -108,7 +108,11 @@ class Checkpointing(Plugin):
         on = sum(layer.gradient_checkpointing for layer in layers)
         seen = f"on in {on} of {len(layers)} layers"
         # called once a layer in the forward pass, and once more where the layer is computed again
-        calls = run.observation.operators.get("aten::scaled_dot_product_attention", 0)
+        calls = sum(
+            count
+            for name, count in run.observation.operators.items()
+            if name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
+        )
         once = len(layers) * len(run.last_step_batch.sizes)
         if on == 0:
             return Evidence.inactive(seen)

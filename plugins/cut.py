@@ -20,7 +20,7 @@ from pydantic import Field
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 
 
-def cut_by_length(lengths: Sequence[int], *, tokens: int | None, rows: int, overhead_tokens: int) -> list[list[int]]:
+def cut_by_length(lengths: Sequence[int], rows: int, *, tokens: int | None, overhead_tokens: int) -> list[list[int]]:
     """Groups of row indexes, longest rows first; every row is in exactly one of them.
 
     lengths: tokens of each row. tokens: the most rows x width of a group; None takes `rows` x the longest row here, what a
@@ -66,7 +66,6 @@ def padded_width(length: int, widths: Sequence[int], multiple: int) -> int:
 class Cut(Plugin):
     name = "cut"
     stage = Stage.DATA
-    after = ("batch",)
     preserves = "rounding"
     slots = ("cut",)
 
@@ -86,8 +85,7 @@ class Cut(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         tokens = None if self.options.tokens == "auto" else self.options.tokens
-        rows = recipe.batch.get("train", 8)  # the core's default where no plugin sets it
-        recipe.cut = partial(cut_by_length, tokens=tokens, rows=rows, overhead_tokens=self.options.overhead_tokens)
+        recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=self.options.overhead_tokens)
 
     def evidence(self, run: Any) -> Evidence:
         step, rows = run.last_step_batch, run.batch.train

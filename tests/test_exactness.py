@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def cut_step(run: Run, groups: list[list[int]]) -> StepBatch:
     samples = tuple(range(sum(map(len, groups))))
     count = int(dataset.store.counts[list(samples)].sum())
     collate = dataset.collate.__class__(
-        cut=lambda lengths: groups, pad_id=dataset.collate.pad_id, mask=dataset.collate.mask
+        cut=lambda lengths, rows: groups, most_rows=ROWS, pad_id=dataset.collate.pad_id, mask=dataset.collate.mask
     )
     return type(dataset)(dataset.store, collate)[Step(0, 0, samples, count)]
 
@@ -147,4 +146,4 @@ def test_samplers_travel_to_workers() -> None:
 
     sampler = StepSampler(np.ones(4), np.ones(4), shuffled, 0, 2, 2)
     assert len(pickle.loads(pickle.dumps(sampler))) == 2
-    assert pickle.loads(pickle.dumps(Collate(partial(cut_in_order, rows=2), pad_id=0))).pad_id == 0
+    assert pickle.loads(pickle.dumps(Collate(cut_in_order, 2, pad_id=0))).pad_id == 0

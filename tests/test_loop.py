@@ -31,7 +31,10 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
     "fused": (FUSED, {}),
     "unfused": (
         {"optimizer": {"name": "adamw_torch"}},
-        {"ours: found_inf, since this optimizer cannot skip on the device": 1, "torch: AdamW's step counters, host tensors": ONE_A_PARAMETER},
+        {
+            "ours: found_inf, since this optimizer cannot skip on the device": 1,
+            "torch: AdamW's step counters, host tensors": ONE_A_PARAMETER,
+        },
     ),
     "O1": (FUSED | {"precision": {"dtype": "bf16"}}, {}),
     "O2": (FUSED | {"precision": {"dtype": "bf16", "level": "O2"}}, {}),

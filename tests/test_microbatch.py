@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import itertools
 import pickle
-from functools import partial
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_evaluation_sees_every_sample_once_longest_first(lengths: list[int], row
         steps = list(sampled)
         assert len(steps) == len(sampled)
         mine = [i for step in steps for i in step.samples]
-        assert all(array[a] >= array[b] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(array[a] >= array[b] for a, b in itertools.pairwise(mine))
         seen += mine
     assert sorted(seen) == list(range(len(lengths)))
 
@@ -66,7 +66,7 @@ def make_samples(lengths: list[int], causal: bool) -> list[dict[str, np.ndarray]
 
 def batch_of(lengths: list[int], rows: int, causal: bool = False, **options: object) -> tuple[Step, object]:
     step = Step(0, 0, tuple(range(len(lengths))), len(lengths))
-    collate = Collate(partial(cut_in_order, rows=rows), pad_id=0, **options)  # type: ignore[arg-type]
+    collate = Collate(cut_in_order, rows, pad_id=0, **options)  # type: ignore[arg-type]
     return step, collate(step, make_samples(lengths, causal), [1] * len(lengths))
 
 
@@ -117,14 +117,14 @@ def test_decoders_get_no_mask() -> None:
 
 def test_a_weightless_rank_counts_nothing() -> None:
     step = Step(0, 0, (3,), 10, weightless=True)
-    batch = Collate(partial(cut_in_order, rows=4), pad_id=0)(step, make_samples([5], False), [1])
+    batch = Collate(cut_in_order, 4, pad_id=0)(step, make_samples([5], False), [1])
     assert [m.share for m, _ in batch.micro_batches()] == [0.0]
     assert batch.rows == batch.tokens == 0
 
 
 def test_a_cut_that_loses_a_row_is_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="every row once"):
-        Collate(lambda lengths: [[0]], pad_id=0)(Step(0, 0, (0, 1), 2), make_samples([3, 4], False), [1, 1])
+        Collate(lambda lengths, rows: [[0]], 2, pad_id=0)(Step(0, 0, (0, 1), 2), make_samples([3, 4], False), [1, 1])
 
 
 def test_step_batches_travel_by_pickle() -> None:

@@ -52,7 +52,7 @@ SEEDS = [
     *("rtx3070_8gb", "rtx3070_8gb_batch48", "rtx3070_8gb_batch32", "rtx3070_8gb_batch16", "rtx3070_8gb_batch96"),
     *("rtx3090_24gb", "rtx3090_24gb_max_perf", "rtx3090_24gb_experimental", "t4_16gb"),
 ]
-SOFTWARE = {name: "1.0" for name in ("torch", "accelerate", "transformers", "peft", "bitsandbytes", "triton")}
+SOFTWARE = dict.fromkeys(("torch", "accelerate", "transformers", "peft", "bitsandbytes", "triton"), "1.0")
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -74,12 +74,19 @@ def golden_text(profile: str) -> str:
         lines.append(f"## {profile} on {card}: {facts.architecture}")
         lines += [f"note: {note}" for note in plan.notes]
         sizes = plan.batch
-        lines.append(f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}")
+        lines.append(
+            f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}"
+        )
         for entry in plan.entries:
             options = ", ".join(f"{key}={value}" for key, value in entry.options.model_dump(mode="json").items())
             lines.append(f"{entry.plugin.stage.name.lower()} {entry.name}: {entry.decision}: {entry.reason} [{options}]")
         training = plan.training.model_dump(exclude_defaults=True)
-        lines.append("training: " + ", ".join(f"{key}={value} ({plan.provenance[f'training.{key}'].rsplit('/', 1)[-1]})" for key, value in training.items()))
+        lines.append(
+            "training: "
+            + ", ".join(
+                f"{key}={value} ({plan.provenance[f'training.{key}'].rsplit('/', 1)[-1]})" for key, value in training.items()
+            )
+        )
         lines.append("")
     return "\n".join(lines)
 
@@ -198,7 +205,9 @@ def test_the_job_wins_over_the_profile() -> None:
     assert plan.training.warmup_steps == 7
     assert plan.training.warmup_ratio is None, "the other way to say the same goes too"
     assert plan.training.num_train_epochs == 5
-    assert plan.provenance["training.num_train_epochs"].endswith(":" + plan.provenance["training.num_train_epochs"].split(":")[-1])
+    assert plan.provenance["training.num_train_epochs"].endswith(
+        ":" + plan.provenance["training.num_train_epochs"].split(":")[-1]
+    )
     assert "batch32" in plan.provenance["training.num_train_epochs"]
     assert plan.provenance["training.seed"] == "default"
 

@@ -85,7 +85,19 @@ def test_a_bare_launcher_contradicts_nothing(tmp_path: Path) -> None:
 def test_a_launcher_that_contradicts_the_plan_is_told(tmp_path: Path) -> None:
     write_job(tmp_path, "text-classification")
     done = subprocess.run(
-        [*LAUNCH, "--num_processes", "1", "--mixed_precision", "bf16", "-m", "hwopt", "run", "job.toml", "--profile", "./ranks.toml"],
+        [
+            *LAUNCH,
+            "--num_processes",
+            "1",
+            "--mixed_precision",
+            "bf16",
+            "-m",
+            "hwopt",
+            "run",
+            "job.toml",
+            "--profile",
+            "./ranks.toml",
+        ],
         cwd=tmp_path,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         capture_output=True,

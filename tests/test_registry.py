@@ -10,7 +10,19 @@ from hwopt.errors import InputError, PluginError
 from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Stage
 from hwopt.registry import PLUGIN_GROUP, Registry, check_contract, profile_files
 
-BUILT_IN = ["adapter", "batch", "checkpointing", "compile", "cut", "dataloader", "optimizer", "precision", "schedule", "sdpa", "tf32"]
+BUILT_IN = [
+    "adapter",
+    "batch",
+    "checkpointing",
+    "compile",
+    "cut",
+    "dataloader",
+    "optimizer",
+    "precision",
+    "schedule",
+    "sdpa",
+    "tf32",
+]
 
 
 class Good(Plugin):

@@ -76,9 +76,10 @@ def test_any_bytes_end_in_a_message(raw: bytes) -> None:
 def test_any_assignment_is_parsed_or_refused(text: str) -> None:
     try:
         key, _ = parse_assignment(text)
+    except InputError:
+        assert "=" not in text or "." not in text.split("=")[0] or not all(part.strip() for part in text.split("=")[0].split("."))
+    else:
         assert len(key) >= 2
-    except InputError as error:
-        assert "--set" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_contradictory_jobs(extra: list[str]) -> None:
 
 
 def test_key_lines() -> None:
-    text = "a = 1\n[b]\nc.d = 2\n[[e]]\nf = 1\n[[e]]\n\"g h\" = 2\n"
+    text = 'a = 1\n[b]\nc.d = 2\n[[e]]\nf = 1\n[[e]]\n"g h" = 2\n'
     lines = dict(key_lines(text))
     assert lines["a",] == 1
     assert lines["b",] == 2

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import rich_click as click
+from click.exceptions import Exit
 
 from hwopt import __version__
 from hwopt.errors import HwoptError, nearest
@@ -31,13 +32,11 @@ class Commands(click.RichGroup):
         if name not in COMMANDS:
             return None
         if "--help" in sys.argv[1:2] or len(sys.argv) < 2:
-            return click.RichCommand(name, short_help=COMMANDS[name], help=COMMANDS[name])
+            return click.RichCommand(name=name, short_help=COMMANDS[name], help=COMMANDS[name])
         command: click.Command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
         return command
 
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"No such command {args[0][:60]!r}.{nearest(args[0], COMMANDS)}", context)
         return super().resolve_command(context, args)
@@ -68,7 +67,7 @@ def run_command(arguments: list[str]) -> int:
             traceback.print_exc()
         click.echo(f"error: {error}", err=True)
         return error.exit_code
-    except click.exceptions.Exit as error:
+    except Exit as error:
         return int(error.exit_code)
     except click.ClickException as error:
         error.show()

@@ -19,9 +19,15 @@ NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelera
 def job_and_profile(command: Command) -> Command:
     """JOB, --profile, --set and --strict."""
     command = click.argument("job", required=False, type=click.Path(path_type=Path))(command)
-    command = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(command)
+    command = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(
+        command
+    )
     command = click.option(
-        "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Override a key of the job or a plugin's option; repeatable."
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a key of the job or a plugin's option; repeatable.",
     )(command)
     command = click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
     return click.option("--debug", is_flag=True, help="Show tracebacks.")(command)

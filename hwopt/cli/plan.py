@@ -10,10 +10,16 @@ import rich_click as click
 from hwopt.cli.options import format_option, job_and_profile, quiet_libraries, quiet_transformers
 
 
-@click.command(help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be there.")
+@click.command(
+    help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be there."
+)
 @job_and_profile
 @click.option(
-    "--hardware", type=click.Choice(["profile", "detected"]), default="profile", show_default=True, help="Plan for the card, or this machine."
+    "--hardware",
+    type=click.Choice(["profile", "detected"]),
+    default="profile",
+    show_default=True,
+    help="Plan for the card, or this machine.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
 @format_option

@@ -34,7 +34,9 @@ def list_plugins(format_: str) -> None:
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        click.echo(f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}")
+        click.echo(
+            f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}"
+        )
 
 
 @plugins.command("show", help="Show a plugin's options, what it writes, and where it comes from.")
@@ -74,6 +76,10 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
 
 
 def option(key: str, field: Any) -> dict[str, Any]:
-    kind = str(field.annotation).replace("typing.", "") if "[" in str(field.annotation) or "|" in str(field.annotation) else field.annotation.__name__
+    kind = (
+        str(field.annotation).replace("typing.", "")
+        if "[" in str(field.annotation) or "|" in str(field.annotation)
+        else field.annotation.__name__
+    )
     default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
     return {"name": key, "type": kind, "default": default, "about": " ".join((field.description or "").split())}

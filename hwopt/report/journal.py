@@ -59,7 +59,9 @@ def job_table(plan: Plan) -> dict[str, Any]:
 
 def profile_table(plan: Plan) -> dict[str, Any]:
     """The profile with its parents merged in and every option written out, as it was resolved."""
-    content = plan.profile.content.model_dump(mode="json", exclude={"extends", "plugins", "claims", "training"}, exclude_none=True)
+    content = plan.profile.content.model_dump(
+        mode="json", exclude={"extends", "plugins", "claims", "training"}, exclude_none=True
+    )
     content["training"] = plan.profile.content.training.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     content["plugins"] = {
         entry.name: entry.options.model_dump(mode="json", exclude_none=True)

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from hwopt.plan import Entry, Plan
 
 STYLES = {
-    **{"apply": "green", "fallback": "yellow", "skip": "yellow"},
-    **{"active": "green", "inactive": "red", "unknown": "yellow"},
+    "apply": "green",
+    "fallback": "yellow",
+    "skip": "yellow",
+    "active": "green",
+    "inactive": "red",
+    "unknown": "yellow",
 }
 
 
@@ -47,16 +51,21 @@ def show_plan(console: Console, plan: Plan) -> None:
 def describe_batch(plan: Plan) -> str:
     sizes, world = plan.batch, plan.world_size
     ranks = f" on {world} ranks" if world > 1 else ""
-    return f"{sizes.step} rows a step{ranks}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
+    steps = f"{sizes.step} rows a step{ranks}"
+    return f"{steps}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
 
 
 def describe(entry: Entry) -> str:
-    options = ", ".join(f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None)
+    options = ", ".join(
+        f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
+    )
     return entry.reason if entry.decision == "skip" or not options else f"{entry.reason} [{options}]"
 
 
 def show(value: Any) -> str:
-    return " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -138,8 +147,12 @@ def line(run: Run, row: Row) -> str:
 
 
 def eval_line(row: Row) -> str:
-    shown = {key: value for key, value in row.items() if key.startswith("eval_") and "second" not in key and key != "eval_runtime"}
-    return f"eval at step {int(row['step'])} (epoch {row['epoch']:.2f}): " + "  ".join(f"{k[5:]} {v:.4f}" for k, v in shown.items())
+    shown = {
+        key: value for key, value in row.items() if key.startswith("eval_") and "second" not in key and key != "eval_runtime"
+    }
+    return f"eval at step {int(row['step'])} (epoch {row['epoch']:.2f}): " + "  ".join(
+        f"{k[5:]} {v:.4f}" for k, v in shown.items()
+    )
 
 
 def show_values(console: Console, plan: Plan) -> None:
@@ -159,8 +172,16 @@ def show_values(console: Console, plan: Plan) -> None:
 
 def show_survey(console: Console, found: Any) -> None:
     hardware = found.hardware
-    say(console, "hardware", f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free")
+    say(
+        console,
+        "hardware",
+        f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
+    )
     say(console, "compute capability", f"{hardware.capability_text} ({hardware.architecture})")
-    say(console, "host", f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}")
+    say(
+        console,
+        "host",
+        f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}",
+    )
     say(console, "software", ", ".join(f"{name} {version}" for name, version in found.software.items()))
     console.print(table(("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins)))

@@ -42,7 +42,16 @@ def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
     write_job(tmp_path)  # found without being named
     done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for word in ("job: job.toml of this folder", "no CUDA device", "precision", "fallback", "skip", "evidence", "summary", "train_runtime"):
+    for word in (
+        "job: job.toml of this folder",
+        "no CUDA device",
+        "precision",
+        "fallback",
+        "skip",
+        "evidence",
+        "summary",
+        "train_runtime",
+    ):
         assert word in done.stdout
     folder = tmp_path / "runs" / "job-rtx3070_8gb_batch32"
     names = {path.name for path in folder.iterdir()}
@@ -56,7 +65,10 @@ def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
 
     again = hwopt("run", str(folder / "job.toml"), "--profile", str(folder / "profile.toml"), "--name", "again", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    losses = [[json.loads(line).get("loss") for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (folder, tmp_path / "runs" / "again")]
+    losses = [
+        [json.loads(line).get("loss") for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (folder, tmp_path / "runs" / "again")
+    ]
     assert losses[0] == losses[1], "the files of a run folder repeat the run"
 
 
@@ -178,7 +190,9 @@ START = (
 )
 
 
-@pytest.mark.parametrize(("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})])
+@pytest.mark.parametrize(
+    ("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})]
+)
 def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
     """C8: what costs start-up is imports; benchmarks/startup.py gives the seconds."""
     code = START.format(arguments=arguments, heavy=HEAVY)

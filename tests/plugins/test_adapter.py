@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hwopt_plugins.adapter import Adapter, classification_heads
 from pydantic import ValidationError
 from transformers import (
     BertConfig,
@@ -20,6 +19,7 @@ from hwopt.errors import PluginError
 from hwopt.hardware import described
 from hwopt.model_facts import ModelFacts
 from hwopt.plugin import Context, Recipe
+from hwopt_plugins.adapter import Adapter, classification_heads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)

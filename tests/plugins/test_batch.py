@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from hwopt_plugins.batch import Batch, micro_batches
 from pydantic import ValidationError
 
 from hwopt.errors import PluginError
 from hwopt.hardware import described
 from hwopt.plugin import Context, Recipe
+from hwopt_plugins.batch import Batch, micro_batches
 
 
 def context(world_size=1):

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hwopt_plugins.adapter import add_adapter
-from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
 from pydantic import ValidationError
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -15,6 +13,8 @@ from hwopt.errors import PluginError
 from hwopt.hardware import described
 from hwopt.model_facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt_plugins.adapter import add_adapter
+from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 4, 32, 100, 512, False, True, True, True, 0.0)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}

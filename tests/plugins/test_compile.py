@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.utils
-from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
 from pydantic import ValidationError
 
 from hwopt.hardware import described
 from hwopt.model_facts import ModelFacts
 from hwopt.plugin import Context, Recipe
+from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
 
 CPU = described("CPU", None, 32.0)
 H100 = described("H100", (9, 0), 80.0)

@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
 from pydantic import ValidationError
 from torch.utils.data import DataLoader
 
 from hwopt.hardware import described
 from hwopt.plugin import Context, Recipe
+from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hwopt_plugins.optimizer import Optimizer, make_optimizer
 from pydantic import ValidationError
 from torch.profiler import profile
 
 from hwopt.hardware import described
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt_plugins.optimizer import Optimizer, make_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)

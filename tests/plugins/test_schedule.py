@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hwopt_plugins.schedule import Schedule, warmup_steps
 from pydantic import ValidationError
 
 from hwopt.hardware import described
 from hwopt.plugin import Context, Recipe
+from hwopt_plugins.schedule import Schedule, warmup_steps
 
 
 def context(**training):

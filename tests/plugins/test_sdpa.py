@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hwopt_plugins.sdpa import Sdpa, attention_kernels
 from pydantic import ValidationError
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.profiler import profile
@@ -14,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hwopt.hardware import described
 from hwopt.model_facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
 
