@@ -87,7 +87,8 @@ class Telemetry:
         seconds = max(now - self.logged, 1e-9)
         scale = run.scaler.scale(torch.ones_like(self.loss_sum)) if run.scaler is not None else self.loss_sum.new_ones(())
         world = run.world_size
-        values = torch.stack([self.loss_sum, engine.norm, engine.skipped, engine.skipped_in_a_row, scale])
+        read = (self.loss_sum, engine.norm, engine.skipped, engine.skipped_in_a_row, scale)
+        values = torch.stack([value.float() for value in read])
         if world > 1:
             torch.distributed.all_reduce(values[:1])
         on_gpu = run.device.type == "cuda"

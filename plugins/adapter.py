@@ -83,7 +83,7 @@ class Adapter(Plugin):
         if not context.has("peft"):
             return Decision.skip("peft is not installed")
         count = context.model.parameters
-        size = f"{context.model.name} has {count / 1e6:,.3g} M parameters"
+        size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
         if count < WORTH_IT_FROM and not self.options.always:
             least = f"{WORTH_IT_FROM / 1e6:,.0f} M"
             return Decision.skip(f"{size}, an adapter is worth it from {least}: all weights are trained unless always = true")

@@ -1,0 +1,110 @@
+"""C1: what the loop adds to an optimizer step, over a bare PyTorch loop with clipping and a LambdaLR. Linear 16 -> 2.
+
+    python benchmarks/overhead.py [--rounds 7] [--steps 2000]
+
+Variants are interleaved and their order rotated; the second bare loop is the noise floor. Prints JSON with the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hwopt import randomness
+from hwopt.engine import Engine
+from hwopt.loop import step
+from hwopt.microbatch import Part, Step, StepBatch
+from hwopt.recipe import EVENTS
+from hwopt.telemetry import Telemetry
+
+ROWS = 32
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+
+
+def bare(steps: int) -> Callable[[], None]:
+    model, optimizer, scheduler = parts()
+    inputs, targets = torch.randn(ROWS, 16), torch.randint(2, (ROWS,))
+
+    def run() -> None:
+        for _ in range(steps):
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def hwopt_loop(steps: int) -> Callable[[], None]:
+    model, optimizer, scheduler = parts()
+    # a step batch whose one micro-batch is the 32 x 16 input
+    batch = StepBatch(
+        Step(0, 0, tuple(range(ROWS)), ROWS),
+        {"input": torch.randn(ROWS * 16), "row_labels": torch.randint(2, (ROWS,))},
+        (Part(0, 0, ROWS, 16, False, ROWS, 0),),
+        (16,) * ROWS,
+    )
+    run: Any = SimpleNamespace(
+        **{"model": model, "inner_model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": None},
+        **{"device": torch.device("cpu"), "world_size": 1, "step": 0, "micro_batches_seen": 0, "total_steps": 10**9},
+        training=SimpleNamespace(max_grad_norm=1.0, logging_steps=10**9),
+        recipe=SimpleNamespace(events={name: [] for name in EVENTS}),
+        loss=lambda outputs, targets: (torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"), ROWS),
+        last_step_batch=None,
+    )
+    run.engine = Engine(run)
+    telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+
+    def go() -> None:
+        for _ in range(steps):
+            telemetry.waited(0.0)
+            step(run, batch.to(run.device), telemetry, reseed)
+            telemetry.stepped(batch)
+
+    return go
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--steps", type=int, default=2000)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    variants = {"bare": bare(options.steps), "bare again": bare(options.steps), "hwopt": hwopt_loop(options.steps)}
+    for run in variants.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(options.rounds):
+        for name in names[number % 3 :] + names[: number % 3]:
+            began = time.perf_counter()
+            variants[name]()
+            seconds[name].append((time.perf_counter() - began) / options.steps * 1e6)
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    for name, each in seconds.items():
+        ratios = [one / base for one, base in zip(each, seconds["bare"], strict=True)]
+        found[name] = {
+            "us_per_step": round(statistics.median(each), 1),
+            "over_bare_us": round(statistics.median(a - b for a, b in zip(each, seconds["bare"], strict=True)), 1),
+            "ratio": [round(f(ratios), 3) for f in (min, statistics.median, max)],
+        }
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The seeds' three profiles end to end on a real CUDA device, its memory limited to their card's size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwopt import api
+from hwopt.errors import DoesNotFitError
+from hwopt.hardware import GIB
+from hwopt.testing import Recorder, write_samples
+
+BERT_BASE = {"model_type": "bert", "vocab_size": 2000, "num_labels": 2}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "vocab_size": 32_000,
+    "hidden_size": 1152,
+    "num_hidden_layers": 26,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 1024,
+}
+CARDS = {"rtx3070_8gb": (8, BERT_BASE), "rtx3090_24gb": (24, GEMMA), "t4_16gb": (16, BERT_BASE)}
+
+
+@contextmanager
+def limited_to(gib: float) -> Iterator[None]:
+    """The allocator's limit of the process; the rest of the card is out of reach."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def assignments(folder: Path, config: dict[str, object], samples: int = 600) -> list[str]:
+    write_samples(folder / "train.jsonl", samples)
+    write_samples(folder / "eval.jsonl", 100, seed=1)
+    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
+    return [
+        f"model.config={{ {table} }}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={folder / 'eval.jsonl'}",
+        "data.max_length=128",
+        "training.num_train_epochs=2",
+        "training.logging_steps=1",
+        "training.learning_rate=1e-4",
+    ]
+
+
+@pytest.mark.parametrize("profile", CARDS)
+def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path) -> None:
+    gib, config = CARDS[profile]
+    with limited_to(gib):
+        plan = api.resolve(profile, assignments=assignments(tmp_path, config), cache=tmp_path / "cache")
+        assert plan.hardware.device_type == "cuda"
+        heard = Recorder()
+        api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
+        assert torch.cuda.max_memory_allocated() <= gib * GIB
+    for entry, evidence in heard.found:
+        assert evidence.status != "inactive", (entry.name, evidence.seen)
+    precision = next(evidence for entry, evidence in heard.found if entry.name == "precision")
+    assert precision.status == "active"
+    assert heard.losses[-1] < heard.losses[0]
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_what_does_not_fit_names_the_key_to_lower(tmp_path: Path) -> None:
+    given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=4096", "plugins.batch.eval=16"]
+    with limited_to(2):
+        plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
+        with pytest.raises(DoesNotFitError, match="plugins.batch.train"):
+            api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7

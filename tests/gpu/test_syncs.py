@@ -1,0 +1,48 @@
+"""No host sync of our own between two log points, and none at all with fused AdamW (G4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import randomness
+from hwopt.build import build
+from hwopt.loop import step, step_batches
+from hwopt.telemetry import Telemetry
+from hwopt.testing import plan_for, tiny_job, tiny_profile
+
+FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        FUSED,
+        FUSED | {"precision": {"dtype": "bf16"}},
+        FUSED | {"precision": {"dtype": "fp16"}},
+        FUSED | {"precision": {"dtype": "fp16", "level": "O2"}},
+        FUSED | {"cut": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
+    ],
+)
+def test_a_step_never_waits_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", samples=200, max_steps=25, logging_steps=1000)
+    profile = tiny_profile(**tables, dataloader={"workers": 1})
+    with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+        run.model.train()
+        for number, batch in enumerate(step_batches(run, telemetry)):
+            if number == 3:  # state and workspaces are made
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                step(run, batch, telemetry, reseed)
+                if number < 20:
+                    telemetry.stepped(batch)
+            finally:
+                if number >= 20:
+                    torch.cuda.set_sync_debug_mode("default")
+            if number >= 20:
+                break
+        torch.cuda.set_sync_debug_mode("default")
