@@ -60,8 +60,16 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
         (16,) * ROWS,
     )
     run: Any = SimpleNamespace(
-        **{"model": model, "inner_model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": None},
-        **{"device": torch.device("cpu"), "world_size": 1, "step": 0, "micro_batches_seen": 0, "total_steps": 10**9},
+        model=model,
+        inner_model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=None,
+        device=torch.device("cpu"),
+        world_size=1,
+        step=0,
+        micro_batches_seen=0,
+        total_steps=10**9,
         training=SimpleNamespace(max_grad_norm=1.0, logging_steps=10**9),
         recipe=SimpleNamespace(events={name: [] for name in EVENTS}),
         loss=lambda outputs, targets: (torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"), ROWS),

@@ -1,6 +1,6 @@
 """C8: CPU seconds of `hwopt --help`, `hwopt profiles` and `hwopt plugins list`.
 
-    python benchmarks/startup.py [--rounds 9]
+python benchmarks/startup.py [--rounds 9]
 """
 
 from __future__ import annotations

@@ -88,6 +88,13 @@ def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> No
         if forward is not None:
             model.forward = forward
     run.prepared.tokenizer.save_pretrained(folder)
+    config = folder / "config.json"
+    if config.is_file():  # an adapter alone has none
+        content = json.loads(config.read_text(encoding="utf-8"))
+        # transformers writes the dtype of the model in memory, which O2 keeps in half, and loads by it
+        content["dtype"] = str(next(w for w in weights.values() if w.is_floating_point()).dtype).removeprefix("torch.")
+        content["use_cache"] = True  # off for training only; generation wants it
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 class BestWeights:

@@ -52,6 +52,8 @@ def train(run: Run, listener: Listener) -> Row:
             if row := telemetry.stepped(batch):
                 listener.row(run, row)
             if evaluates_now(run):
+                if row := telemetry.flush():
+                    listener.row(run, row)
                 metrics = evaluate(run)
                 listener.row(run, metrics)
                 best.consider(metrics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,10 +25,14 @@ def observing(run: Run) -> Iterator[None]:
     """Record what runs inside the block into `run.observation`. Only the host's operators: their names tell the kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's remarks about its own buffers
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            yield
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with silent():
+        profiler.__enter__()
+    try:
+        yield
+    finally:
+        with silent():
+            profiler.__exit__(None, None, None)
     operators: Counter[str] = Counter()
     matmul_dtypes: Counter[str] = Counter()
     results: Any = getattr(profiler.profiler, "kineto_results", None)
@@ -37,6 +43,22 @@ def observing(run: Run) -> Iterator[None]:
             dtypes = event.dtypes()
             matmul_dtypes[dtypes[1 if name in ("aten::addmm", "aten::baddbmm") else 0] if dtypes else "?"] += 1
     run.observation = Observation(operators, matmul_dtypes)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without warnings and without the lines that the profiler's C++ code writes to stderr at start and stop, unasked."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def collect(run: Run) -> list[tuple[Entry, Evidence]]:

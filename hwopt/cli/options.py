@@ -42,7 +42,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler of step 1 would announce itself
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

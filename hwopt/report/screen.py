@@ -68,11 +68,11 @@ def show(value: Any) -> str:
     )
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A plain table; known decisions and states are coloured, nothing in a cell is read as markup."""
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2) -> Table:
+    """A plain table whose column `folded` gives way; decisions and states are coloured, nothing in a cell is read as markup."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        made.add_column(column, overflow="fold", no_wrap=number < 2)
+        made.add_column(column, overflow="fold", no_wrap=number != folded)
     for row in rows:
         made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     return made
@@ -156,18 +156,18 @@ def eval_line(row: Row) -> str:
 
 
 def show_values(console: Console, plan: Plan) -> None:
-    """Every option, hyperparameter and job key with the place that it came from."""
+    """Every option, hyperparameter and job key that has a value, with the place that it came from."""
     rows = [
-        (f"plugins.{entry.name}.{key}", show(value), entry.provenance[key])
+        (f"plugins.{entry.name}.{key}", value, entry.provenance[key])
         for entry in plan.entries
         for key, value in entry.options.model_dump(mode="json").items()
     ]
-    values = {"training": plan.training.model_dump(), **{t: getattr(plan.job, t).model_dump() for t in ("model", "data", "task")}}
+    tables = {"training": plan.training, "model": plan.job.model, "data": plan.job.data, "task": plan.job.task}
     for dotted, place in sorted(plan.provenance.items()):
-        table_name, key = dotted.split(".", 1)
-        rows.append((dotted, show(values[table_name][key]), place))
-    shown = ((key, value, place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows)
-    console.print(table(("value", "", "from"), shown))
+        name, key = dotted.split(".", 1)
+        rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
+    shown = ((key, show(value), place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows if value is not None)
+    console.print(table(("value", "", "from"), shown, folded=1))
 
 
 def show_survey(console: Console, found: Any) -> None:

@@ -94,7 +94,7 @@ def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
         (["run", "--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
         (["run", "--profile", "cpu", "--set", "data.label=lable"], 4, "Did you mean 'label'"),
         (["run", "--profile", "cpu", "--set", "data.text=txt"], 4, "Did you mean 'text'"),
-        (["run", "--profile", "cpu", "--strict"], 3, "--strict|dataloader"),
+        (["run", "--profile", "rtx3070_8gb", "--strict"], 3, "--strict: plugin 'tf32'"),
         (["plan", "--profile", "cpu", "--world-size", "0"], 2, "world-size"),
         (["profiles", "show", "rtx309"], 2, "Did you mean"),
         (["plugins", "show", "optimiser"], 2, "Did you mean 'optimizer'"),
