@@ -81,6 +81,7 @@ def save_final(run: Run) -> Path:
 
 
 def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     forward = model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
     try:
         model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
@@ -92,7 +93,7 @@ def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> No
     if config.is_file():  # an adapter alone has none
         content = json.loads(config.read_text(encoding="utf-8"))
         # transformers writes the dtype of the model in memory, which O2 keeps in half, and loads by it
-        content["dtype"] = str(next(w for w in weights.values() if w.is_floating_point()).dtype).removeprefix("torch.")
+        content["dtype"] = dtype
         content["use_cache"] = True  # off for training only; generation wants it
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
