@@ -160,7 +160,7 @@ def check_contract_of(
     with_it = train_tiny(plan, folder / "with")
     evidence = next(evidence for found, evidence in with_it.found if found.name == name)
     assert evidence.seen, f"{name}: evidence without words"
-    assert evidence.status != "inactive", f"{name} was applied, but: {evidence.seen}"
+    assert evidence.status != "inactive", f"{name} was applied, but: {evidence.seen} {with_it.warnings}"
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
     # what sets hyperparameters (sizes, warm-up) is the user's choice: a run without it is another run
     if plugin.preserves != "method" and not written <= {"batch", "training"}:
