@@ -16,8 +16,8 @@ from hwopt.demo import demo_document
 from hwopt.errors import HwoptError, InputError, StorageError, shorten
 from hwopt.hardware import detect, detect_software
 from hwopt.job import JobFile, load_job, make_job
-from hwopt.launcher import rank_and_world, refuse_contradictions
-from hwopt.loop import train
+from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
+from hwopt.loop import fitting, train
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
@@ -71,7 +71,7 @@ def resolve(
     registry = registry or Registry()
     cache = cache or cache_folder()
     files = profile_files()
-    machine = detect()
+    machine = detect(local_rank(os.environ))
     reason = ""
     if profile == "auto":
         chosen, reason = auto_profile.choose(machine, files, registry)
@@ -119,7 +119,7 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
     rank, _ = rank_and_world(os.environ)
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     try:
-        with build(plan, folder, cache or cache_folder()) as run:
+        with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder()) as run:
             summary = train(run, heard)
             set_status(folder, rank, 0, "done")
             return summary
@@ -131,7 +131,7 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
 
 def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:
     """Only in a run folder that was made; never hides the error that ended the run behind one of storage."""
-    if rank == 0 and folder.is_dir():
+    if (rank == 0 or exit_code) and folder.is_dir():
         with contextlib.suppress(StorageError):
             write_status(folder, exit_code, message)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,6 +69,11 @@ class Run:
     total_steps: int = 0
 
     @property
+    def extras(self) -> Path:
+        """Where `final_steps` put files that belong into `final/` beside the model."""
+        return self.folder / ".extras"
+
+    @property
     def recipe(self) -> Recipe:
         return self.plan.recipe
 
@@ -104,7 +109,7 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
     """
     with ExitStack() as stack:
         for index, enter in enumerate(plan.recipe.process):
-            with blamed(f"process[{index}]"):
+            with blaming(f"process[{index}]"):
                 stack.enter_context(enter())
         accelerator = make_accelerator(plan)
         stack.callback(forget, accelerator)
@@ -115,13 +120,29 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
         make_engine = plan.recipe.engine or Engine
         run.engine = make_engine(run)
         for step in plan.recipe.prepared_steps:
-            with blamed("prepared_steps"):
+            with blaming("prepared_steps"):
                 step(run)
+        if plan.recipe.collate is None:
+            stack.enter_context(no_search_for_packed_rows())
         yield run
+        accelerator.end_training()
 
 
 @contextmanager
-def blamed(part: str) -> Iterator[None]:
+def no_search_for_packed_rows() -> Iterator[None]:
+    """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
+@contextmanager
+def blaming(part: str) -> Iterator[None]:
     """What a plugin's callable raises while the run is built is the plugin's error."""
     try:
         yield
@@ -172,7 +193,7 @@ def build_model(run: Run) -> None:
     config = load_config(job.model.name, job.model.config, job.model.revision)
     model = run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs))
     for step in recipe.model_steps:
-        with blamed("model_steps"):
+        with blaming("model_steps"):
             model = step(model, run)
     model.train()
     run.inner_model = model.to(run.device)
@@ -185,11 +206,11 @@ def build_optimizer(run: Run) -> None:
     run.steps_per_epoch = ceil(len(run.prepared.train) / run.batch.step)
     run.total_steps = run.training.max_steps or ceil(run.training.num_train_epochs * run.steps_per_epoch)
     make_optimizer = recipe.optimizer or torch.optim.AdamW
-    with blamed("optimizer"):
+    with blaming("optimizer"):
         optimizer = make_optimizer(parameter_groups(run.inner_model, run.training))
     run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
     for wrap in recipe.optimizer_wraps:
-        with blamed("optimizer_wraps"):
+        with blaming("optimizer_wraps"):
             optimizer = wrap(optimizer, run)
     run.optimizer = optimizer
     run.scheduler = make_scheduler(run)
@@ -236,9 +257,9 @@ def build_loaders(run: Run) -> None:
     """Loaders that yield whole step batches. Never given to `accelerator.prepare`, which would deal them to ranks in turn."""
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
     attention = getattr(run.inner_model.config, "_attn_implementation", None)
-    mask = "attention_mask"
+    mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
     if run.plan.model.prebuilt_mask and attention == "sdpa":
-        mask = "mask"
+        mask = "prebuilt_mask"
     padding = partial(
         Collate,
         pad_id=prepared.tokenizer.pad_token_id or 0,

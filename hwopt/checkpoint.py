@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from hwopt.errors import StorageError
 
@@ -32,8 +35,9 @@ def staged(target: Path) -> Iterator[Path]:
             target.rename(old)
         staging.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise StorageError(f"{target} could not be written: {error.strerror or error}. Free some space and run again.") from error
+    except (OSError, SafetensorError) as error:  # a full disk comes as either
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"{target} could not be written: {reason}. Free some space and run again.") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -66,16 +70,16 @@ def save_checkpoint(run: Run) -> None:
 
 def save_final(run: Run) -> Path:
     """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`."""
-    target = run.folder / "final"
+    target, extras = run.folder / "final", run.extras
     model = run.inner_model
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:
-        kept = target / "adapter"
         with staged(target) as folder:
-            if kept.is_dir():
-                shutil.copytree(kept, folder / "adapter")
+            if extras.is_dir():
+                shutil.copytree(extras, folder, dirs_exist_ok=True)
             _write(run, model, model.state_dict(), folder)
+        shutil.rmtree(extras, ignore_errors=True)
     run.accelerator.wait_for_everyone()
     return target
 
@@ -84,7 +88,7 @@ def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> No
     dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     forward = model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
     try:
-        model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
+        model.save_pretrained(folder, state_dict=weights)
     finally:
         if forward is not None:
             model.forward = forward
@@ -111,7 +115,8 @@ class BestWeights:
     def consider(self, metrics: dict[str, float]) -> bool:
         """Keep the current weights if `metrics` are the best so far (the later one of equals loses)."""
         value = metrics[self.metric]
-        if self.value is not None and not self.sign * value > self.sign * self.value:
+        better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
+        if self.value is not None and not (better and math.isfinite(value)):
             return False
         self.value, self.step = value, self.run.step
         last = self.run.step == self.run.total_steps
@@ -123,8 +128,8 @@ class BestWeights:
             try:
                 save_file(trained, staging)
                 staging.replace(self.file)
-            except OSError as error:
-                raise StorageError(f"{self.file} could not be written: {error.strerror or error}") from error
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"{self.file} could not be written: {error}") from error
         return True
 
     def restore(self) -> None:

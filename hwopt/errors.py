@@ -7,7 +7,6 @@ A message has three beats: what is wrong and where, what is accepted (with the n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 
 class HwoptError(Exception):
@@ -79,6 +78,8 @@ class Problems:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the known name that is most like `name`, or an empty string."""
+    from difflib import get_close_matches  # costs what listing profiles cannot spare
+
     matches = get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 

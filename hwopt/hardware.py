@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
+
+from hwopt.errors import InputError
 
 GIB = 1024**3
 
@@ -131,28 +135,56 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
     )
 
 
-def detect() -> Hardware:
-    """Look at the machine: the first CUDA device that is visible, or the CPU. Imports torch."""
+def detect(index: int = 0) -> Hardware:
+    """Look at the machine: the CUDA device `index` of those that are visible, or the CPU. Imports torch.
+
+    Raises InputError where this torch has no kernels for the device.
+    """
     import torch
 
     host = detect_host()
     if not torch.cuda.is_available():
         return host
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info(0)
+    index = index if index < torch.cuda.device_count() else 0
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if not has_kernels(capability, torch.cuda.get_arch_list()):
+        raise InputError(
+            f"torch {torch.__version__} has no kernels for {properties.name} "
+            f"(compute capability {capability[0]}.{capability[1]}); it was built for {', '.join(torch.cuda.get_arch_list())}. "
+            "Install a build that carries it: "
+            "for Volta (V100) one of CUDA 12.6, https://pytorch.org/get-started/locally"
+        )
+    free, total = torch.cuda.mem_get_info(index)
     return Hardware(
         device_type="cuda",
         name=properties.name,
         memory_gib=round(total / GIB, 2),
         free_memory_gib=round(free / GIB, 2),
         count=torch.cuda.device_count(),
-        compute_capability=(properties.major, properties.minor),
+        compute_capability=capability,
         cpu_cores=host.cpu_cores,
         cpu_memory_gib=host.cpu_memory_gib,
         cpu_features=host.cpu_features,
         compiler=host.compiler,
         system=host.system,
     )
+
+
+def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a build for `architectures` ("sm_80", "compute_90") runs on a device: same major, or PTX that is older.
+
+    An empty list (a build that does not say) counts as yes.
+    """
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        number = re.match(r"\d+", digits)
+        if number is None:
+            continue
+        built = (int(number[0][:-1]), int(number[0][-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return not architectures
 
 
 def detect_host() -> Hardware:

@@ -57,6 +57,11 @@ def refuse_contradictions(environment: Mapping[str, str], accelerator: Mapping[s
     problems.raise_if_any(InputError)
 
 
+def local_rank(environment: Mapping[str, str]) -> int:
+    """This rank's number on its machine, and so the number of its device; 0 without a launcher."""
+    return int(environment.get("LOCAL_RANK", "0") or 0) if environment.get("LOCAL_RANK", "0").isdigit() else 0
+
+
 def rank_and_world(environment: Mapping[str, str]) -> tuple[int, int]:
     """(rank, number of ranks) as the launcher says, (0, 1) without one."""
     try:

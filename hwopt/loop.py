@@ -7,6 +7,7 @@ every sample once. No optimization is known here by name: each stands in the rec
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def train(run: Run, listener: Listener) -> Row:
     with fitting("training", "plugins.batch.train"):
         for batch in step_batches(run, telemetry):
             if run.step == 0:
-                with observe.observing(run):
+                with telemetry.aside(), observe.observing(run):
                     step(run, batch, telemetry, reseed)
                 listener.evidence(run, observe.collect(run))
             else:
@@ -54,11 +55,13 @@ def train(run: Run, listener: Listener) -> Row:
             if evaluates_now(run):
                 if row := telemetry.flush():
                     listener.row(run, row)
-                metrics = evaluate(run)
+                with telemetry.aside(), fitting("evaluation", "plugins.batch.eval"):
+                    metrics = evaluate(run)
                 listener.row(run, metrics)
                 best.consider(metrics)
             if saves_now(run):
-                save_checkpoint(run)
+                with telemetry.aside():
+                    save_checkpoint(run)
 
     if row := telemetry.flush():
         listener.row(run, row)
@@ -91,7 +94,7 @@ def evaluate(run: Run) -> Row:
     started = time.perf_counter()
     metrics = run.task.metrics(run.prepared, run.device)
     with evaluating(run):
-        for batch in run.eval_loader:
+        for batch in fetched(run.eval_loader):
             for micro_batch, _ in batch.to(run.device).micro_batches():
                 outputs = run.inner_model(**micro_batch.inputs)
                 loss, count = run.loss(outputs, micro_batch.targets)
@@ -129,36 +132,36 @@ def evaluating(run: Run) -> Iterator[None]:
 
 def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
     """The run's step batches on its device, with the time that the loop waited for them."""
-    batches = iter(run.train_loader)
+    batches = fetched(run.train_loader)
     while True:
         began = time.perf_counter()
-        try:
-            batch = next(batches, None)
-        except RuntimeError as error:
-            if "DataLoader worker" in str(error):
-                raise WorkerDiedError(f"a data-loading worker died: {error}. Try plugins.dataloader.workers = 0.") from error
-            raise
+        batch = next(batches, None)
         telemetry.waited(time.perf_counter() - began)
         if batch is None:
             return
         yield batch.to(run.device)
 
 
-class fitting:
+def fetched(loader: Any) -> Iterator[StepBatch]:
+    """What `loader` yields. Raises WorkerDiedError where one of its processes is gone; what a worker raises comes as it is."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if re.search(r"DataLoader worker .*(exited unexpectedly|is killed by signal)", str(error)):
+            raise WorkerDiedError(f"a data-loading worker died: {error}. Try plugins.dataloader.workers = 0.") from error
+        raise
+
+
+@contextmanager
+def fitting(what: str, key: str) -> Iterator[None]:
     """Out of memory becomes a message with the key to lower."""
-
-    def __init__(self, what: str, key: str) -> None:
-        self.what, self.key = what, key
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise DoesNotFitError(
-                f"{self.what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
-                f"Lower {self.key} (and raise plugins.batch.accumulation as much), lower data.max_length, "
-                "or add [plugins.checkpointing]."
-            ) from error
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
+            f"Lower {key} (and raise plugins.batch.accumulation as much), lower data.max_length, or add [plugins.checkpointing]."
+        ) from error
 
 
 def evaluates_now(run: Run) -> bool:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -180,7 +180,7 @@ class StepBatch:
                 targets = piece
             elif key == "labels":
                 targets = piece.view(shape)
-            elif key == "mask":
+            elif key == "prebuilt_mask":
                 if part.padded:
                     inputs["attention_mask"] = piece.view(part.rows, 1, 1, part.width)
             elif key == "attention_mask":
@@ -197,16 +197,16 @@ class Collate:
     """The default `collate`: cut a step's samples, pad every micro-batch to its longest row or a fixed width.
 
     A mask is made only where padding would be seen: never for decoders, whose padding stands to the right of all that
-    attends, and not for micro-batches without padding. `prebuilt` masks are four-dimensional, so that the model need not
-    look at their values (a host sync).
+    attends, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model takes it as it is and
+    need not look at its values (a host sync).
     """
 
     cut: Callable[[Sequence[int], int], Groups]
     most_rows: int
     """Of a micro-batch, as the plan has it; `cut` is told, and may go beyond where rows are short."""
     pad_id: int
-    mask: str | None = "attention_mask"
-    """"attention_mask" (rows, width), "mask" (rows, 1, 1, width), or None."""
+    mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
+    """int64 (rows, width); bool (rows, 1, 1, width), prebuilt; or none at all."""
     widths: tuple[int, ...] = ()
     pad_to_multiple_of: int = 1
 
@@ -247,7 +247,7 @@ class Collate:
             else:
                 flat[key] = np.full(size, filler.get(key, 0), np.int64)
         if self.mask and any(part.padded for part in parts):
-            flat[self.mask] = np.zeros(size, np.bool_ if self.mask == "mask" else np.int64)
+            flat[self.mask] = np.zeros(size, np.bool_ if self.mask == "prebuilt_mask" else np.int64)
         for group, part in zip(groups, parts, strict=True):
             for number, row in enumerate(group):
                 begin = part.start + number * part.width

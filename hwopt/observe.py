@@ -63,7 +63,14 @@ def silent() -> Iterator[None]:
 
 def collect(run: Run) -> list[tuple[Entry, Evidence]]:
     """The evidence of every applied plugin, in the plan's order."""
-    return [(entry, _evidence(entry, run)) for entry in run.plan.applied()]
+    skipped = bool(run.engine.skipped.item())  # the one host read of evidence: a loss scaler starts high
+    found = []
+    for entry in run.plan.applied():
+        evidence = _evidence(entry, run)
+        if skipped and evidence.status == "inactive":
+            evidence = Evidence.unknown(f"the first update was skipped, its gradients were not finite; {evidence.seen}")
+        found.append((entry, evidence))
+    return found
 
 
 def _evidence(entry: Entry, run: Run) -> Evidence:

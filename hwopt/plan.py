@@ -7,15 +7,19 @@ not there. Whose value wins: `--set`, the job, the profile, its parent, the plug
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from hwopt.errors import HwoptError, InputError, PluginError, Problems
+from pydantic import ValidationError
+
+from hwopt.errors import HwoptError, InputError, PluginError, Problems, listing, nearest, shorten
 from hwopt.hardware import Hardware, described, detect_host
 from hwopt.job import Job, JobFile, Training
 from hwopt.model_facts import ModelFacts
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions
+from hwopt.precedence import has_key, provenance_of, under_job
 from hwopt.profile import Profile
 from hwopt.recipe import Recipe
 from hwopt.registry import Registry
@@ -23,6 +27,8 @@ from hwopt.toml_files import validate
 
 DEMO = "the embedded demo"
 """The name of the job document that no file holds."""
+
+BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
 
 SMALLER = 0.9
 """A card with less than this part of the profile's memory counts as smaller."""
@@ -144,7 +150,7 @@ def resolve(
     recipe = Recipe()
     for entry in entries:
         if entry.decision != "skip":
-            with recipe.written_by(entry.author), blamed(entry):
+            with recipe.written_by(entry.author), blaming(entry):
                 entry.plugin.apply(recipe, context)
     notes = card_notes(profile, hardware)
     if strict:
@@ -152,7 +158,7 @@ def resolve(
     training = job.training.model_copy(
         update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
     )
-    Training.model_validate(training.model_dump(exclude_none=True))
+    check_hyperparameters(recipe, training)
     batch, batch_note = batch_sizes(recipe, profile, hardware, world_size)
     return Plan(
         profile=profile,
@@ -171,27 +177,20 @@ def resolve(
     )
 
 
-def under_job(profile: Profile, job_file: JobFile) -> Job:
-    """The job with the profile's defaults under its own keys."""
-    job, defaults = job_file.job, profile.content
-    warmed = {"warmup_ratio", "warmup_steps"}
-    own = job.training.model_fields_set
-    update = {
-        key: getattr(defaults.training, key)
-        for key in defaults.training.model_fields_set
-        if key not in own and not (key in warmed and warmed & own)
-    }
-    training = Training.model_construct(own | set(update), **(job.training.model_dump() | update))
-    data = job.data
-    if data.max_length is None and defaults.data.max_length is not None:
-        data = data.model_copy(update={"max_length": defaults.data.max_length})
-    return job.model_copy(update={"training": training, "data": data})
-
-
-def has_key(training: Training, key: str) -> bool:
-    """Whether the job or the profile set `key`, or the other way to say the same."""
-    warmed = {"warmup_ratio", "warmup_steps"}
-    return key in training.model_fields_set or bool(key in warmed and warmed & training.model_fields_set)
+def check_hyperparameters(recipe: Recipe, training: Training) -> None:
+    """Raise PluginError for what a plugin wrote into `recipe.training` or `recipe.batch` and no run could use."""
+    try:
+        Training.model_validate(training.model_dump(exclude_none=True))
+    except ValidationError as error:
+        authors = ", ".join(sorted({recipe.author_of(f"training[{key!r}]") for key in recipe.training}))
+        raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
+    for key, value in recipe.batch.items():
+        author = recipe.author_of(f"batch[{key!r}]")
+        if key not in BATCH_KEYS:
+            near = nearest(key, BATCH_KEYS)
+            raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
+        if key != "widths" and not (isinstance(value, int) and value > 0):
+            raise PluginError(f"{author}: recipe.batch[{key!r}] is {shorten(value)}; expected a whole number above 0")
 
 
 def decide(profile: Profile, registry: Registry, context: Context) -> Iterator[Entry]:
@@ -217,7 +216,7 @@ def entry_for(
     plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context
 ) -> Entry:
     entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
-    with blamed(entry):
+    with blaming(entry):
         answer: object = plugin.probe(context)
         if not isinstance(answer, Decision):
             raise PluginError(f"probe() returned {answer!r} instead of a Decision")
@@ -235,19 +234,18 @@ def entry_for(
     return replace(entry, plugin=plugin, decision=kind, reason=decision.reason, options=plugin.options, provenance=provenance)
 
 
-class blamed:
+@contextmanager
+def blaming(entry: Entry) -> Iterator[None]:
     """Whatever a plugin raises becomes a PluginError that names it and its distribution."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.who = f"{entry.author} of {entry.distribution}"
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PluginError) and self.who not in str(error):
-            raise PluginError(f"{self.who}: {error}") from error
-        if isinstance(error, Exception) and not isinstance(error, HwoptError):
-            raise PluginError(f"{self.who} raised {type(error).__name__}: {error}") from error
+    who = f"{entry.author} of {entry.distribution}"
+    try:
+        yield
+    except PluginError as error:
+        raise PluginError(f"{who}: {error}") from error
+    except HwoptError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{who} raised {type(error).__name__}: {error}") from error
 
 
 def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -314,26 +312,6 @@ def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size
         pad_to_multiple_of=int(recipe.batch.get("pad_to_multiple_of", 1)),
     )
     return sizes, notes
-
-
-def provenance_of(profile: Profile, job_file: JobFile, recipe: Recipe, training: Training) -> dict[str, str]:
-    found = {}
-    for key in Training.model_fields:
-        if key in job_file.job.training.model_fields_set:
-            place = job_file.place("training", key)
-        elif key in profile.content.training.model_fields_set:
-            place = profile.place("training", key)
-        elif key in recipe.training and getattr(training, key) == recipe.training[key]:
-            place = recipe.author_of(f"training[{key!r}]")
-        else:
-            place = "default"
-        found[f"training.{key}"] = place
-    for table in ("model", "data", "task"):
-        for key in getattr(job_file.job, table).model_fields_set:
-            found[f"{table}.{key}"] = job_file.place(table, key)
-    if job_file.job.data.max_length is None and profile.content.data.max_length is not None:
-        found["data.max_length"] = profile.place("data", "max_length")
-    return found
 
 
 def hardware_of_card(profile: Profile) -> Hardware:

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hwopt.errors import InputError, Problems, listing, nearest, shorten
-from hwopt.job import Training
+from hwopt.job import Table, Training
 from hwopt.toml_files import Document, Key, override, read_toml, validate
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
 
 Positive = Annotated[float, Field(gt=0)]
 

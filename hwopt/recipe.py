@@ -14,7 +14,7 @@ from typing import Any
 from hwopt.errors import PluginError, listing, nearest
 
 SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
-LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "state", "export_steps", "final_steps")
+LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
 SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 
 EVENTS = {
@@ -62,7 +62,6 @@ class Recipe:
     engine: Callable[..., Any] | None
     prepared_steps: list[Callable[..., Any]]
     events: dict[str, list[Callable[..., Any]]]
-    state: list[Any]
     export_steps: list[Callable[..., Any]]
     final_steps: list[Callable[..., Any]]
 

@@ -6,6 +6,8 @@ The loop only adds to counters; the device is asked at log points, by a copy tha
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +63,17 @@ class Telemetry:
         self.loss_sum = torch.zeros((), device=self.run.device)
         self.started = self.logged = time.perf_counter()
         self.monitor = gpu_monitor(self.run.device)
-        self.fetched_at = self.started
+        if self.run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.run.device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time that is not training's: evaluations, saves, the watched first step. Speeds leave it out."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.logged += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
         self.counts.wait += seconds

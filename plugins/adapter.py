@@ -48,16 +48,18 @@ def add_adapter(model: Any, run: Any = None, *, dora: bool, r: int, alpha: int, 
     with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 has renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
         try:
-            return get_peft_model(model, config)
+            wrapped = get_peft_model(model, config)
         except ValueError as error:  # PEFT: no module of these names
             raise PluginError(f"plugins.adapter: target = {target!r}: {error}") from error
+    # "auto" would ask the hub whether the vocabulary has grown
+    wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
+    return wrapped
 
 
 def save_and_merge(model: Any, run: Any) -> Any:
     """The plain model with the adapter merged in; rank 0 first saves the adapter in PEFT's own form."""
     if run.rank == 0:
-        # "auto" would ask the hub whether the vocabulary has grown
-        model.save_pretrained(run.folder / "final" / "adapter", save_embedding_layers=False)
+        model.save_pretrained(run.extras / "adapter")
     return model.merge_and_unload()
 
 
@@ -115,7 +117,10 @@ class Adapter(Plugin):
         magnitudes = sum("lora_magnitude_vector" in name for name, _ in trained)
         adapters = sum("lora_B" in name for name, _ in trained)
         # a gradient leaves its mean in the optimizer's state; not with A in step 1, where its B is still zero
-        reached = sum(any(has_content(value) for value in state.values()) for state in run.optimizer.state.values())
+        reached = sum(
+            any(has_content(value) for key, value in state.items() if not key.startswith("qmap"))
+            for state in run.optimizer.state.values()
+        )
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(trained)} tensors in step 1"
@@ -126,5 +131,5 @@ class Adapter(Plugin):
 
 
 def has_content(value: Any) -> bool:
-    """Whether an entry of an optimizer's state is a tensor, other than the step counter, that is not all zero."""
+    """Whether an entry of an optimizer's state is a moment (not its step counter or quantization table) that is not all zero."""
     return getattr(value, "ndim", 0) > 0 and bool(value.any())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
@@ -32,15 +32,9 @@ class Batch(Plugin):
         train: int = Field(default=8, gt=0, description="Samples of a training micro-batch on each rank.")
         eval: int | None = Field(default=None, gt=0, description="Samples of an evaluation batch; 2 x train where left out.")
         accumulation: int | None = Field(default=None, gt=0, description="Micro-batches of an optimizer step; 1 where left out.")
-        effective: int | None = Field(default=None, gt=0, description="Samples of an optimizer step over all ranks.")
-
-        @model_validator(mode="after")
-        def one_way_to_say_it(self) -> Batch.Options:
-            if self.accumulation is not None and self.effective is not None:
-                raise ValueError(
-                    f"accumulation = {self.accumulation} and effective = {self.effective} both set the size of a step; keep one"
-                )
-            return self
+        effective: int | None = Field(
+            default=None, gt=0, description="Samples of an optimizer step over all ranks; wins over accumulation."
+        )
 
     options: Options
 
@@ -56,8 +50,10 @@ class Batch(Plugin):
                 f"effective = {effective} leaves some of {world} ranks without a sample; it must be at least {world}"
             )
         steps = micro_batches(effective, train, world)
+        instead = "" if self.options.accumulation is None else f", instead of accumulation = {self.options.accumulation}"
         return Decision.apply(
-            f"{effective} a step over {world} rank(s): {steps} micro-batch(es) of up to {train} each; {evaluation} in evaluation"
+            f"{effective} a step{instead} over {world} rank(s): "
+            f"{steps} micro-batch(es) of up to {train} each; {evaluation} in evaluation"
         )
 
     def apply(self, recipe: Recipe, context: Context) -> None:

@@ -20,7 +20,8 @@ MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost m
 
 def cores_of_a_rank(hardware: Hardware, world_size: int) -> int:
     """The cores that one rank may count on, where ranks share a machine."""
-    return max(1, hardware.cpu_cores // max(1, min(world_size, hardware.count)))
+    here = world_size if hardware.device_type == "cpu" else min(world_size, hardware.count)
+    return max(1, hardware.cpu_cores // max(1, here))
 
 
 def auto_workers(cores: int) -> int:

@@ -45,7 +45,7 @@ class HalfWeights:
         self.dtype = {"fp16": "float16", "bf16": "bfloat16"}[dtype]
         self.masters: dict[Any, Any] = {}  # half parameter -> fp32 parameter, in the order of the model
         self.hooks: list[Any] = []
-        self.halves: dict[Any, Any] = {}  # their data while an evaluation borrows the masters
+        self.halves: list[tuple[Any, str, Any]] = []  # module, name, half parameter while an evaluation borrows the masters
         self.autocast: Any = None
 
     def cast(self, model: Any, run: Any = None) -> Any:
@@ -106,17 +106,23 @@ class HalfWeights:
         """Evaluation on the masters under autocast (fp16_full_eval = false), until `train_in_half`."""
         import torch
 
-        self.halves = {p: p.data for p in self.masters}
-        for p, master in self.masters.items():
-            p.data = master.data
+        # the Parameter objects, not their data: DDP's hooks hang on the half ones, and another dtype would drop them
+        self.halves = [
+            (module, name, p)
+            for module in run.inner_model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p in self.masters
+        ]
+        for module, name, p in self.halves:
+            setattr(module, name, self.masters[p])
         self.autocast = torch.autocast(run.device.type, dtype=getattr(torch, self.dtype))
         self.autocast.__enter__()
 
     def train_in_half(self, run: Any) -> None:
         self.autocast.__exit__(None, None, None)
-        for p, half in self.halves.items():
-            p.data = half
-        self.halves = {}
+        for module, name, p in self.halves:
+            setattr(module, name, p)
+        self.halves = []
 
     def restore(self, model: Any, run: Any = None) -> Any:
         """The model in fp32 with the masters as its weights; no hook is left."""

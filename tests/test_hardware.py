@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hwopt.hardware import Hardware, described, detect, detect_software
+from hwopt.hardware import Hardware, described, detect, detect_software, has_kernels
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
@@ -35,6 +35,22 @@ def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
     assert fast.can("bf16")
     assert not fast.can("fp16")
     assert "fp32" in fast.can("fp16").reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "expected"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
+        ((7, 0), ["sm_70", "sm_80"], True),
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((10, 0), ["sm_100a"], True),
+        ((8, 6), [], True),
+    ],
+)
+def test_which_builds_carry_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
+    assert has_kernels(capability, built) is expected
 
 
 def test_detecting_this_machine() -> None:

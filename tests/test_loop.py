@@ -41,6 +41,7 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
     "checkpointing": (FUSED | {"checkpointing": {}}, {}),
     "cut": (FUSED | {"cut": {}}, {}),
     "sdpa": (FUSED | {"sdpa": {}}, {}),
+    "decoder": (FUSED | {"checkpointing": {}}, {}),
     "adapter": (FUSED | {"adapter": {"always": True, "kind": "dora"}}, {}),
 }
 
@@ -78,7 +79,8 @@ def counted_step(run: Run, steps: int = 3) -> Calls:
 @pytest.mark.parametrize("name", READS)
 def test_host_reads_of_a_step(name: str, tmp_path: Path) -> None:
     tables, reads = READS[name]
-    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", max_steps=4, logging_steps=4))
+    kind = "causal-lm" if name == "decoder" else "text-classification"
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", kind, max_steps=4, logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
         parameters = len(run.engine.parameters)
         expected = sum(parameters if number == ONE_A_PARAMETER else number for number in reads.values())

@@ -103,7 +103,7 @@ def test_fixed_widths_and_multiples() -> None:
 
 
 def test_a_prebuilt_mask_has_four_dimensions() -> None:
-    _, batch = batch_of([2, 4], 2, mask="mask")
+    _, batch = batch_of([2, 4], 2, mask="prebuilt_mask")
     (micro_batch, last), *_ = batch.micro_batches()  # type: ignore[attr-defined]
     assert micro_batch.inputs["attention_mask"].shape == (2, 1, 1, 4)
     assert micro_batch.inputs["attention_mask"].dtype == torch.bool

@@ -22,7 +22,7 @@ TWO_RANKS = [
 ]
 PROFILE = """name = "ranks"
 [plugins.precision]
-dtype = "fp32"
+PRECISION
 [plugins.batch]
 train = 3
 effective = 12
@@ -30,7 +30,7 @@ effective = 12
 """
 
 
-def write_job(folder: Path, kind: str) -> None:
+def write_job(folder: Path, kind: str, precision: str = 'dtype = "fp32"') -> None:
     write_samples(folder / "train.jsonl", 41)  # the last step of an epoch is partial
     write_samples(folder / "dev.jsonl", 13, seed=1)
     config = TINY_BERT if kind == "text-classification" else TINY_LLAMA
@@ -39,7 +39,7 @@ def write_job(folder: Path, kind: str) -> None:
         f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
         f'[task]\nkind = "{kind}"\n[training]\nmax_steps = 10\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 5\n'
     )
-    (folder / "ranks.toml").write_text(PROFILE)
+    (folder / "ranks.toml").write_text(PROFILE.replace("PRECISION", precision))
 
 
 def start(command: list[str], folder: Path, name: str) -> Path:
@@ -74,6 +74,15 @@ def test_two_ranks_train_the_model_of_one(kind: str, tmp_path: Path) -> None:
     names = [name for name in theirs if not name.endswith("key.bias")]
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
     assert difference <= 1e-5 * torch.cat([theirs[name].flatten() for name in names]).double().norm()
+
+
+def test_half_weights_on_two_ranks(tmp_path: Path) -> None:
+    """Evaluations before and amid the training must leave DDP's hooks on the half weights alone."""
+    write_job(tmp_path, "text-classification", 'dtype = "bf16"\nlevel = "O2"\n')
+    one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
+    two = start(TWO_RANKS, tmp_path, "two")
+    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=2e-2)
+    assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=2e-2)
 
 
 def test_a_bare_launcher_contradicts_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""The command line: one command a file, imported only when it is called; no decisions here."""
+"""The command line: one command a file, imported only when it is called; no decisions here.
+
+Plain click where start-up counts (the list of commands, profiles, plugins), rich-click where torch is imported anyway.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from collections.abc import Sequence
 
-import rich_click as click
+import click
 from click.exceptions import Exit
 
 from hwopt import __version__
@@ -22,8 +24,14 @@ COMMANDS = {
 }
 
 
-class Commands(click.RichGroup):
+class Commands(click.Group):
     """Knows the commands' names and one-line helps; imports a command when it is called."""
+
+    typed: Sequence[str] = ()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.typed = tuple(args)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -31,8 +39,8 @@ class Commands(click.RichGroup):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        if "--help" in sys.argv[1:2] or len(sys.argv) < 2:
-            return click.RichCommand(name=name, short_help=COMMANDS[name], help=COMMANDS[name])
+        if not self.typed or self.typed[0] in ("-h", "--help"):  # only listed
+            return click.Command(name=name, short_help=COMMANDS[name], help=COMMANDS[name])
         command: click.Command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
         return command
 
@@ -43,8 +51,9 @@ class Commands(click.RichGroup):
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show tracebacks; with every command.")
 @click.version_option(__version__, "--version", prog_name="hwopt")
-def cli() -> None:
+def cli(debug: bool) -> None:
     """You say which card you have; hwopt makes the fine-tuning fit, makes it fast, and proves that every optimization is on.
 
     hwopt run --profile auto trains an embedded demo; hwopt run job.toml --profile rtx3070_8gb trains your job.
@@ -58,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments  # with any command, anywhere
+    arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         code = cli.main(arguments, prog_name="hwopt", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except HwoptError as error:
         if debug:
-            traceback.print_exc()
+            show_traceback()
         click.echo(f"error: {error}", err=True)
         return error.exit_code
     except Exit as error:
@@ -79,6 +89,12 @@ def run_command(arguments: list[str]) -> int:
         sys.stderr.close()
         return 0
     except Exception:
-        traceback.print_exc()
+        show_traceback()
         click.echo("error: this is a bug of hwopt, or of a package below it; please report the lines above.", err=True)
         return 1
+
+
+def show_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()

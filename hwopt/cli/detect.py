@@ -12,8 +12,7 @@ from hwopt.cli.options import format_option, quiet_libraries
 
 @click.command(help="Show hardware, software, and what each plugin could do here (for a model like BERT-base), or why not.")
 @format_option
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
-def detect(format_: str, debug: bool) -> None:
+def detect(format_: str) -> None:
     quiet_libraries()
     from hwopt.survey import survey
 

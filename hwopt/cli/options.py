@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import rich_click as click
+import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -29,8 +27,7 @@ def job_and_profile(command: Command) -> Command:
         metavar="KEY=VALUE",
         help="Override a key of the job or a plugin's option; repeatable.",
     )(command)
-    command = click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
-    return click.option("--debug", is_flag=True, help="Show tracebacks.")(command)
+    return click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
 
 
 def format_option(command: Command) -> Command:
@@ -39,6 +36,9 @@ def format_option(command: Command) -> Command:
 
 def quiet_libraries() -> None:
     """Keep the libraries' own remarks off the screen; errors still show."""
+    import logging
+    import warnings
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

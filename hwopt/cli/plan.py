@@ -28,7 +28,6 @@ def plan(
     profile: str,
     assignments: tuple[str, ...],
     strict: bool,
-    debug: bool,
     hardware: str,
     world_size: int,
     format_: str,

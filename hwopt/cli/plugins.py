@@ -6,7 +6,7 @@ import inspect
 import json
 from typing import Any
 
-import rich_click as click
+import click
 
 from hwopt.cli.options import format_option
 from hwopt.registry import Registry

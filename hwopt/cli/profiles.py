@@ -6,7 +6,7 @@ import json
 import tomllib
 from typing import Any
 
-import rich_click as click
+import click
 
 from hwopt.cli.options import format_option
 from hwopt.errors import InputError, nearest

@@ -19,7 +19,6 @@ def run(
     profile: str,
     assignments: tuple[str, ...],
     strict: bool,
-    debug: bool,
     name: str | None,
     output_dir: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ class Journal(Listener):
     def row(self, run: Run, row: Row) -> None:
         try:
             with open(run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+                file.write(json.dumps(finite) + "\n")  # JSON has no NaN
         except OSError as error:
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 

@@ -17,6 +17,7 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 
 
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
 @pytest.mark.parametrize(
     "tables",
     [
@@ -27,8 +28,8 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
         FUSED | {"cut": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
     ],
 )
-def test_a_step_never_waits_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
-    job = tiny_job(tmp_path / "data", samples=200, max_steps=25, logging_steps=1000)
+def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
     profile = tiny_profile(**tables, dataloader={"workers": 1})
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
         telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)

@@ -102,14 +102,14 @@ def test_only_adapter_and_head_learn(build, heads, kind):
 def test_the_merged_model_is_the_trained_one(tmp_path, kind):
     _, recipe, model = classifier(llama, kind)
     run = trained(model)
-    run.folder = tmp_path
+    run.extras = tmp_path
     with torch.no_grad():
         wanted = model.eval()(input_ids=IDS).logits
         merged = recipe.final_steps[0](model, run)
         found = merged.eval()(input_ids=IDS).logits
     assert type(merged) is LlamaForSequenceClassification
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert (tmp_path / "final/adapter/adapter_config.json").is_file()
+    assert (tmp_path / "adapter/adapter_config.json").is_file()
     merged.save_pretrained(tmp_path / "whole")
     again = LlamaForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
     torch.testing.assert_close(again(input_ids=IDS).logits, found)
@@ -117,7 +117,7 @@ def test_the_merged_model_is_the_trained_one(tmp_path, kind):
 
 def test_other_ranks_do_not_write(tmp_path):
     _, recipe, model = classifier(llama, "lora")
-    recipe.final_steps[0](model, SimpleNamespace(rank=1, folder=tmp_path))
+    recipe.final_steps[0](model, SimpleNamespace(rank=1, extras=tmp_path))
     assert not list(tmp_path.iterdir())
 
 

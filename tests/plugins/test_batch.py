@@ -55,7 +55,6 @@ def test_fewer_samples_than_ranks():
         '{"eval": 0}',
         '{"accumulation": 0}',
         '{"train": 8.5}',
-        '{"accumulation": 2, "effective": 64}',
         '{"size": 8}',
     ],
 )
@@ -75,3 +74,9 @@ def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
     plugin = Batch(Batch.Options(train=16, effective=100))
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(34, [(16, 8), (16, 8), (2, 8)]), world_size=3)).status == "active"
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(100, [(16, 8)]), world_size=3)).status == "inactive"
+
+
+def test_effective_wins_over_accumulation_and_says_so():
+    plugin = Batch(Batch.Options(train=16, accumulation=2, effective=64))
+    assert "instead of accumulation = 2" in plugin.probe(context()).reason
+    assert written(train=16, accumulation=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}

@@ -218,7 +218,7 @@ def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
     assert all(p.dtype == torch.float32 for p in stepped)
     assert all(p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "lora_" in name)
-    run.rank, run.folder = 0, tmp_path
+    run.rank, run.extras = 0, tmp_path
     final = model
     for step in reversed(recipe.final_steps):
         final = step(final, run)
