@@ -20,6 +20,7 @@ import torch
 
 from hwopt import randomness
 from hwopt.engine import Engine
+from hwopt.ladder import Ladder
 from hwopt.loop import step
 from hwopt.microbatch import Part, Step, StepBatch
 from hwopt.recipe import EVENTS
@@ -56,8 +57,10 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
     batch = StepBatch(
         Step(0, 0, tuple(range(ROWS)), ROWS),
         {"input": torch.randn(ROWS * 16), "row_labels": torch.randint(2, (ROWS,))},
-        (Part(0, 0, ROWS, 16, False, ROWS, 0),),
-        (16,) * ROWS,
+        (Part(0, 0, ROWS, 16),),
+        lengths=(16,) * ROWS,
+        samples=tuple(range(ROWS)),
+        units=(1,) * ROWS,
     )
     run: Any = SimpleNamespace(
         model=model,
@@ -68,7 +71,6 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
         device=torch.device("cpu"),
         world_size=1,
         step=0,
-        micro_batches_seen=0,
         total_steps=10**9,
         training=SimpleNamespace(max_grad_norm=1.0, logging_steps=10**9),
         recipe=SimpleNamespace(events={name: [] for name in EVENTS}),
@@ -77,11 +79,12 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
     )
     run.engine = Engine(run)
     telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+    ladder = Ladder("Training", "plugins.batch.train", print)
 
     def go() -> None:
         for _ in range(steps):
             telemetry.waited(0.0)
-            step(run, batch.to(run.device), telemetry, reseed)
+            step(run, batch.to(run.device), telemetry, reseed, ladder)
             telemetry.stepped(batch)
 
     return go

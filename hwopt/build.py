@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from hwopt import randomness
 from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
-from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, cut_in_order, received
+from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
 from hwopt.model_facts import load_config
 from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation
@@ -50,7 +50,6 @@ class Run:
     """What the screen should say before the run starts."""
     step: int = 0
     """Optimizer steps done."""
-    micro_batches_seen: int = 0
     observation: Observation = field(default_factory=Observation)
     last_step_batch: StepBatch | None = None
     warn: Callable[[str], None] = warnings.warn
@@ -265,8 +264,7 @@ def build_loaders(run: Run) -> None:
         pad_id=prepared.tokenizer.pad_token_id or 0,
         # right padding is never attended by what stands left of it
         mask=None if run.plan.model.is_decoder else mask,
-        widths=sizes.widths,
-        pad_to_multiple_of=sizes.pad_to_multiple_of,
+        widths=Widths(sizes.widths, sizes.pad_to_multiple_of),
     )
     cut = recipe.cut or cut_in_order
     train = StepSampler(

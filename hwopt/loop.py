@@ -7,6 +7,7 @@ every sample once. No optimization is known here by name: each stands in the rec
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hwopt import observe, randomness
 from hwopt.build import Run
 from hwopt.checkpoint import BestWeights, save_checkpoint, save_final
 from hwopt.errors import DoesNotFitError, InputError, WorkerDiedError, listing, nearest
+from hwopt.ladder import Ladder
 from hwopt.microbatch import StepBatch
 from hwopt.telemetry import Listener, Row, Telemetry
 
@@ -34,9 +36,13 @@ def train(run: Run, listener: Listener) -> Row:
     telemetry = Telemetry(run)
     listener.started(run)
 
+    training, evaluation = (
+        Ladder("Training", "plugins.batch.train", run.warn),
+        Ladder("Evaluation", "plugins.batch.eval", run.warn),
+    )
+
     # A run must not die of its first evaluation: the longest samples go first.
-    with fitting("the first evaluation", "plugins.batch.eval"):
-        try_evaluation(run)
+    try_evaluation(run, evaluation)
 
     run.model.train()
     reseed = randomness.reseeder(run.device, run.training.seed)
@@ -45,18 +51,18 @@ def train(run: Run, listener: Listener) -> Row:
         for batch in step_batches(run, telemetry):
             if run.step == 0:
                 with telemetry.aside(), observe.observing(run):
-                    step(run, batch, telemetry, reseed)
+                    step(run, batch, telemetry, reseed, training)
                 listener.evidence(run, observe.collect(run))
             else:
-                step(run, batch, telemetry, reseed)
+                step(run, batch, telemetry, reseed, training)
 
             if row := telemetry.stepped(batch):
                 listener.row(run, row)
             if evaluates_now(run):
                 if row := telemetry.flush():
                     listener.row(run, row)
-                with telemetry.aside(), fitting("evaluation", "plugins.batch.eval"):
-                    metrics = evaluate(run)
+                with telemetry.aside():
+                    metrics = evaluate(run, evaluation)
                 listener.row(run, metrics)
                 best.consider(metrics)
             if saves_now(run):
@@ -73,47 +79,99 @@ def train(run: Run, listener: Listener) -> Row:
     return summary
 
 
-def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any) -> None:
+def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
     """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
+    while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
+        ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+    run.engine.finish()
+    ladder.succeeded()
+    run.last_step_batch = batch
+    run.step += 1
+
+
+def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> str | None:
+    """Gradients of the whole step. None, or why the device's memory was not enough; then nothing is left of the attempt."""
+    before = telemetry.loss_sum.clone()
+    try:
+        forward_and_backward(run, batch, telemetry, reseed, rung)
+        return None
+    except torch.OutOfMemoryError as error:
+        if run.world_size > 1:
+            raise  # the other ranks wait in a reduction
+        shortage = first_line(error)
+    # behind the except block, whose frames keep the tensors alive
+    run.engine.drop()
+    telemetry.loss_sum.copy_(before)
+    free_memory(run)
+    return shortage
+
+
+def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> None:
     engine = run.engine
-    for micro_batch, last in batch.micro_batches():
+    for micro_batch, last in batch.micro_batches(rung):
         engine.before(last)
         reseed(run.step, micro_batch.first_sample)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
         engine.backward(loss, micro_batch.share)
         telemetry.loss_sum.add_(loss.detach(), alpha=micro_batch.share)
-    engine.finish()
-    run.last_step_batch = batch
-    run.micro_batches_seen += len(batch.parts)
-    run.step += 1
+
+
+def free_memory(run: Run) -> None:
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> Row:
+def evaluate(run: Run, ladder: Ladder) -> Row:
     """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`."""
     started = time.perf_counter()
     metrics = run.task.metrics(run.prepared, run.device)
     with evaluating(run):
         for batch in fetched(run.eval_loader):
-            for micro_batch, _ in batch.to(run.device).micro_batches():
-                outputs = run.inner_model(**micro_batch.inputs)
-                loss, count = run.loss(outputs, micro_batch.targets)
-                metrics.update(outputs, micro_batch.targets, loss, count)
+            evaluate_batch(run, batch.to(run.device), metrics, ladder)
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
     seconds = time.perf_counter() - started
     speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
     return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
 
 
+def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> None:
+    """Add every row of `batch` to `metrics` once; what was added before the memory ran out is not added again."""
+    done = 0
+    while done < len(batch.lengths):
+        try:
+            for done in evaluated_rows(run, batch, metrics, ladder.rung, done):  # noqa: B007 - where to go on
+                pass
+            continue
+        except torch.OutOfMemoryError as error:
+            shortage = first_line(error)
+        free_memory(run)
+        ladder.finer(batch.floor, f"after step {run.step}", shortage)
+
+
+def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
+    """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
+    for micro_batch, _ in batch.micro_batches(rung, first_row):
+        outputs = run.inner_model(**micro_batch.inputs)
+        loss, count = run.loss(outputs, micro_batch.targets)
+        metrics.update(outputs, micro_batch.targets, loss, count)
+        yield micro_batch.end_row
+
+
 @torch.no_grad()
-def try_evaluation(run: Run) -> None:
+def try_evaluation(run: Run, ladder: Ladder) -> None:
     """Evaluate the batch of the longest samples, and forget it."""
     if run.eval_loader is None or not len(run.eval_loader.sampler):
         return
     longest = next(iter(run.eval_loader.sampler))
     with evaluating(run):
-        for micro_batch, _ in run.eval_loader.dataset[longest].to(run.device).micro_batches():
-            run.loss(run.inner_model(**micro_batch.inputs), micro_batch.targets)
+        batch = run.eval_loader.dataset[longest].to(run.device)
+        evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), ladder)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -102,18 +102,27 @@ class EvalSampler:
             yield Step(index, 0, tuple(int(i) for i in samples), int(self.counts[samples].sum()))
 
 
+@dataclass(frozen=True)
+class Widths:
+    """What a micro-batch is padded to: the next of a fixed list, where there is one, else a multiple of a number."""
+
+    fixed: tuple[int, ...] = ()
+    multiple: int = 1
+
+    def of(self, length: int) -> int:
+        """The width of a micro-batch whose longest row has `length` tokens."""
+        at = bisect_left(self.fixed, length)
+        return self.fixed[at] if at < len(self.fixed) else ceil(length / self.multiple) * self.multiple
+
+
 class Part(NamedTuple):
-    """One micro-batch inside the flat buffers of its step batch."""
+    """One micro-batch of the first rung, inside the flat buffers of its step batch."""
 
     start: int
     """Of its first token."""
     first_row: int
     rows: int
     width: int
-    padded: bool
-    units: int
-    """Loss-bearing ones."""
-    first_sample: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ class MicroBatch:
     targets: Tensor
     """(rows,) classes, or (rows, width) tokens to predict, -100 where none counts."""
     count: int
+    end_row: int
+    """The row of the step batch behind its last one."""
     share: float
     """What one unit of its summed loss weighs in the step's mean loss."""
     first_sample: int
@@ -132,13 +143,21 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Flat buffers per key, (tokens with padding,) or (rows,), and where each micro-batch lies in them."""
+    """Flat buffers per key, (tokens with padding,) or (rows,), and where each micro-batch lies in them.
+
+    Workers cut for the first rung of the out-of-memory ladder; finer rungs are views, made when they are needed, so that what
+    was prefetched cannot reach the result.
+    """
 
     step: Step
     buffers: Mapping[str, Tensor]
     parts: tuple[Part, ...]
     lengths: tuple[int, ...]
-    """Real tokens of each row, in the order of the buffers."""
+    """Real tokens of each row, in the order of the buffers; so are `samples` and `units`."""
+    samples: tuple[int, ...]
+    units: tuple[int, ...]
+    """Loss-bearing ones of each row."""
+    widths: Widths = Widths()
 
     @property
     def rows(self) -> int:
@@ -151,8 +170,13 @@ class StepBatch:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(rows, width) of every micro-batch."""
+        """(rows, width) of every micro-batch of the first rung."""
         return [(part.rows, part.width) for part in self.parts]
+
+    @property
+    def floor(self) -> int:
+        """The first rung at which every micro-batch is a single row."""
+        return max(ceil(log2(part.rows)) for part in self.parts)
 
     def pin_memory(self) -> StepBatch:
         return replace(self, buffers={key: buffer.pin_memory() for key, buffer in self.buffers.items()})
@@ -161,35 +185,43 @@ class StepBatch:
         """The buffers on `device`, copied without blocking where they are pinned."""
         return replace(self, buffers={key: buffer.to(device, non_blocking=True) for key, buffer in self.buffers.items()})
 
-    def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
-        """Every micro-batch, and whether it is the last one of the step."""
-        share = 0.0 if self.step.weightless else 1.0 / max(self.step.count, 1)
-        end = len(self.parts) - 1
-        for number, part in enumerate(self.parts):
-            yield self._micro_batch(part, share), number == end
+    def micro_batches(self, rung: int = 0, first_row: int = 0) -> Iterator[tuple[MicroBatch, bool]]:
+        """Every micro-batch from row `first_row` on, and whether it is the last one of the step.
 
-    def _micro_batch(self, part: Part, share: float) -> MicroBatch:
-        shape = (part.rows, part.width)
+        At `rung` r each part of the first rung is cut into up to 2**r of as equal rows as can be.
+        """
+        share = 0.0 if self.step.weightless else 1.0 / max(self.step.count, 1)
+        for part in self.parts:
+            rows = ceil(part.rows / 2**rung)
+            for begin in range(0, part.rows, rows):
+                end = min(begin + rows, part.rows)
+                if part.first_row + begin >= first_row:
+                    yield self._micro_batch(part, begin, end, share), part.first_row + end == len(self.lengths)
+
+    def _micro_batch(self, part: Part, begin: int, end: int, share: float) -> MicroBatch:
+        """Rows `begin` to `end` of `part`, trimmed to the longest of them."""
+        first, last = part.first_row + begin, part.first_row + end
+        longest = max(self.lengths[first:last])
+        width = part.width if end - begin == part.rows else self.widths.of(longest)
+        # with fixed widths the mask is always there, or compiling would see two kinds of input
+        padded = bool(self.widths.fixed) or min(self.lengths[first:last]) < width
         inputs: dict[str, Tensor] = {}
         targets = None
         for key, buffer in self.buffers.items():
-            by_row = key == "row_labels"
-            begin, size = (part.first_row, part.rows) if by_row else (part.start, part.rows * part.width)
-            piece = buffer[begin : begin + size]
-            if by_row:
+            if key == "row_labels":
+                targets = buffer[first:last]
+                continue
+            rows = buffer[part.start : part.start + part.rows * part.width].view(part.rows, part.width)
+            piece = rows if rows.shape == (end - begin, width) else rows[begin:end, :width]
+            if key == "labels":
                 targets = piece
-            elif key == "labels":
-                targets = piece.view(shape)
             elif key == "prebuilt_mask":
-                if part.padded:
-                    inputs["attention_mask"] = piece.view(part.rows, 1, 1, part.width)
-            elif key == "attention_mask":
-                if part.padded:
-                    inputs[key] = piece.view(shape)
-            else:
-                inputs[key] = piece.view(shape)
+                if padded:
+                    inputs["attention_mask"] = piece[:, None, None, :]
+            elif key != "attention_mask" or padded:
+                inputs[key] = piece
         assert targets is not None, "a step batch has labels"
-        return MicroBatch(inputs, targets, part.units, share, part.first_sample)
+        return MicroBatch(inputs, targets, sum(self.units[first:last]), last, share, self.samples[first])
 
 
 @dataclass(frozen=True)
@@ -207,32 +239,28 @@ class Collate:
     pad_id: int
     mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
     """int64 (rows, width); bool (rows, 1, 1, width), prebuilt; or none at all."""
-    widths: tuple[int, ...] = ()
-    pad_to_multiple_of: int = 1
-
-    def width(self, length: int) -> int:
-        """The width that a micro-batch gets whose longest row has `length` tokens."""
-        at = bisect_left(self.widths, length)
-        if at < len(self.widths):
-            return self.widths[at]
-        return ceil(length / self.pad_to_multiple_of) * self.pad_to_multiple_of
+    widths: Widths = Widths()
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
-        groups = self.cut([self.width(length) for length in lengths], self.most_rows)
-        assert sorted(row for group in groups for row in group) == list(range(len(samples))), "cut takes every row once"
+        groups = self.cut([self.widths.of(length) for length in lengths], self.most_rows)
+        order = [row for group in groups for row in group]
+        assert sorted(order) == list(range(len(samples))), "cut takes every row once"
         parts: list[Part] = []
         start = first_row = 0
         for group in groups:
-            longest = max(lengths[row] for row in group)
-            width = self.width(longest)
-            # with fixed widths the mask is always there, or compiling would see two kinds of input
-            padded = bool(self.widths) or any(lengths[row] < width for row in group)
-            count = sum(counts[row] for row in group)
-            parts.append(Part(start, first_row, len(group), width, padded, count, step.samples[group[0]]))
+            width = self.widths.of(max(lengths[row] for row in group))
+            parts.append(Part(start, first_row, len(group), width))
             start, first_row = start + len(group) * width, first_row + len(group)
-        order = [row for group in groups for row in group]
-        return StepBatch(step, self._fill(samples, groups, parts, start), tuple(parts), tuple(lengths[row] for row in order))
+        return StepBatch(
+            step,
+            self._fill(samples, groups, parts, start),
+            tuple(parts),
+            lengths=tuple(lengths[row] for row in order),
+            samples=tuple(step.samples[row] for row in order),
+            units=tuple(counts[row] for row in order),
+            widths=self.widths,
+        )
 
     def _fill(
         self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
@@ -246,7 +274,8 @@ class Collate:
                 )
             else:
                 flat[key] = np.full(size, filler.get(key, 0), np.int64)
-        if self.mask and any(part.padded for part in parts):
+        padded = self.widths.fixed or sum(len(sample["input_ids"]) for sample in samples) < size
+        if self.mask and padded:
             flat[self.mask] = np.zeros(size, np.bool_ if self.mask == "prebuilt_mask" else np.int64)
         for group, part in zip(groups, parts, strict=True):
             for number, row in enumerate(group):

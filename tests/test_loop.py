@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hwopt import randomness
 from hwopt.build import Run, build
 from hwopt.errors import InputError, NonFiniteError
+from hwopt.ladder import Ladder
 from hwopt.loop import evaluate, step, step_batches
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.registry import Registry
@@ -46,6 +47,10 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
 }
 
 
+def ladder() -> Ladder:
+    return Ladder("Training", "plugins.batch.train", print)
+
+
 class Calls(TorchDispatchMode):
     """Counts what reaches the dispatcher: every kernel, and every read back to the host."""
 
@@ -70,9 +75,9 @@ def counted_step(run: Run, steps: int = 3) -> Calls:
     for number, batch in enumerate(step_batches(run, telemetry)):
         if number == steps - 1:
             with calls:
-                step(run, batch, telemetry, reseed)
+                step(run, batch, telemetry, reseed, ladder())
             return calls
-        step(run, batch, telemetry, reseed)
+        step(run, batch, telemetry, reseed, ladder())
     raise AssertionError("the run has too few steps")
 
 
@@ -136,7 +141,7 @@ def test_final_is_the_best_model(tmp_path: Path) -> None:
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
     run = heard.run
     run.inner_model.load_state_dict(saved.state_dict())
-    assert evaluate(run)["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
+    assert evaluate(run, ladder())["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
     assert not list((tmp_path / "run").glob(".*")), "nothing temporary stays behind"
 
 

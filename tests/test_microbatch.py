@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.microbatch import Collate, EvalSampler, Step, StepSampler, cut_in_order
+from hwopt.microbatch import Collate, EvalSampler, Step, StepSampler, Widths, cut_in_order
 from hwopt.randomness import shuffled
 
 
@@ -96,9 +96,9 @@ def test_micro_batches_hold_every_row_as_it_was(lengths: list[int], rows: int, c
 
 
 def test_fixed_widths_and_multiples() -> None:
-    _, batch = batch_of([3, 9, 17, 40], 1, widths=(8, 16, 32))
+    _, batch = batch_of([3, 9, 17, 40], 1, widths=Widths((8, 16, 32)))
     assert [width for _, width in batch.sizes] == [8, 16, 32, 40]  # type: ignore[attr-defined]
-    _, batch = batch_of([3, 9, 17], 1, pad_to_multiple_of=8)
+    _, batch = batch_of([3, 9, 17], 1, widths=Widths(multiple=8))
     assert [width for _, width in batch.sizes] == [8, 16, 24]  # type: ignore[attr-defined]
 
 
@@ -131,3 +131,31 @@ def test_step_batches_travel_by_pickle() -> None:
     _, batch = batch_of([2, 4, 3], 2)
     again = pickle.loads(pickle.dumps(batch))
     assert again.sizes == batch.sizes  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 6), st.booleans(), st.data())
+def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
+    _, batch = batch_of(lengths, rows, causal)
+    samples = make_samples(lengths, causal)
+    first = data.draw(st.sampled_from([0, *(m.end_row for m, _ in batch.micro_batches(rung))]))  # type: ignore[attr-defined]
+    row = first
+    for micro_batch, last in batch.micro_batches(rung, first):  # type: ignore[attr-defined]
+        ids = micro_batch.inputs["input_ids"]
+        assert len(ids) <= -(-rows // 2**rung)
+        assert ids.shape[1] <= max(lengths)
+        for number in range(len(ids)):
+            assert ids[number, : lengths[row]].tolist() == samples[row]["input_ids"].tolist()
+            mask = micro_batch.inputs.get("attention_mask")
+            assert (mask[number].sum() if mask is not None else ids.shape[1]) == lengths[row]
+            row += 1
+        assert micro_batch.end_row == row
+        assert last == (row == len(lengths))
+    assert row == len(lengths)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20))
+def test_the_floor_is_the_first_rung_of_single_rows(lengths: list[int], rows: int) -> None:
+    _, batch = batch_of(lengths, rows)
+    floor = batch.floor  # type: ignore[attr-defined]
+    assert all(len(m.targets) == 1 for m, _ in batch.micro_batches(floor))  # type: ignore[attr-defined]
+    assert floor == 0 or any(len(m.targets) > 1 for m, _ in batch.micro_batches(floor - 1))  # type: ignore[attr-defined]

@@ -10,9 +10,15 @@ import torch
 
 from hwopt import randomness
 from hwopt.build import build
+from hwopt.ladder import Ladder
 from hwopt.loop import step, step_batches
 from hwopt.telemetry import Telemetry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
+
+
+def ladder() -> Ladder:
+    return Ladder("Training", "plugins.batch.train", print)
+
 
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 
@@ -38,7 +44,7 @@ def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tm
             if number == 3:  # state and workspaces are made
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                step(run, batch, telemetry, reseed)
+                step(run, batch, telemetry, reseed, ladder())
                 if number < 20:
                     telemetry.stepped(batch)
             finally:

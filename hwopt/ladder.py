@@ -1,0 +1,57 @@
+"""Out of memory: the same step again in finer micro-batches, loudly, and back again after quiet steps.
+
+No sample is lost or repeated; effective batch, schedule and step count stay. It costs speed alone: a rung halves the rows of
+every micro-batch. Training and evaluation have a ladder each, for one must not shrink the other (transformers#32215).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hwopt.errors import DoesNotFitError
+
+QUIET_STEPS = 200
+"""Steps without running out before one coarser cut is tried again; doubled each time that this fails."""
+
+
+@dataclass
+class Ladder:
+    what: str
+    """Training or evaluation."""
+    key: str
+    """What to lower in the profile."""
+    warn: Callable[[str], None]
+    rung: int = 0
+    quiet: int = 0
+    patience: int = QUIET_STEPS
+    trials: int = 0
+    """Steps left in which running out means that growing back was too early."""
+    times: int = field(default=0)
+    """How often the device ran out of memory."""
+
+    def finer(self, floor: int, where: str, reason: str) -> None:
+        """Go one rung down. Raises DoesNotFitError where every micro-batch is a single row already."""
+        self.times += 1
+        if self.rung >= floor:
+            raise DoesNotFitError(
+                f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). "
+                "Lower data.max_length, add [plugins.checkpointing], or take a smaller model."
+            )
+        if self.trials:
+            self.patience *= 2
+        self.rung, self.quiet, self.trials = self.rung + 1, 0, 0
+        self.warn(
+            f"out of memory in {self.what.lower()} {where}: the same rows again in micro-batches of 1/{2**self.rung} of the rows "
+            f"(slower, the same result; to start so, lower {self.key}). {reason}"
+        )
+
+    def succeeded(self) -> None:
+        """A step went through; after enough of them one coarser cut is tried."""
+        if not self.rung and not self.trials:
+            return
+        self.quiet += 1
+        self.trials = max(0, self.trials - 1)
+        if self.rung and self.quiet >= self.patience:
+            self.rung, self.quiet, self.trials = self.rung - 1, 0, QUIET_STEPS
+            self.warn(f"{self.what.lower()}: {self.patience} steps without running out of memory, coarser micro-batches again")

@@ -1,0 +1,186 @@
+"""Out of memory: no sample lost or repeated, and no trace of it but the cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwopt import api
+from hwopt.build import Run
+from hwopt.errors import DoesNotFitError
+from hwopt.ladder import QUIET_STEPS, Ladder
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.registry import Registry
+from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
+
+Decide = Callable[[int, int, bool], bool]
+
+
+class Shortage(Plugin):
+    """Raises torch's own out-of-memory error from inside the model, in forward or in backward, where `when` says so."""
+
+    name = "shortage"
+    stage = Stage.MODEL
+    slots = ("model_steps",)
+    when: Decide = staticmethod(lambda rows, call, backward: False)
+    in_backward = False
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of the ladder")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_steps.append(self.watch)
+
+    def watch(self, model: Any, run: Any) -> Any:
+        self.calls = 0
+        embeddings = model.get_input_embeddings()
+        embeddings.register_forward_hook(self.forward)
+        return model
+
+    def forward(self, module: Any, inputs: Any, output: Any) -> None:
+        self.calls += 1
+        rows, call = len(inputs[0]), self.calls
+        if self.in_backward and output.requires_grad:
+            output.register_hook(lambda gradient: self.fail(rows, call, True))
+        else:
+            self.fail(rows, call, False)
+
+    def fail(self, rows: int, call: int, backward: bool) -> None:
+        if type(self).when(rows, call, backward):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+
+
+class Steps(Recorder):
+    """Remembers which samples each optimizer step used, in which cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[list[int]] = []
+
+    def started(self, run: Run) -> None:
+        super().started(run)
+        finish = run.engine.finish
+
+        def watched() -> None:
+            finish()
+
+        run.engine.finish = watched
+
+    def row(self, run: Run, row: Any) -> None:
+        super().row(run, row)
+        if "loss" in row and run.last_step_batch is not None:
+            self.samples.append(sorted(run.last_step_batch.samples))
+
+
+def trained(
+    folder: Path, when: Decide, *, in_backward: bool = False, train: int = 4, dropout: float = 0.0, steps: int = 5
+) -> Steps:
+    plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "in_backward": in_backward})
+    registry = Registry()
+    registry.add(plugin)
+    job = tiny_job(folder / "data", max_steps=steps, eval_steps=2)
+    config = TINY_BERT | {"hidden_dropout_prob": dropout}
+    job.job.model.config.update(config)  # type: ignore[union-attr]
+    profile = tiny_profile(shortage={}, batch={"train": train, "accumulation": 8 // train, "eval": 6})
+    heard = Steps()
+    api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
+    return heard
+
+
+def weights(folder: Path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return torch.cat(
+        [tensor.flatten() for _, tensor in sorted(load_file(folder / "run" / "final" / "model.safetensors").items())]
+    )
+
+
+def never(rows: int, call: int, backward: bool) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_same_samples_and_the_weights_of_the_finer_cut(in_backward: bool, tmp_path: Path) -> None:
+    small = trained(tmp_path / "small", never, train=2)
+    whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, in_backward=in_backward)
+    assert whole.samples == small.samples
+    assert whole.warnings
+    assert "out of memory in training" in " ".join(whole.warnings)
+    assert whole.losses == pytest.approx(small.losses, rel=1e-6)
+    difference = (weights(tmp_path / "whole") - weights(tmp_path / "small")).norm() / weights(tmp_path / "small").norm()
+    assert difference <= 1e-5
+
+
+def test_with_dropout_the_bits_are_those_of_the_same_cuts(tmp_path: Path) -> None:
+    small = trained(tmp_path / "small", never, train=2, dropout=0.1)
+    whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, dropout=0.1)
+    assert whole.losses == small.losses
+    assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "small"))
+
+
+def test_running_out_at_any_forward_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = trained(tmp_path_factory.mktemp("plain"), never)
+
+    @given(st.integers(1, 24), st.booleans())
+    @settings(deadline=None, max_examples=12)
+    def check(at: int, in_backward: bool) -> None:
+        heard = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
+        assert heard.samples == plain.samples
+        assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
+        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (heard, plain)]
+        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+
+    check()
+
+
+def test_an_evaluation_has_a_ladder_of_its_own(tmp_path: Path) -> None:
+    heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
+    assert any("out of memory in evaluation" in warning for warning in heard.warnings)
+    assert not any("in training" in warning for warning in heard.warnings)
+
+
+def test_at_the_floor_the_run_stops_whole(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"not even row by row.*max_length"):
+        trained(tmp_path, lambda rows, call, backward: call > 4)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7
+
+
+@contextmanager
+def heard_by(said: list[str]) -> Iterator[Ladder]:
+    yield Ladder("Training", "plugins.batch.train", said.append)
+
+
+def test_growing_back_with_hysteresis() -> None:
+    said: list[str] = []
+    with heard_by(said) as ladder:
+        ladder.finer(3, "here", "no room")
+        for _ in range(QUIET_STEPS):
+            assert ladder.rung == 1
+            ladder.succeeded()
+        assert ladder.rung == 0
+        ladder.finer(3, "here", "no room")  # at once again: growing back was too early
+        for _ in range(2 * QUIET_STEPS):
+            assert ladder.rung == 1
+            ladder.succeeded()
+        assert ladder.rung == 0
+        assert ladder.times == 2
+        assert len(said) == 4
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
+def test_a_ladder_never_leaves_its_ends(shortages: list[bool], floor: int) -> None:
+    with heard_by([]) as ladder:
+        for short in shortages:
+            if short and ladder.rung < floor:
+                ladder.finer(floor, "here", "no room")
+            else:
+                ladder.succeeded()
+            assert 0 <= ladder.rung <= floor
