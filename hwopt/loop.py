@@ -145,8 +145,8 @@ def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> 
     done = 0
     while done < len(batch.lengths):
         try:
-            for done in evaluated_rows(run, batch, metrics, ladder.rung, done):  # noqa: B007 - where to go on
-                pass
+            for rows in evaluated_rows(run, batch, metrics, ladder.rung, done):
+                done = rows
             continue
         except torch.OutOfMemoryError as error:
             shortage = first_line(error)

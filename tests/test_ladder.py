@@ -80,13 +80,11 @@ class Steps(Recorder):
             self.samples.append(sorted(run.last_step_batch.samples))
 
 
-def trained(
-    folder: Path, when: Decide, *, in_backward: bool = False, train: int = 4, dropout: float = 0.0, steps: int = 5
-) -> Steps:
+def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int = 4, dropout: float = 0.0) -> Steps:
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "in_backward": in_backward})
     registry = Registry()
     registry.add(plugin)
-    job = tiny_job(folder / "data", max_steps=steps, eval_steps=2)
+    job = tiny_job(folder / "data", max_steps=5, eval_steps=2)
     config = TINY_BERT | {"hidden_dropout_prob": dropout}
     job.job.model.config.update(config)  # type: ignore[union-attr]
     profile = tiny_profile(shortage={}, batch={"train": train, "accumulation": 8 // train, "eval": 6})

@@ -75,10 +75,25 @@ def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_what_does_not_fit_names_the_key_to_lower(tmp_path: Path) -> None:
-    given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=4096", "plugins.batch.eval=16"]
-    with limited_to(2):
+def test_a_real_shortage_is_survived(tmp_path: Path) -> None:
+    """A micro-batch far over the limit, in training and in evaluation: the run ends well, with no step lost."""
+    given = [
+        *assignments(tmp_path, BERT_BASE),
+        "plugins.batch.train=512",
+        "plugins.batch.eval=600",
+        "plugins.batch.accumulation=1",
+    ]
+    with limited_to(4):
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
-        with pytest.raises(DoesNotFitError, match="plugins.batch.train"):
+        heard = Recorder()
+        api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
+    assert any("out of memory in training" in warning for warning in heard.warnings)
+    assert heard.run.step == heard.run.total_steps
+
+
+def test_what_does_not_fit_at_all_says_so(tmp_path: Path) -> None:
+    given = [*assignments(tmp_path, GEMMA), "plugins.adapter.enabled=false"]
+    with limited_to(2):
+        plan = api.resolve("rtx3090_24gb", assignments=given, cache=tmp_path / "cache")
+        with pytest.raises(DoesNotFitError):
             api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7
