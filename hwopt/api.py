@@ -14,7 +14,7 @@ from hwopt import auto_profile
 from hwopt.build import build
 from hwopt.demo import demo_document
 from hwopt.errors import HwoptError, InputError, StorageError, shorten
-from hwopt.hardware import detect, detect_software
+from hwopt.hardware import detect, detect_software, limited
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
@@ -59,6 +59,7 @@ def resolve(
     assignments: Sequence[str] = (),
     hardware: Literal["detected", "profile"] = "detected",
     strict: bool = False,
+    memory_limit: str | None = None,
     world_size: int = 1,
     registry: Registry | None = None,
     cache: Path | None = None,
@@ -66,7 +67,7 @@ def resolve(
     """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
 
     `assignments` are `key=value` texts as behind `--set`. `hardware="profile"` plans for the profile's card, which need not
-    be there. Raises InputError, PluginError or DataError with a message that says what to mend.
+    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more. Raises InputError, PluginError or DataError with a message that says what to mend.
     """
     registry = registry or Registry()
     cache = cache or cache_folder()
@@ -81,6 +82,8 @@ def resolve(
     job_file = find_job(Path(job) if job is not None else None, assignments, cache)
     if hardware == "profile":
         machine = hardware_of_card(chosen)
+    if memory_limit is not None:
+        machine = limited(machine, memory_limit)
     model = job_file.job.model
     config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
     facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from hwopt import randomness
 from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
+from hwopt.hardware import GIB
 from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
 from hwopt.model_facts import load_config
 from hwopt.plan import BatchSizes, Plan
@@ -155,7 +156,11 @@ def make_accelerator(plan: Plan) -> Accelerator:
     from accelerate import Accelerator
 
     options = {"mixed_precision": "no"} | dict(plan.recipe.accelerator)
-    return Accelerator(cpu=plan.hardware.device_type == "cpu", **options)
+    accelerator = Accelerator(cpu=plan.hardware.device_type == "cpu", **options)
+    if plan.hardware.memory_limit_gib is not None:
+        total = torch.cuda.get_device_properties(accelerator.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * GIB / total), accelerator.device)
+    return accelerator
 
 
 def forget(accelerator: Accelerator) -> None:

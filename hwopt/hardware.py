@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Literal
 
@@ -78,6 +78,8 @@ class Hardware:
     """A C++ compiler on the path, for torch.compile."""
     system: str = "Linux"
     source: Literal["detected", "described"] = "detected"
+    memory_limit_gib: float | None = None
+    """The allocator's limit, where the user asked for less than the device has; `memory_gib` is that already."""
 
     @property
     def architecture(self) -> str:
@@ -133,6 +135,28 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
         system=host.system if host else "Linux",
         source="described",
     )
+
+
+UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "GB": 1e9 / GIB, "MB": 1e6 / GIB}
+
+
+def limited(hardware: Hardware, limit: str) -> Hardware:
+    """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        raise InputError(
+            f"--memory-limit {limit[:40]!r}: expected a number above 0 with a unit of {', '.join(UNITS)}, such as 8GiB"
+        )
+    if hardware.device_type == "cpu":
+        raise InputError(
+            f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none: torch's CPU allocator has no limit. "
+            "Leave it out, or plan for a card with `hwopt plan --profile NAME`"
+        )
+    gib = float(found[1]) * UNITS[found[2]]
+    if gib > hardware.memory_gib:
+        raise InputError(f"--memory-limit {limit}: is more than the {hardware.memory_gib:g} GiB of {hardware.name}")
+    free = min(gib, hardware.free_memory_gib)
+    return replace(hardware, memory_gib=round(gib, 2), free_memory_gib=round(free, 2), memory_limit_gib=gib)
 
 
 def detect(index: int = 0) -> Hardware:

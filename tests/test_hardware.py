@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hwopt.hardware import Hardware, described, detect, detect_software, has_kernels
+from hwopt.errors import InputError
+from hwopt.hardware import Hardware, described, detect, detect_software, has_kernels, limited
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
@@ -51,6 +52,24 @@ def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
 )
 def test_which_builds_carry_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
     assert has_kernels(capability, built) is expected
+
+
+def test_a_memory_limit() -> None:
+    card = described("RTX 3090", (8, 6), 24)
+    assert limited(card, "8GiB").memory_gib == limited(card, "8 GiB").free_memory_gib == 8
+    assert limited(card, "8589.934592MB").memory_gib == 8
+    assert limited(card, "8GiB").memory_limit_gib == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "more than the 24"), ("8gib", "unit")],
+)
+def test_limits_that_cannot_be_held_to(limit: str, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        limited(described("RTX 3090", (8, 6), 24), limit)
+    with pytest.raises(InputError):
+        limited(Hardware("cpu", "a CPU", 64, 64), limit)
 
 
 def test_detecting_this_machine() -> None:

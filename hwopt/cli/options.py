@@ -15,7 +15,7 @@ NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelera
 
 
 def job_and_profile(command: Command) -> Command:
-    """JOB, --profile, --set and --strict."""
+    """JOB, --profile, --set, --memory-limit and --strict."""
     command = click.argument("job", required=False, type=click.Path(path_type=Path))(command)
     command = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(
         command
@@ -26,6 +26,9 @@ def job_and_profile(command: Command) -> Command:
         multiple=True,
         metavar="KEY=VALUE",
         help="Override a key of the job or a plugin's option; repeatable.",
+    )(command)
+    command = click.option(
+        "--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB."
     )(command)
     return click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
 

@@ -27,6 +27,7 @@ def plan(
     job: Path | None,
     profile: str,
     assignments: tuple[str, ...],
+    memory_limit: str | None,
     strict: bool,
     hardware: str,
     world_size: int,
@@ -45,6 +46,7 @@ def plan(
         assignments=assignments,
         hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
         strict=strict,
+        memory_limit=memory_limit,
         world_size=world_size,
     )
     if format_ == "json":

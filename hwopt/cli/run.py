@@ -18,6 +18,7 @@ def run(
     job: Path | None,
     profile: str,
     assignments: tuple[str, ...],
+    memory_limit: str | None,
     strict: bool,
     name: str | None,
     output_dir: Path,
@@ -33,7 +34,7 @@ def run(
     rank, world_size = rank_and_world(os.environ)
     if name is not None:
         api.run_folder(output_dir, name, "")  # a bad name is said before the work, not after
-    plan = api.resolve(profile, job, assignments=assignments, strict=strict, world_size=world_size)
+    plan = api.resolve(profile, job, assignments=assignments, strict=strict, memory_limit=memory_limit, world_size=world_size)
     stem = "job" if job is None else job.stem
     default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
     folder = api.run_folder(output_dir, name, default)
