@@ -67,7 +67,8 @@ def resolve(
     """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
 
     `assignments` are `key=value` texts as behind `--set`. `hardware="profile"` plans for the profile's card, which need not
-    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more. Raises InputError, PluginError or DataError with a message that says what to mend.
+    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more.
+    Raises InputError, PluginError or DataError with a message that says what to mend.
     """
     registry = registry or Registry()
     cache = cache or cache_folder()

@@ -149,8 +149,8 @@ def limited(hardware: Hardware, limit: str) -> Hardware:
         )
     if hardware.device_type == "cpu":
         raise InputError(
-            f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none: torch's CPU allocator has no limit. "
-            "Leave it out, or plan for a card with `hwopt plan --profile NAME`"
+            f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none; torch's "
+            "CPU allocator has no limit. Leave it out, or plan for a card with `hwopt plan --profile NAME`"
         )
     gib = float(found[1]) * UNITS[found[2]]
     if gib > hardware.memory_gib:
