@@ -96,6 +96,10 @@ def resolve(
     return replace(plan, notes=(*notes, *plan.notes))
 
 
+RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
+"""Names that Windows keeps for devices."""
+
+
 def run_folder(output_dir: Path, name: str | None, default: str) -> Path:
     """The folder of a new run, not made yet. Raises InputError for a name that leaves `output_dir` or is taken."""
     if output_dir.exists() and not output_dir.is_dir():
@@ -105,7 +109,7 @@ def run_folder(output_dir: Path, name: str | None, default: str) -> Path:
         names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
         return next(output_dir / free for free in names if not (output_dir / free).exists())
     fit = name.isprintable() and not re.search(r'[<>:"/\\|?*]', name) and name.strip(" .") == name and 0 < len(name) <= 120
-    if not fit or name.startswith("-"):
+    if not fit or name.startswith("-") or RESERVED.fullmatch(name.split(".")[0]):
         raise InputError(
             f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
         )
@@ -128,9 +132,18 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
             set_status(folder, rank, 0, "done")
             return summary
     except BaseException as error:
-        code = error.exit_code if isinstance(error, HwoptError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = exit_code_of(error)
         set_status(folder, rank, code, str(error) or type(error).__name__)
         raise
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code of docs/exit-codes.md that a process ending by `error` has."""
+    if isinstance(error, HwoptError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,6 +152,24 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     return make_job(read_toml(path), assignments)
 
 
+ALTERNATIVES = (
+    {("model", "name"), ("model", "config")},
+    {("data", "eval"), ("data", "eval_fraction")},
+    {("training", "warmup_ratio"), ("training", "warmup_steps")},
+)
+"""Keys that exclude each other: what the command line sets takes the place of the file's."""
+
+
+def without_alternatives(document: Document, assignments: Sequence[str]) -> Document:
+    asked = {parse_assignment(assignment)[0][:2] for assignment in assignments}
+    dropped = {key for pair in ALTERNATIVES for key in pair if pair & asked and key not in asked}
+    data = {
+        name: {key: value for key, value in table.items() if (name, key) not in dropped} if isinstance(table, dict) else table
+        for name, table in document.data.items()
+    }
+    return replace(document, data=data)
+
+
 def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
     for assignment in assignments:
         key, _ = parse_assignment(assignment)
@@ -160,7 +178,7 @@ def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
             raise InputError(
                 f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
             )
-    document = override(document, assignments, TABLES)
+    document = override(without_alternatives(document, assignments), assignments, TABLES)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises
     return JobFile(job, document)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,14 +127,15 @@ def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None 
     if path and path.is_file():
         try:
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OSError):
             pass  # written by another version, or cut short: look again
     facts = _look(config, kind, name)
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps(asdict(facts)), encoding="utf-8")
-        staged.replace(path)
+        with contextlib.suppress(OSError):  # facts are quickly found again; data says where the cache cannot be written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = path.with_suffix(f".{os.getpid()}")  # ranks may look at the same time
+            staged.write_text(json.dumps(asdict(facts)), encoding="utf-8")
+            staged.replace(path)
     return facts
 
 
@@ -144,8 +147,11 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
 
     cls: Any = model_class(config, kind)
     text = config.get_text_config()
-    with torch.device("meta"):
-        model = cls(config)
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        raise InputError(f"model: {cls.__name__} cannot be built from its config: {error}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
     decoder = is_decoder(config)
     positions = getattr(text, "max_position_embeddings", None)

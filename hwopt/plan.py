@@ -145,6 +145,7 @@ def resolve(
     break, and, with `strict`, for every fallback and skip.
     """
     job = under_job(profile, job_file)
+    refuse_long_samples(job, model, profile, job_file)
     context = Context(hardware, software, model, job, world_size)
     entries = in_order(tuple(decide(profile, registry, context)))
     recipe = Recipe()
@@ -191,6 +192,18 @@ def check_hyperparameters(recipe: Recipe, training: Training) -> None:
             raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
         if key != "widths" and not (isinstance(value, int) and value > 0):
             raise PluginError(f"{author}: recipe.batch[{key!r}] is {shorten(value)}; expected a whole number above 0")
+
+
+def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
+    """Raise InputError where data.max_length is more than the model takes."""
+    length, most = job.data.max_length, model.max_positions
+    if length is None or most is None or length <= most:
+        return
+    own = job_file.job.data.max_length is not None
+    place = job_file.place("data", "max_length") if own else profile.place("data", "max_length")
+    raise InputError(
+        f"{place}: data.max_length: {length:,} is more than the {most:,} tokens that {model.name} takes; set {most} or less"
+    )
 
 
 def decide(profile: Profile, registry: Registry, context: Context) -> Iterator[Entry]:

@@ -6,12 +6,13 @@ and `enabled = false` removes one. Every value keeps the file and line that it c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hwopt.errors import InputError, Problems, listing, nearest, shorten
 from hwopt.job import Table, Training
@@ -68,7 +69,7 @@ class Claim(Table):
 class Content(Table):
     """One profile with its parents merged in."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=80)
+    name: str = Field(max_length=80)
     summary: str = ""
     extends: str | None = None
     card: Card = Card()
@@ -77,6 +78,13 @@ class Content(Table):
     training: Training = Training()
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def plain(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ValueError(f"{shorten(name)} is no plain name; use letters, digits, '-', '_' and '.'")
+        return name
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,14 @@ def columns(table: pa.Table, names: Sequence[str], source: str) -> list[list[str
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise DataError(f"{source}: column {name!r} holds {kind}, not text; choose another with data.text")
         found.append(column.to_pylist())
+        if table.num_rows and not any(text.strip() for text in found[-1]):
+            raise DataError(f"{source}: every {name!r} is empty; choose another column with data.text")
     return found
+
+
+def empty_texts(texts: Sequence[Sequence[str]]) -> int:
+    """How many rows have no text in any of the columns `texts`."""
+    return sum(not any(text.strip() for text in row) for row in zip(*texts, strict=True))
 
 
 def column_of(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
@@ -66,6 +73,11 @@ def column_of(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
     if name not in table.column_names:
+        only = table.column_names[0] if table.num_columns == 1 else ""
+        if separator := next((mark for mark in (";", "\t", "|") if mark in only), None):
+            raise DataError(
+                f"{source}: its cells seem to be separated by {separator!r}; save it with commas, or with tabs as .tsv"
+            )
         raise DataError(
             f"{source}: has no column {name!r}.{nearest(name, table.column_names)} It has: {listing(table.column_names, 30)}"
         )

@@ -139,7 +139,9 @@ def override(document: Document, assignments: Sequence[str], tables: Sequence[st
         if key[0] not in tables:
             continue
         inner = data
-        for part in key[:-1]:
+        for depth, part in enumerate(key[:-1], 1):
+            if part not in inner:
+                places[key[:depth]] = "--set"
             step = inner.setdefault(part, {})
             if not isinstance(step, dict):
                 raise InputError(f"--set {shorten(assignment)}: {part!r} is a value, not a table")
@@ -168,7 +170,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
 
 def _not_json(value: object) -> Any:
     """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
-    return {"date": str(value)}
+    return [str(value)]
 
 
 def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:

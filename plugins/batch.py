@@ -16,6 +16,8 @@ from pydantic import Field
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 
+MOST_ROWS = 1_000_000  # more is a slip of the hand
+
 
 def micro_batches(effective: int, train: int, world_size: int) -> int:
     """Micro-batches that a rank needs at most for its share of `effective` samples, `train` at a time."""
@@ -29,11 +31,15 @@ class Batch(Plugin):
     slots = ("batch",)
 
     class Options(PluginOptions):
-        train: int = Field(default=8, gt=0, description="Samples of a training micro-batch on each rank.")
-        eval: int | None = Field(default=None, gt=0, description="Samples of an evaluation batch; 2 x train where left out.")
-        accumulation: int | None = Field(default=None, gt=0, description="Micro-batches of an optimizer step; 1 where left out.")
+        train: int = Field(default=8, gt=0, le=MOST_ROWS, description="Samples of a training micro-batch on each rank.")
+        eval: int | None = Field(
+            default=None, gt=0, le=MOST_ROWS, description="Samples of an evaluation batch; 2 x train where left out."
+        )
+        accumulation: int | None = Field(
+            default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step; 1 where left out."
+        )
         effective: int | None = Field(
-            default=None, gt=0, description="Samples of an optimizer step over all ranks; wins over accumulation."
+            default=None, gt=0, le=MOST_ROWS, description="Samples of an optimizer step over all ranks; wins over accumulation."
         )
 
     options: Options

@@ -116,7 +116,7 @@ def test_wrong_assignments(text: str) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        ["model.config={model_type='bert'}"],
+        ["model.config={model_type='bert'}", "model.name=x"],
         ["data.eval=a.csv", "data.eval_fraction=0.1"],
         ["data.prompt=p", "data.completion=c"],
         ["training.warmup_ratio=0.1", "training.warmup_steps=3"],

@@ -82,6 +82,8 @@ def run_command(arguments: list[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130

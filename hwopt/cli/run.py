@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import rich_click as click
@@ -42,6 +44,7 @@ def run(
     if rank == 0:
         show_plan(console, plan)
     screen = Screen(console)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that status.json says it
     try:
         api.execute(plan, folder, screen)
     finally:

@@ -12,7 +12,7 @@ from hwopt.data import TokenStore, fingerprint, split_rows
 from hwopt.errors import DataError, listing, nearest, shorten
 from hwopt.job import Job
 from hwopt.model_facts import is_decoder
-from hwopt.tables import column_of, columns
+from hwopt.tables import column_of, columns, empty_texts
 from hwopt.tasks import FORMAT, Metrics, Prepared, Task, finish, limit_of, read_sources, refuse_router, tokenizer_for
 from hwopt.tokenizer import Limit, encode, identity, uses_token_types
 
@@ -59,6 +59,11 @@ class TextClassification(Task):
                 f"{train.source}: every {job.data.label!r} is {names[0]!r}; classification needs two classes at least"
             )
         notes = []
+        notes += [
+            f"{empty:,} of {len(samples.labels):,} texts of {samples.source} are empty"
+            for samples in (train, held_out)
+            if samples is not None and (empty := empty_texts(samples.texts))
+        ]
         if len(names) * 2 > len(train.labels) > 8:
             notes.append(f"{len(names):,} labels in {len(train.labels):,} samples: is {job.data.label!r} the right column?")
         if held_out is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,12 @@ def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
         (["run", "--profile", "cpu", "--name", "/tmp/outside"], 2, "--name"),
         (["run", "--profile", "cpu", "--name", ".."], 2, "--name"),
         (["run", "--profile", "cpu", "--name", ""], 2, "--name"),
+        (["run", "--profile", "cpu", "--name", "CON"], 2, "--name"),
+        (["plan", "--profile", "cpu", "--set", "plugins.nope.x=1"], 2, "--set: no plugin 'nope'"),
+        (["plan", "--profile", "cpu", "--set", "model.config.hidden_size=33"], 2, "cannot be built"),
+        (["plan", "--profile", "cpu", "--set", "data.max_length=4096"], 2, "--set: data.max_length: 4,096"),
+        (["plan", "--profile", "cpu", "--set", "plugins.batch.train=99999999999999999999"], 2, "plugins.batch.train"),
+        (["run", "--profile", "cpu", "--memory-limit", "8GiB"], 2, "no CUDA|there is none|limit"),
         (["run", "--profile", "cpu", "--output-dir", "train.jsonl"], 2, "is a file"),
         (["run", "--profile", "cpu", "--set", "model.config={model_type='brt'}"], 2, "Did you mean"),
         (["run", "--profile", "cpu", "--set", "data.max_length=4096"], 2, "4096|4,096"),
@@ -200,3 +207,61 @@ def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], 
     exit_code, imported, _seconds = json.loads(done.stdout)
     assert exit_code == 0
     assert set(imported) <= allowed
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    write_job(tmp_path, max_steps=100_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hwopt", "run", "--profile", "cpu", "--name", "long"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # a shell's background job ignores SIGINT, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(number)
+    try:
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert hwopt("plan", "--profile", "cpu", cwd=tmp_path, HWOPT_CACHE=str(tmp_path / "file")).returncode == 0
+    done = hwopt("run", "--profile", "cpu", cwd=tmp_path, HWOPT_CACHE=str(tmp_path / "file"))
+    assert done.returncode == 6, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_line_takes_the_place_of_what_it_excludes(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    done = hwopt("plan", "--profile", "cpu", "--format", "json", "--set", "data.eval_fraction=0.5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)["job"]["data"]
+    assert (data["eval"], data["eval_fraction"]) == (None, 0.5)
+
+
+def test_a_semicolon_table_and_empty_texts(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (tmp_path / "excel.csv").write_text("text;label\nred;colour\none;other\n")
+    done = hwopt("run", "--profile", "cpu", "--set", "data.train=excel.csv", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "separated by ';'" in done.stderr
+    rows = "".join(f"{'' if number == 3 else 'red one'},{'colour' if number % 2 else 'other'}\n" for number in range(20))
+    (tmp_path / "gaps.csv").write_text("text,label\n" + rows)
+    done = hwopt("run", "--profile", "cpu", "--set", "data.train=gaps.csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 20 texts of gaps.csv are empty" in done.stdout
+    (tmp_path / "empty.csv").write_text("text,label\n,colour\n,other\n")
+    assert hwopt("run", "--profile", "cpu", "--set", "data.train=empty.csv", cwd=tmp_path).returncode == 4

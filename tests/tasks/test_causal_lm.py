@@ -125,12 +125,12 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 2: nothing of the completion is left to predict: the prompt has 6 tokens"):
         prepare(source, tmp_path / "cache", config, max_length=5, **columns)
     source = write(tmp_path / "c.jsonl", [{"ask": "a", "answer": ""}])
-    with pytest.raises(DataError, match=r"row 1: the completion has no tokens"):
+    with pytest.raises(DataError, match=r"every 'answer' is empty"):
         prepare(source, tmp_path / "cache", config, **columns)
 
 
 def test_too_short(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="its text has 0 tokens"):
+    with pytest.raises(DataError, match="every 'text' is empty"):
         prepare(write(tmp_path / "a.jsonl", [{"text": ""}]), tmp_path / "cache")
 
 
