@@ -13,7 +13,7 @@ from typing import Literal
 from hwopt import auto_profile
 from hwopt.build import build
 from hwopt.demo import demo_document
-from hwopt.errors import HwoptError, InputError, StorageError, shorten
+from hwopt.errors import InputError, StorageError, exit_code_of, shorten
 from hwopt.hardware import detect, detect_software, limited
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
@@ -135,15 +135,6 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
         code = exit_code_of(error)
         set_status(folder, rank, code, str(error) or type(error).__name__)
         raise
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The code of docs/exit-codes.md that a process ending by `error` has."""
-    if isinstance(error, HwoptError):
-        return error.exit_code
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:

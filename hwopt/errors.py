@@ -57,6 +57,24 @@ class WorkerDiedError(HwoptError):
     exit_code = 9
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The code of docs/exit-codes.md for a process that ends by `error`.
+
+    A signal counts more than what fails because of it: workers that die with the process, say.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__context__
+    for each in chain:
+        if isinstance(each, KeyboardInterrupt):
+            return 130
+        if isinstance(each, SystemExit) and isinstance(each.code, int):
+            return each.code
+    return error.exit_code if isinstance(error, HwoptError) else 1
+
+
 class Problems:
     """Collects every problem of one input, so that a user mends a file once instead of line by line."""
 

@@ -13,7 +13,7 @@ import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import HwoptError, nearest
+from hwopt.errors import exit_code_of, nearest
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -72,28 +72,29 @@ def run_command(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="hwopt", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except HwoptError as error:
-        if debug:
-            show_traceback()
-        click.echo(f"error: {error}", err=True)
-        return error.exit_code
     except Exit as error:
         return int(error.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+    except click.Abort:
         return 130
     except BrokenPipeError:  # the reader of a listing went away
         sys.stderr.close()
         return 0
-    except Exception:
-        show_traceback()
-        click.echo("error: this is a bug of hwopt, or of a package below it; please report the lines above.", err=True)
-        return 1
+    except BaseException as error:
+        code = exit_code_of(error)
+        if debug or code == 1:
+            show_traceback()
+        click.echo(ENDINGS.get(code) or f"error: {error}", err=True)
+        return code
+
+
+ENDINGS = {
+    1: "error: this is a bug of hwopt, or of a package below it; please report the lines above.",
+    130: "interrupted",
+    143: "terminated",
+}
 
 
 def show_traceback() -> None:

@@ -209,11 +209,23 @@ def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], 
     assert set(imported) <= allowed
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
     write_job(tmp_path, max_steps=100_000)
     process = subprocess.Popen(
-        [sys.executable, "-m", "hwopt", "run", "--profile", "cpu", "--name", "long"],
+        [
+            sys.executable,
+            "-m",
+            "hwopt",
+            "run",
+            "--profile",
+            "cpu",
+            "--name",
+            "long",
+            "--set",
+            f"plugins.dataloader.workers={workers}",
+        ],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -221,17 +233,19 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
         text=True,
         # a shell's background job ignores SIGINT, and so would what it starts
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 3/"):
             break
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: to the workers too
     try:
-        process.communicate(timeout=120)
+        rest, _ = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == code
+    assert process.returncode == code, rest
+    assert "bug of hwopt" not in rest
     assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
 
 
