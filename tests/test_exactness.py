@@ -72,15 +72,16 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
-def test_any_cut_gives_the_same_gradient(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_any_cut_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
     with tiny_run(tmp_path, kind, dtype) as run:
         whole = gradient(run, cut_step(run, [list(range(ROWS))]))
         assert whole.norm() > 0
 
         @given(partitions())
-        @settings(deadline=None, max_examples=25)
+        @settings(deadline=None, max_examples=examples)
         def check(groups: list[list[int]]) -> None:
             difference = (gradient(run, cut_step(run, groups)) - whole).norm() / whole.norm()
             assert difference <= LIMITS[dtype], groups

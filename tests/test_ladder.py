@@ -124,11 +124,12 @@ def test_with_dropout_the_bits_are_those_of_the_same_cuts(tmp_path: Path) -> Non
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "small"))
 
 
-def test_running_out_at_any_forward_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.soak)])
+def test_running_out_at_any_forward_leaves_no_trace(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     plain = trained(tmp_path_factory.mktemp("plain"), never)
 
     @given(st.integers(1, 24), st.booleans())
-    @settings(deadline=None, max_examples=12)
+    @settings(deadline=None, max_examples=examples)
     def check(at: int, in_backward: bool) -> None:
         heard = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
         assert heard.samples == plain.samples
