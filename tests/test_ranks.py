@@ -73,7 +73,7 @@ def test_two_ranks_train_the_model_of_one(kind: str, tmp_path: Path) -> None:
     # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
     names = [name for name in theirs if not name.endswith("key.bias")]
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
-    assert difference <= 1e-5 * torch.cat([theirs[name].flatten() for name in names]).double().norm()
+    assert difference <= 1e-6 * torch.cat([theirs[name].flatten() for name in names]).double().norm()
 
 
 def test_half_weights_on_two_ranks(tmp_path: Path) -> None:
