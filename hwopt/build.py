@@ -195,7 +195,12 @@ def build_model(run: Run) -> None:
     job, recipe = run.plan.job, run.recipe
     torch.manual_seed(randomness.mix(run.training.seed, randomness.WEIGHTS))
     config = load_config(job.model.name, job.model.config, job.model.revision)
-    model = run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs))
+    adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
+
+
+def adopt_model(run: Run, model: Any) -> None:
+    """Take `model` through the recipe's steps, onto the device and under the accelerator's precision."""
+    recipe = run.recipe
     for step in recipe.model_steps:
         with blaming("model_steps"):
             model = step(model, run)
@@ -260,17 +265,7 @@ def _factor(schedule: Callable[[int, int], float], total: int, step: int) -> flo
 def build_loaders(run: Run) -> None:
     """Loaders that yield whole step batches. Never given to `accelerator.prepare`, which would deal them to ranks in turn."""
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
-    attention = getattr(run.inner_model.config, "_attn_implementation", None)
-    mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
-    if run.plan.model.prebuilt_mask and attention == "sdpa":
-        mask = "prebuilt_mask"
-    padding = partial(
-        Collate,
-        pad_id=prepared.tokenizer.pad_token_id or 0,
-        # right padding is never attended by what stands left of it
-        mask=None if run.plan.model.is_decoder else mask,
-        widths=Widths(sizes.widths, sizes.pad_to_multiple_of),
-    )
+    padding = padding_of(run)
     cut = recipe.cut or cut_in_order
     train = StepSampler(
         lengths=prepared.train.lengths,
@@ -291,6 +286,21 @@ def build_loaders(run: Run) -> None:
         run.eval_loader = make_loader(
             run, StepDataset(prepared.eval, padding(cut=cut_in_order, most_rows=sizes.eval)), evaluation
         )
+
+
+def padding_of(run: Run) -> Callable[..., Collate]:
+    """The default collate of `run`, without its cut and most rows."""
+    attention = getattr(run.inner_model.config, "_attn_implementation", None)
+    mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
+    if run.plan.model.prebuilt_mask and attention == "sdpa":
+        mask = "prebuilt_mask"
+    return partial(
+        Collate,
+        pad_id=run.prepared.tokenizer.pad_token_id or 0,
+        # right padding is never attended by what stands left of it
+        mask=None if run.plan.model.is_decoder else mask,
+        widths=Widths(run.batch.widths, run.batch.pad_to_multiple_of),
+    )
 
 
 def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[StepBatch]:

@@ -108,6 +108,11 @@ class Plan:
     def is_demo(self) -> bool:
         return self.job_name == DEMO
 
+    @property
+    def context(self) -> Context:
+        """What its plugins were asked with."""
+        return Context(self.hardware, self.software, self.model, self.job, self.world_size)
+
     def applied(self) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry.decision != "skip")
 
@@ -148,11 +153,7 @@ def resolve(
     refuse_long_samples(job, model, profile, job_file)
     context = Context(hardware, software, model, job, world_size)
     entries = in_order(tuple(decide(profile, registry, context)))
-    recipe = Recipe()
-    for entry in entries:
-        if entry.decision != "skip":
-            with recipe.written_by(entry.author), blaming(entry):
-                entry.plugin.apply(recipe, context)
+    recipe = write_recipe(entries, context)
     notes = card_notes(profile, hardware)
     if strict:
         refuse_compromises(entries, notes)
@@ -176,6 +177,16 @@ def resolve(
         notes=(*notes, *batch_note),
         job_name=job_file.document.name,
     )
+
+
+def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:
+    """What the plugins that are not skipped write, in their order; whoever needs a recipe of their own makes it anew."""
+    recipe = Recipe()
+    for entry in entries:
+        if entry.decision != "skip":
+            with recipe.written_by(entry.author), blaming(entry):
+                entry.plugin.apply(recipe, context)
+    return recipe
 
 
 def check_hyperparameters(recipe: Recipe, training: Training) -> None:

@@ -118,6 +118,32 @@ class Observation:
         return sum(count for name, count in self.operators.items() if any(part in name for part in parts))
 
 
+@dataclass
+class MemorySpec:
+    """What the memory planner knows of a plan without running it; plugins correct it in their `memory`."""
+
+    parameters: int
+    trained: int
+    """Parameters that get gradients."""
+    weight_bytes: float = 4.0
+    """Of a parameter, as the model computes with it; so are the others, of a trained one."""
+    gradient_bytes: float = 4.0
+    state_bytes: float = 8.0
+    master_bytes: float = 0.0
+    stand_ins: dict[str, Any] = field(default_factory=dict)
+    """Recipe slot -> what takes its place where tensors are fake: a callable that allocates the same bytes."""
+
+
+@dataclass(frozen=True)
+class Leaner:
+    """Options of a plugin that need less memory than the present ones, and what they cost."""
+
+    options: PluginOptions
+    slower: float
+    """Time of a step against now, about: 1.0 is no slower."""
+    cost: str
+
+
 class Plugin:
     """One optimization. Subclass it, name it, and register the class under the entry-point group `hwopt.plugins`."""
 
@@ -144,6 +170,14 @@ class Plugin:
     def apply(self, recipe: Recipe, context: Context) -> None:
         """Write its part of the recipe. Heavy imports go inside the callables that it leaves there."""
 
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        """Correct the sums of `spec`, and give stand-ins for what fake tensors cannot run. The planner traces all else itself."""
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> Sequence[Leaner]:
+        """Options that would save memory, from `options`, or from None where the profile does without the plugin."""
+        return ()
+
     def evidence(self, run: Run) -> Evidence:
         """Look at the running thing after step 1, never at the plugin's own flags."""
         return Evidence.unknown("this plugin observes nothing")
@@ -155,6 +189,8 @@ __all__ = [
     "Decision",
     "Evidence",
     "Hardware",
+    "Leaner",
+    "MemorySpec",
     "ModelFacts",
     "Observation",
     "Plugin",

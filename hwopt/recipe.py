@@ -104,6 +104,10 @@ class Recipe:
                 "Remove one of the two tables, or give it `enabled = false`."
             )
 
+    def written_by_author(self, author: str) -> list[str]:
+        """The slots and keys that `author` set, as `author_of` takes them; lists and events are nobody's."""
+        return [what for what, who in self._claims.items() if who == author]
+
     def author_of(self, what: str) -> str:
         """Who set a slot, or a key written as `field['key']`; "the core" where nobody did."""
         return self._claims.get(what, "the core")

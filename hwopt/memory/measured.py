@@ -1,0 +1,73 @@
+"""Measured tier: the same step on real tensors, on the device that is there, against the allocator's own book.
+
+On CUDA `max_memory_allocated`; on a CPU every allocation of torch's allocator as its profiler reports it. Weights are random: they
+do not change sizes. What lives outside the allocator (the device's context, libraries) is no part of it, here as in a trace.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hwopt.memory.rehearsal import Shape, evaluation, micro_batch_of, rehearsing, state_first, train_step
+from hwopt.memory.tracer import has_several
+from hwopt.plan import Plan, write_recipe
+
+STEP = "hwopt.step"
+
+
+def measured(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
+    """Peak bytes of one training step ("train") or evaluation ("eval") with a micro-batch of `shape`, weights and state included.
+
+    Raises torch.OutOfMemoryError where the device has not as much.
+    """
+    device = torch.device(plan.hardware.device_type)
+    book = cuda_peak if device.type == "cuda" else cpu_peak
+
+    def everything(begin: Callable[[], None]) -> None:
+        with rehearsing(plan, write_recipe(plan.entries, plan.context), labels, device) as run:
+            state_first(run)
+            batch = micro_batch_of(run, shape).to(device)
+            step = (lambda: evaluation(run, batch)) if what == "eval" else (lambda: train_step(run, batch, has_several(plan)))
+            step()  # what libraries allocate once
+            gc.collect()
+            begin()
+            step()
+
+    return book(everything)
+
+
+def cuda_peak(work: Callable[[Callable[[], None]], None]) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    work(torch.cuda.reset_peak_memory_stats)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def cpu_peak(work: Callable[[Callable[[], None]], None]) -> int:
+    from torch.autograd.profiler import profile, record_function
+
+    def mark() -> None:
+        with record_function(STEP):
+            pass
+
+    gc.collect()  # what is freed in between would count against what is held
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
+        work(mark)
+    return highest_after(STEP, profiler.kineto_results.events())
+
+
+def highest_after(mark: str, events: Any) -> int:
+    """The most bytes held at once since the event called `mark`, by the allocations and releases in `events`."""
+    started = next(event.start_ns() for event in events if event.name() == mark)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = most = 0
+    for at, change in changes:
+        held += change
+        if at >= started:
+            most = max(most, held)
+    return most

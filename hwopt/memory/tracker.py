@@ -1,0 +1,161 @@
+"""Tracker: makes tensors fake, and writes down every storage that is allocated and freed, and the work of every operation.
+
+It sees operations below autograd: what autograd keeps for the backward pass stays alive and so is counted, what a kernel
+allocates inside is not seen (hwopt.memory.card adds the known cases).
+Source: torch.distributed._tools.mem_tracker does the same with module hooks and a mode of its own, and takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hwopt.memory.timeline import KINDS, Timeline
+
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
+
+Workspace = Callable[..., int]
+
+
+class Tracker(FakeTensorMode):
+    def __init__(self, workspaces: Mapping[Any, Workspace] | None = None, granularity: int = 1) -> None:
+        """`workspaces`: operator -> (its arguments) -> bytes that its kernel allocates inside and frees again."""
+        super().__init__(allow_non_fake_inputs=True)
+        self.workspaces = workspaces or {}
+        self.granularity = granularity
+        self.kind = "weights"
+        self.zeros: list[Tensor] = []
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+        self.kinds: list[int] = []
+        self.operands: list[int] = []
+        self.ends: list[int] = []
+        self.flops: list[float] = []
+        self.dtypes: list[str] = []
+        self._inside = False
+        self._numbers: dict[int, int] = {}  # address of a living storage -> its number
+        self._alive: dict[int, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping dynamo out costs more than the rest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func is LOCAL_SCALAR and isinstance(args[0], FakeTensor):
+            return self.made_up(args[0])
+        if self._inside:  # what a fake implementation does on its way, unless its result is known already
+            return self.dispatch(func, types, args, kwargs)
+        self._inside = True
+        try:
+            out = self.dispatch(func, types, args, kwargs)
+        finally:
+            self._inside = False
+        before = len(self.sizes)
+        found = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        self.add(found)
+        if (inside := self.workspaces.get(func)) is not None:
+            self.passing(inside(*args, **kwargs))
+        if len(self.sizes) > before or func._schema.is_mutable:  # not a view
+            self._count(func, args, kwargs, out, found)
+        return out
+
+    def made_up(self, tensor: Tensor) -> float | bool:
+        """The value of a fake tensor that somebody reads: a count or factor of 1, False, and 0 for those in `zeros`."""
+        if any(tensor is zero or tensor._base is zero for zero in self.zeros):
+            return 0.0
+        return 1.0 if tensor.dtype.is_floating_point else False
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors` that are new, as the present kind."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._numbers:
+                number = self._new(storage.nbytes())
+                self._numbers[key] = number
+                self._alive[number] = weakref.ref(storage, partial(self._freed, key, number))
+
+    def passing(self, size: int) -> None:
+        """A workspace of `size` bytes that is allocated and freed at once."""
+        number = self._new(size)
+        self.kinds[number] = KINDS.index("temporary")
+        self.events.append(-number - 1)
+
+    def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """The storages of `tensors` are `kind`, from their beginning."""
+        for tensor in tensors:
+            if tensor is not None:
+                self.add([tensor])
+                self.kinds[self._numbers[tensor.untyped_storage()._cdata]] = KINDS.index(kind)
+
+    @contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """New storages inside the block are of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def restart(self) -> None:
+        """Forget the past: what is alive now becomes the beginning of the timeline."""
+        alive = sorted(self._alive)
+        renumbered = {number: place for place, number in enumerate(alive)}
+        self.sizes = [self.sizes[number] for number in alive]
+        self.kinds = [self.kinds[number] for number in alive]
+        self.events = [place + 1 for place in range(len(alive))]
+        self._numbers = {key: renumbered[number] for key, number in self._numbers.items()}
+        storages = {number: reference() for number, reference in self._alive.items()}
+        keys = {number: key for key, number in self._numbers.items()}
+        self._alive = {
+            renumbered[number]: weakref.ref(storage, partial(self._freed, keys[renumbered[number]], renumbered[number]))
+            for number, storage in storages.items()
+        }
+        self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
+
+    def timeline(self) -> Timeline:
+        return Timeline(
+            np.array(self.events, np.int64),
+            np.array(self.sizes, np.float64),
+            np.array(self.kinds, np.int64),
+            np.array(self.operands, np.int64),
+            np.array(self.ends, np.int64),
+            np.array(self.flops, np.float64),
+            np.array(self.dtypes, np.str_),
+            self.granularity,
+        )
+
+    def _new(self, size: int) -> int:
+        number = len(self.sizes)
+        self.sizes.append(size)
+        self.kinds.append(KINDS.index(self.kind))
+        self.events.append(number + 1)
+        return number
+
+    def _freed(self, key: int, number: int, _: Any) -> None:
+        if self._alive.pop(number, None) is not None:
+            self._numbers.pop(key, None)
+            self.events.append(-number - 1)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
+        counter = flop_registry.get(func._overloadpacket)
+        used = {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in (*read, *made)}
+        self.operands += sorted(number for number in used if number is not None)
+        self.ends.append(len(self.operands))
+        self.flops.append(float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0)
+        self.dtypes.append(str(read[0].dtype).removeprefix("torch.") if read else "float32")
