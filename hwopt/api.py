@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from hwopt.hardware import detect, detect_software, limited
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
+from hwopt.memory import planner
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
@@ -88,12 +89,35 @@ def resolve(
     model = job_file.job.model
     config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
     facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
-    plan = resolve_plan(chosen, machine, job_file, registry, facts, detect_software(), world_size=world_size, strict=strict)
+    software = detect_software()
+
+    def resolved(choices: Mapping[str, int]) -> Plan:
+        return resolve_plan(
+            chosen, machine, job_file, registry, facts, software, world_size=world_size, strict=strict, choices=choices
+        )
+
+    plan = resolved({})
+    if any(entry.choices > 1 for entry in plan.entries):
+        plan = planner.walk(plan, resolved, cache)
     notes = [f"profile auto: {reason}"] if reason else []
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def with_memory(
+    plan: Plan, replan: Callable[[Sequence[str]], Plan], *, registry: Registry | None = None, cache: Path | None = None
+) -> Plan:
+    """`plan` with its memory (`plan.memory`), and where that does not fit, with the changes that would save some.
+
+    `replan` gives the plan with further assignments, as `resolve` does. Without a GPU, weights or a run; takes seconds.
+    """
+    cache = cache or cache_folder()
+    memory = planner.plan_memory(plan, cache)
+    if not memory.fits:
+        memory = planner.advised(plan, memory, registry or Registry(), replan, cache)
+    return replace(plan, memory=memory)
 
 
 RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
@@ -144,4 +168,4 @@ def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:
             write_status(folder, exit_code, message)
 
 
-__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder"]
+__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder", "with_memory"]

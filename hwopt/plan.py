@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -24,6 +24,9 @@ from hwopt.profile import Profile
 from hwopt.recipe import Recipe
 from hwopt.registry import Registry
 from hwopt.toml_files import validate
+
+if TYPE_CHECKING:  # for an annotation only: it stands to the right of this module
+    from hwopt.memory.planner import MemoryPlan
 
 DEMO = "the embedded demo"
 """The name of the job document that no file holds."""
@@ -47,6 +50,8 @@ class Entry:
     provenance: Mapping[str, str]
     """Option -> the file and line, `--set` or "default" that it came from."""
     place: str
+    choices: int = 1
+    """Among how many options `probe` left the choice to the planner."""
 
     @property
     def name(self) -> str:
@@ -103,6 +108,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     job_name: str = ""
     """The file that the job came from."""
+    memory: MemoryPlan | None = None
+    """Where it was asked for."""
 
     @property
     def is_demo(self) -> bool:
@@ -128,6 +135,7 @@ class Plan:
             "batch": asdict(self.batch) | {"accumulation": self.batch.accumulation(self.world_size)},
             "world_size": self.world_size,
             "plugins": [entry.to_dict() for entry in self.entries],
+            **({} if self.memory is None else {"memory": self.memory.to_dict()}),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
         }
@@ -143,8 +151,11 @@ def resolve(
     *,
     world_size: int = 1,
     strict: bool = False,
+    choices: Mapping[str, int] | None = None,
 ) -> Plan:
     """Ask every plugin of the profile, in order, and let those that can write the recipe.
+
+    `choices`: plugin -> which of the options to take, where its probe offers several (`Decision.choose`); else the first.
 
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
@@ -152,7 +163,7 @@ def resolve(
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
     context = Context(hardware, software, model, job, world_size)
-    entries = in_order(tuple(decide(profile, registry, context)))
+    entries = in_order(tuple(decide(profile, registry, context, choices or {})))
     recipe = write_recipe(entries, context)
     notes = card_notes(profile, hardware)
     if strict:
@@ -217,7 +228,7 @@ def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file:
     )
 
 
-def decide(profile: Profile, registry: Registry, context: Context) -> Iterator[Entry]:
+def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[Entry]:
     problems = Problems()
     asked: list[tuple[type[Plugin], PluginOptions, str]] = []
     for name, table in profile.plugin_tables():
@@ -233,11 +244,11 @@ def decide(profile: Profile, registry: Registry, context: Context) -> Iterator[E
             asked.append((plugin_class, options, profile.place(*key)))
     problems.raise_if_any()
     for plugin_class, options, place in asked:
-        yield entry_for(plugin_class(options), options, place, profile, registry, context)
+        yield entry_for(plugin_class(options), options, place, profile, registry, context, choices.get(plugin_class.name, 0))
 
 
 def entry_for(
-    plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context
+    plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
 ) -> Entry:
     entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
     with blaming(entry):
@@ -246,7 +257,7 @@ def entry_for(
             raise PluginError(f"probe() returned {answer!r} instead of a Decision")
         decision = answer
     if decision.kind in ("fallback", "choose"):
-        plugin = type(plugin)(decision.options[0])
+        plugin = type(plugin)(decision.options[choice])
     provenance = {
         key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
         for key in type(options).model_fields
@@ -255,7 +266,15 @@ def entry_for(
         if getattr(plugin.options, key) != getattr(options, key):
             provenance[key] = f"decided here, instead of {getattr(options, key)!r} ({provenance[key]})"
     kind = "apply" if decision.kind == "choose" else decision.kind
-    return replace(entry, plugin=plugin, decision=kind, reason=decision.reason, options=plugin.options, provenance=provenance)
+    return replace(
+        entry,
+        plugin=plugin,
+        decision=kind,
+        reason=decision.reason,
+        options=plugin.options,
+        provenance=provenance,
+        choices=len(decision.options) if decision.kind == "choose" else 1,
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 WORTH_IT_FROM = 500_000_000
 
@@ -109,6 +109,18 @@ class Adapter(Plugin):
             )
         )
         recipe.final_steps.append(save_and_merge)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        # r x (inputs + outputs) of each linear layer; without their shapes, seven square ones a layer hold all but embeddings
+        model = context.model
+        spec.trained = min(spec.parameters, self.options.r * 2 * 7 * model.layers * model.hidden_size)
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        offer = cls.Options(always=True)
+        return (
+            [] if options is not None else [Leaner(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
+        )
 
     def evidence(self, run: Any) -> Evidence:
         named = list(run.inner_model.named_parameters())

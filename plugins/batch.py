@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
 
 MOST_ROWS = 1_000_000  # more is a slip of the hand
 
@@ -22,6 +22,11 @@ MOST_ROWS = 1_000_000  # more is a slip of the hand
 def micro_batches(effective: int, train: int, world_size: int) -> int:
     """Micro-batches that a rank needs at most for its share of `effective` samples, `train` at a time."""
     return -(-effective // (train * world_size))
+
+
+def halves(number: int) -> list[int]:
+    """`number`, half of it, and so on to 1."""
+    return [number >> shift for shift in range(number.bit_length())]
 
 
 class Batch(Plugin):
@@ -69,6 +74,20 @@ class Batch(Plugin):
             recipe.batch["accumulation"] = self.options.accumulation or 1
         else:
             recipe.batch["effective"] = self.options.effective
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        """Half the rows again and again in as many rows a step; then the same with smaller evaluation batches."""
+        if options is None:
+            return []
+        step = options.effective or options.train * (options.accumulation or 1) * context.world_size
+        cost = f"{step} rows a step as before, in finer micro-batches"
+        evaluation = options.eval or 2 * options.train
+        return [
+            Leaner(cls.Options(train=rows, eval=rows_in_evaluation, effective=step), 1.0 + 0.03 * number, cost)
+            for rows_in_evaluation in halves(evaluation)[::3]
+            for number, rows in enumerate(halves(options.train))
+        ][1:]
 
     def evidence(self, run: Any) -> Evidence:
         step = run.last_step_batch

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
 
 
 def keep_products() -> Any:
@@ -102,6 +102,14 @@ class Checkpointing(Plugin):
             return model
 
         recipe.model_steps.append(enable)
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        if options is not None and options.layers == "all":
+            return []
+        selective = Leaner(cls.Options(layers="selective"), 1.05, "computes all but products and attention twice")
+        everything = Leaner(cls.Options(), 1.33, "computes every layer's forward twice")
+        return [selective, everything] if options is None else [everything]
 
     def evidence(self, run: Any) -> Evidence:
         layers = repeated_layers(run.inner_model)

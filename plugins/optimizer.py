@@ -17,7 +17,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware import Capability
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+
+STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block
+    "adamw_torch": 8.0,
+    "adamw_torch_fused": 8.0,
+    "adamw_bnb_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 0.0,  # unified memory, which the driver moves to the host when the device is short of it
+    "paged_adamw_32bit": 0.0,
+    "adamw_torch_8bit": 2 + 2 * 4 / 256,
+    "adamw_torch_4bit": 1 + 2 * 4 / 128,
+}
+SMALL = 4_096
+"""Tensors with fewer elements keep states in 32 bit."""
 
 Name = Literal[
     "adamw_torch",
@@ -46,6 +58,20 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> Any:
     module, cls = CLASSES[name]
     settings = {"fused": True} if name == "adamw_torch_fused" else {}
     return getattr(import_module(module), cls)(groups, **settings)
+
+
+def reserving_optimizer(state_bytes: float, groups: list[dict[str, Any]]) -> Any:
+    """An optimizer that only holds `state_bytes` a parameter (8 for small tensors), for tensors that no kernel can run on."""
+    import torch
+
+    class Reserving(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                if not self.state[parameter]:
+                    size = parameter.numel() * (8 if state_bytes > 0 and parameter.numel() < SMALL else state_bytes)
+                    self.state[parameter]["reserved"] = torch.empty(int(size), dtype=torch.uint8, device=parameter.device)
+
+    return Reserving(groups, {})
 
 
 def available(name: str, context: Context, alone: bool) -> Capability:
@@ -99,6 +125,21 @@ class Optimizer(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer = partial(make_optimizer, self.options.name)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        name = self.options.name
+        spec.state_bytes = STATE_BYTES[name]
+        if name.startswith("paged") or CLASSES[name][0].startswith("torchao"):  # they need a CUDA device or a compiler
+            spec.stand_ins["optimizer"] = partial(reserving_optimizer, STATE_BYTES[name])
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        now = STATE_BYTES["adamw_torch" if options is None else options.name]
+        offers: tuple[tuple[Name, float, str], ...] = (
+            ("adamw_bnb_8bit", 1.02, "quantizes the optimizer's states to 8 bit"),
+            ("paged_adamw_8bit", 1.1, "states in 8 bit, in host memory when the device is short"),
+        )
+        return [Leaner(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
 
     def evidence(self, run: Any) -> Evidence:
         optimizer, name = run.optimizer, self.options.name

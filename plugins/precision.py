@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 
@@ -210,6 +210,20 @@ class Precision(Plugin):
             recipe.final_steps.append(weights.restore)  # they run in reverse: before an adapter is merged, which would round it
             if dtype == "fp16":
                 recipe.scaler = partial(gradient_scaler, context.hardware.device_type)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        if self.options.dtype != "fp32" and self.options.level == "O2":
+            spec.weight_bytes, spec.gradient_bytes, spec.master_bytes = 2.0, 2.0, 4.0
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        dtype, _ = best_dtype(context.hardware)
+        if dtype == "fp32":
+            return []
+        half = Leaner(cls.Options(dtype=dtype), 0.6, f"products in {dtype}")
+        weights = Leaner(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
+        now = "fp32" if options is None or options.dtype == "fp32" else options.level
+        return {"fp32": [half, weights], "O1": [weights], "O2": []}[now]
 
     def evidence(self, run: Any) -> Evidence:
         import torch

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from hwopt.cli.options import format_option, job_and_profile, quiet_libraries, quiet_transformers
+
+if TYPE_CHECKING:
+    from hwopt.plan import Plan
 
 
 @click.command(
@@ -37,22 +42,28 @@ def plan(
     from rich.console import Console
 
     from hwopt import api
+    from hwopt.report.memory import show_memory
     from hwopt.report.screen import show_plan, show_values
 
     quiet_transformers()
-    planned = api.resolve(
-        profile,
-        job,
-        assignments=assignments,
-        hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
-        strict=strict,
-        memory_limit=memory_limit,
-        world_size=world_size,
-    )
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return api.resolve(
+            profile,
+            job,
+            assignments=[*assignments, *changes],
+            hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
+            strict=strict,
+            memory_limit=memory_limit,
+            world_size=world_size,
+        )
+
+    planned = api.with_memory(resolved(), resolved)
     if format_ == "json":
         click.echo(json.dumps(planned.to_dict(), indent=2, default=str))
         return
     console = Console()
     show_plan(console, planned)
+    show_memory(console, planned)
     console.print()
     show_values(console, planned)

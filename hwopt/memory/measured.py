@@ -1,7 +1,7 @@
 """Measured tier: the same step on real tensors, on the device that is there, against the allocator's own book.
 
-On CUDA `max_memory_allocated`; on a CPU every allocation of torch's allocator as its profiler reports it. Weights are random: they
-do not change sizes. What lives outside the allocator (the device's context, libraries) is no part of it, here as in a trace.
+On CUDA `max_memory_allocated`; on a CPU every allocation of torch's allocator as its profiler reports it. Weights are random,
+which changes no size. What lives outside the allocator (the device's context, libraries) is no part of it, here as in a trace.
 """
 
 from __future__ import annotations

@@ -40,7 +40,11 @@ class Timeline:
     ends: NDArray[np.int64]  # (operations,) where each one's operands end
     flops: Numbers  # (operations,)
     dtypes: NDArray[np.str_]  # (operations,) of the first operand
-    granularity: int = 1
+    update: int
+    """The first operation of the optimizer's update."""
+    tf32: bool
+    """Whether fp32 products may take TF32."""
+    granularity: int
     """The allocator rounds every size up to a multiple of it, in bytes."""
 
     def peak(self) -> Peak:

@@ -137,7 +137,10 @@ def load(path: Path) -> dict[str, Timeline]:
         for key in arrays.files:
             name, _, attribute = key.partition("/")
             fields.setdefault(name, {})[attribute] = arrays[key]
-    return {name: Timeline(**{**values, "granularity": int(values["granularity"])}) for name, values in fields.items()}
+    return {
+        name: Timeline(**{key: value if value.ndim else value.item() for key, value in values.items()})
+        for name, values in fields.items()
+    }
 
 
 def in_child(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
@@ -260,13 +263,15 @@ def no_garbage_collection() -> Iterator[None]:
 
 def phases(run: Any, tracker: Tracker) -> None:
     """What backward and update make is temporary, unless it is told apart."""
-    for name in ("backward", "finish"):
-        setattr(run.engine, name, _making(tracker, getattr(run.engine, name)))
+    backward, finish = run.engine.backward, run.engine.finish
 
-
-def _making(tracker: Tracker, function: Callable[..., None]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
+    def watched_backward(*args: Any) -> None:
         with tracker.making("temporary"):
-            function(*args)
+            backward(*args)
 
-    return call
+    def watched_finish() -> None:
+        tracker.updates()
+        with tracker.making("temporary"):
+            finish()
+
+    run.engine.backward, run.engine.finish = watched_backward, watched_finish

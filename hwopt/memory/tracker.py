@@ -43,6 +43,7 @@ class Tracker(FakeTensorMode):
         self.ends: list[int] = []
         self.flops: list[float] = []
         self.dtypes: list[str] = []
+        self.update = 0
         self._inside = False
         self._numbers: dict[int, int] = {}  # address of a living storage -> its number
         self._alive: dict[int, Any] = {}
@@ -127,6 +128,10 @@ class Tracker(FakeTensorMode):
         }
         self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
 
+    def updates(self) -> None:
+        """From here on operations belong to the optimizer's update."""
+        self.update = len(self.ends)
+
     def timeline(self) -> Timeline:
         return Timeline(
             np.array(self.events, np.int64),
@@ -136,6 +141,8 @@ class Tracker(FakeTensorMode):
             np.array(self.ends, np.int64),
             np.array(self.flops, np.float64),
             np.array(self.dtypes, np.str_),
+            self.update,
+            torch.backends.cuda.matmul.fp32_precision == "tf32",
             self.granularity,
         )
 

@@ -1,0 +1,255 @@
+"""Whether a plan fits its device: the tier that can answer, the largest sizes that fit, and what to change where it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hwopt.errors import HwoptError
+from hwopt.hardware import GIB, Hardware
+from hwopt.memory import closed_form
+from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of, share_cut
+from hwopt.memory.rehearsal import Shape, spec_of
+from hwopt.memory.roofline import Prediction, predict
+from hwopt.memory.timeline import KINDS, Peak
+from hwopt.memory.tracer import NotTraceable, Trace, traced
+from hwopt.microbatch import Widths
+from hwopt.plan import Entry, Plan
+from hwopt.registry import Registry
+
+# The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
+CONTEXT_GIB = 0.5
+"""What a device's context and kernels take outside torch's allocator; on a CPU, the libraries."""
+FRAGMENTATION = 0.03
+"""The part of the memory that the allocator cannot use, for its blocks have other sizes."""
+
+ERRORS = {
+    "closed form": "a lower bound: activations and temporaries are left out",
+    "traced": "median under 1 %, at most 5 % against a CPU's allocator; unvalidated on a GPU",
+}
+"""What each tier states about itself (docs/memory.md has the measurements)."""
+
+MOST_LENGTH = 1 << 17
+
+
+@dataclass(frozen=True)
+class Change:
+    """Lines of the profile or job that save memory."""
+
+    lines: tuple[str, ...]
+    """`key = value`, as `--set` takes them."""
+    saves_gib: float
+    fits: bool
+    slower: float
+    cost: str
+    alters: bool = False
+    """Whether it also changes what is trained."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The answer. Memory in GiB; `parts` at the highest point of a training step, and the reserve."""
+
+    tier: str
+    error: str
+    rows: int
+    width: int
+    width_source: str
+    parts: dict[str, float]
+    peak_gib: float
+    """Of the allocator, in a training step: the sum of the parts but the reserve."""
+    eval_peak_gib: float | None
+    reserve_gib: float
+    free_gib: float
+    largest_train: int | None
+    """Rows of a micro-batch of this width; None where the tier cannot tell. So are the others."""
+    largest_eval: int | None
+    largest_max_length: int | None
+    time: Prediction | None = None
+    changes: tuple[Change, ...] = ()
+    note: str = ""
+
+    @property
+    def margin_gib(self) -> float:
+        return self.free_gib - self.reserve_gib - max(self.peak_gib, self.eval_peak_gib or 0.0)
+
+    @property
+    def fits(self) -> bool:
+        return self.margin_gib >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib}
+
+
+def reserve_gib(hardware: Hardware) -> float:
+    """What no tensor may use. A limit is one of the allocator, outside of which the context lies."""
+    context = 0.0 if hardware.memory_limit_gib is not None else CONTEXT_GIB
+    return context + FRAGMENTATION * hardware.free_memory_gib
+
+
+def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
+    """The memory of `plan`, traced where fake tensors can run its recipe, else in closed form."""
+    lengths = lengths or lengths_of(plan, cache)
+    rows, width = largest_micro_batch(plan, lengths.longest)
+    shape = Shape(rows, width)
+    try:
+        return from_trace(plan, shape, lengths, traced(plan, width, lengths.labels, cache / "memory"))
+    except NotTraceable as error:
+        return from_closed_form(plan, shape, lengths, f"it could not be traced: {error}")
+
+
+def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> MemoryPlan:
+    buckets = bucket_bytes(plan)
+    peak = with_buckets(trace.train.at(shape.rows, shape.width).peak(), buckets)
+    eval_peak = trace.eval.at(plan.batch.eval, shape.width).peak().bytes + buckets
+    reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
+    budget = (free - reserve) * GIB - buckets
+    most = plan.model.max_positions or MOST_LENGTH
+    return MemoryPlan(
+        tier="traced",
+        error=ERRORS["traced"],
+        rows=shape.rows,
+        width=shape.width,
+        width_source=lengths.source,
+        parts=in_gib(peak) | {"reserve": reserve},
+        peak_gib=peak.bytes / GIB,
+        eval_peak_gib=eval_peak / GIB,
+        reserve_gib=reserve,
+        free_gib=free,
+        largest_train=trace.train.most_rows(shape.width, budget),
+        largest_eval=trace.eval.most_rows(shape.width, budget),
+        largest_max_length=None
+        if trace.one_width
+        else min(trace.train.most_width(shape.rows, budget, most), trace.eval.most_width(plan.batch.eval, budget, most)),
+        time=predict(plan, trace.train, lengths.train),
+    )
+
+
+def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
+    parts = dict.fromkeys(KINDS, 0.0) | closed_form.states(spec_of(plan))
+    reserve = reserve_gib(plan.hardware)
+    return MemoryPlan(
+        tier="closed form",
+        error=ERRORS["closed form"],
+        rows=shape.rows,
+        width=shape.width,
+        width_source=lengths.source,
+        parts={kind: size / GIB for kind, size in parts.items()} | {"reserve": reserve},
+        peak_gib=sum(parts.values()) / GIB,
+        eval_peak_gib=None,
+        reserve_gib=reserve,
+        free_gib=plan.hardware.free_memory_gib,
+        largest_train=None,
+        largest_eval=None,
+        largest_max_length=None,
+        note=why,
+    )
+
+
+def bucket_bytes(plan: Plan) -> int:
+    """What several ranks hold to reduce gradients: torch's DDP keeps a copy of all of them."""
+    if plan.world_size == 1 or plan.recipe.engine is not None:
+        return 0
+    spec = spec_of(plan)
+    return int(spec.trained * spec.gradient_bytes)
+
+
+def with_buckets(peak: Peak, buckets: int) -> Peak:
+    parts = peak.parts | {"temporary": peak.parts["temporary"] + buckets}
+    return Peak(peak.bytes + buckets, parts)
+
+
+def in_gib(peak: Peak) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in peak.parts.items()}
+
+
+Replan = Callable[[Sequence[str]], Plan]
+"""(lines as `--set` takes them) -> the plan with them."""
+
+
+def advised(plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path) -> MemoryPlan:
+    """`memory` with the changes that would save some: the least loss of speed first, what alters the training last."""
+    lengths = lengths_of(plan, cache)
+    found = [*changes_by_plugins(plan, memory, registry, replan, cache, lengths), *shorter(plan, memory, cache, lengths)]
+    return replace(memory, changes=tuple(sorted(found, key=lambda change: (change.alters, change.slower, -change.saves_gib))))
+
+
+def changes_by_plugins(
+    plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path, lengths: Lengths
+) -> Iterator[Change]:
+    """What each plugin offers: its first offer that fits, or its last one."""
+    entries = {entry.name: entry for entry in plan.entries}
+    for name in registry.names:
+        entry = entries.get(name)
+        best: Change | None = None
+        for offer in registry.plugin(name).leaner(present(entry), plan.context):
+            options = offer.options.model_dump(mode="json", exclude_defaults=True)
+            lines = tuple(f"plugins.{name}.{key} = {json.dumps(value)}" for key, value in options.items())
+            try:
+                other = replan([line.replace(" = ", "=", 1) for line in lines] or [f"plugins.{name}.enabled=true"])
+            except HwoptError:
+                continue  # not here, or not together with the rest
+            if next(e for e in other.entries if e.name == name).decision == "skip":
+                continue
+            then = plan_memory(other, cache, lengths)
+            saved = highest(memory) - highest(then)
+            if then.tier == memory.tier and saved > 0.01:
+                lines = changed_lines(name, entry, options) or (f"[plugins.{name}]",)
+                alters = registry.plugin(name).preserves == "method"
+                best = Change(lines, saved, then.fits, offer.slower, offer.cost, alters)
+                if then.fits:
+                    break
+        if best is not None:
+            yield best
+
+
+def present(entry: Entry | None) -> Any:
+    """The options that are in effect; None where the plugin is not."""
+    return None if entry is None or entry.decision == "skip" else entry.options
+
+
+def changed_lines(name: str, entry: Entry | None, options: dict[str, Any]) -> tuple[str, ...]:
+    now = {} if entry is None else entry.options.model_dump(mode="json")
+    return tuple(f"plugins.{name}.{key} = {json.dumps(value)}" for key, value in options.items() if now.get(key) != value)
+
+
+def highest(memory: MemoryPlan) -> float:
+    return max(memory.peak_gib, memory.eval_peak_gib or 0.0)
+
+
+def shorter(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths) -> Iterator[Change]:
+    """A shorter data.max_length, with the share of texts that it would cut."""
+    target = memory.largest_max_length
+    if memory.tier != "traced" or target is None:
+        return
+    target = target if 0 < target < memory.width else max(1, memory.width // 2)
+    target = target // 8 * 8 or target
+    trace = traced(plan, memory.width, lengths.labels, cache / "memory")
+    width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
+    then = from_trace(plan, Shape(memory.rows, width), lengths, trace)
+    share = share_cut(lengths, target)
+    cost = "cuts texts" if share is None else f"cuts {share:.0%} of the texts"
+    if highest(memory) - highest(then) > 0.01:
+        yield Change((f"data.max_length = {target}",), highest(memory) - highest(then), then.fits, 1.0, cost, alters=True)
+
+
+def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> Plan:
+    """`plan` with every choice among options (`Decision.choose`, cheapest first) at the first one that fits, and why.
+
+    `replan` resolves with the given option number of each plugin. Where none fits, the last one is taken: it needs the least.
+    """
+    taken: dict[str, int] = {}
+    lengths = lengths_of(plan, cache)
+    for entry in plan.entries:
+        for number in range(entry.choices if entry.choices > 1 else 0):
+            taken[entry.name] = number
+            plan = replan(taken)
+            if plan_memory(plan, cache, lengths).fits:
+                break
+    return plan
+
+
+__all__ = ["Change", "MemoryPlan", "advised", "plan_memory", "walk"]

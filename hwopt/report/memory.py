@@ -1,0 +1,66 @@
+"""The memory of a plan on the terminal: the parts, whether they fit, what would fit, what to change, and how long it may take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hwopt.report.screen import say, table
+
+if TYPE_CHECKING:
+    from hwopt.memory.planner import Change, MemoryPlan
+    from hwopt.memory.roofline import Prediction
+    from hwopt.plan import Plan
+
+
+def show_memory(console: Console, plan: Plan) -> None:
+    memory = plan.memory
+    assert memory is not None, "asked for"
+    console.print()
+    rows = ((name.replace("_", " "), gib(size)) for name, size in memory.parts.items())
+    console.print(table(("memory", "at the peak"), rows, folded=0))
+    sizes = f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
+    evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
+    say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}")
+    say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
+    word, style = ("fits", "bold green") if memory.fits else ("DOES NOT FIT", "bold red")
+    free = f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} of them in reserve"
+    say(console, word, f"{free}, {abs(memory.margin_gib):.2f} {'left' if memory.fits else 'missing'}", style)
+    if memory.largest_train is not None:
+        say(console, "most that fits", describe_most(memory))
+    if memory.time is not None:
+        say(console, "time", describe_time(memory.time))
+    if memory.changes:
+        shown = ((", ".join(c.lines), gib(c.saves_gib), "yes" if c.fits else "no", pace(c), c.cost) for c in memory.changes)
+        console.print(table(("to change", "saves", "fits then", "time", "what it does"), shown, folded=4))
+
+
+def describe_most(memory: MemoryPlan) -> str:
+    parts = [f"micro-batch {memory.largest_train:,}", f"evaluation batch {memory.largest_eval:,}"]
+    if memory.largest_max_length is not None:
+        parts.append(f"max_length {memory.largest_max_length:,} with {memory.rows} rows")
+    return ", ".join(parts)
+
+
+def pace(change: Change) -> str:
+    return "as now" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
+
+
+def describe_time(time: Prediction) -> str:
+    parts = [f"{span(time.step)} a step"]
+    if time.epoch is not None and time.total is not None:
+        parts += [f"{span(time.epoch)} an epoch", f"{span(time.total)} in all"]
+    return f"{', '.join(parts)} ({time.basis})"
+
+
+def gib(size: float) -> str:
+    return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
+
+
+UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+
+
+def span(seconds: tuple[float, float]) -> str:
+    unit, size = next(((unit, size) for unit, size in UNITS if seconds[1] >= 2 * size), UNITS[-1])
+    return f"{seconds[0] / size:.3g} to {seconds[1] / size:.3g} {unit}"
