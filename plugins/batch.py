@@ -9,19 +9,26 @@ method; how it is cut into micro-batches is not (the loss is divided once, by th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
 
 MOST_ROWS = 1_000_000  # more is a slip of the hand
+Rows = Annotated[int, Field(gt=0, le=MOST_ROWS)]
 
 
 def micro_batches(effective: int, train: int, world_size: int) -> int:
     """Micro-batches that a rank needs at most for its share of `effective` samples, `train` at a time."""
     return -(-effective // (train * world_size))
+
+
+def sizes(most: int) -> list[int]:
+    """`most`, and below it 1, 2, 3, 4, 6, 8, 12, 16, …: the largest first."""
+    steps = {1 << power for power in range(20)} | {3 << power for power in range(19)}
+    return [most, *sorted((size for size in steps if size < most), reverse=True)]
 
 
 def halves(number: int) -> list[int]:
@@ -36,9 +43,11 @@ class Batch(Plugin):
     slots = ("batch",)
 
     class Options(PluginOptions):
-        train: int = Field(default=8, gt=0, le=MOST_ROWS, description="Samples of a training micro-batch on each rank.")
-        eval: int | None = Field(
-            default=None, gt=0, le=MOST_ROWS, description="Samples of an evaluation batch; 2 x train where left out."
+        train: Rows | Literal["auto"] = Field(
+            default=8, description='Samples of a training micro-batch on each rank; "auto": the most that fits the device.'
+        )
+        eval: Rows | Literal["auto"] | None = Field(
+            default=None, description='Samples of an evaluation batch, or "auto"; 2 x train where left out.'
         )
         accumulation: int | None = Field(
             default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step; 1 where left out."
@@ -47,10 +56,20 @@ class Batch(Plugin):
             default=None, gt=0, le=MOST_ROWS, description="Samples of an optimizer step over all ranks; wins over accumulation."
         )
 
+        @model_validator(mode="after")
+        def a_step_of_known_size(self) -> Batch.Options:
+            if self.train == "auto" and self.effective is None:
+                raise ValueError('train = "auto" needs effective = N, the samples of an optimizer step: it is part of the method')
+            return self
+
     options: Options
 
     def probe(self, context: Context) -> Decision:
         train, world, effective = self.options.train, context.world_size, self.options.effective
+        if "auto" in (train, self.options.eval):
+            return Decision.choose(self.candidates(world), "the most rows that fit")
+        assert train != "auto", "chosen above"
+        assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train
         if effective is None:
             steps = self.options.accumulation or 1
@@ -67,7 +86,18 @@ class Batch(Plugin):
             f"{steps} micro-batch(es) of up to {train} each; {evaluation} in evaluation"
         )
 
+    def candidates(self, world_size: int) -> list[Batch.Options]:
+        """Sizes from the most rows that make sense to a single one."""
+        given = self.options
+        if given.train != "auto":
+            return [given.model_copy(update={"eval": rows}) for rows in sizes(4 * max(given.train, 64))]
+        evaluation = None if given.eval == "auto" else given.eval
+        share = -(-(given.effective or 1) // world_size)
+        return [given.model_copy(update={"train": rows, "eval": evaluation}) for rows in sizes(share)]
+
     def apply(self, recipe: Recipe, context: Context) -> None:
+        assert self.options.train != "auto", "probe() has it chosen"
+        assert self.options.eval != "auto", "probe() has it chosen"
         recipe.batch["train"] = self.options.train
         recipe.batch["eval"] = self.options.eval or 2 * self.options.train
         if self.options.effective is None:
@@ -80,6 +110,8 @@ class Batch(Plugin):
         """Half the rows again and again in as many rows a step; then the same with smaller evaluation batches."""
         if options is None:
             return []
+        assert options.train != "auto", "in effect is a number"
+        assert options.eval != "auto", "in effect is a number"
         step = options.effective or options.train * (options.accumulation or 1) * context.world_size
         cost = f"{step} rows a step as before, in finer micro-batches"
         evaluation = options.eval or 2 * options.train

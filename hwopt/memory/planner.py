@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwopt.errors import HwoptError
+from hwopt.errors import HwoptError, InputError
 from hwopt.hardware import GIB, Hardware
 from hwopt.memory import closed_form
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of, share_cut
@@ -240,16 +240,30 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
     """`plan` with every choice among options (`Decision.choose`, cheapest first) at the first one that fits, and why.
 
     `replan` resolves with the given option number of each plugin. Where none fits, the last one is taken: it needs the least.
+    Raises InputError where the recipe cannot be traced, so that nobody can tell.
     """
     taken: dict[str, int] = {}
+    reasons: dict[str, str] = {}
     lengths = lengths_of(plan, cache)
     for entry in plan.entries:
-        for number in range(entry.choices if entry.choices > 1 else 0):
+        if entry.choices == 1:
+            continue
+        refused = ""
+        for number in range(entry.choices):
             taken[entry.name] = number
             plan = replan(taken)
-            if plan_memory(plan, cache, lengths).fits:
+            memory = plan_memory(plan, cache, lengths)
+            if memory.tier == "closed form":
+                raise InputError(
+                    f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
+                )
+            room = memory.free_gib - memory.reserve_gib
+            reasons[entry.name] = f"{entry.reason}: {highest(memory):.2f} of {room:.2f} GiB{refused}"
+            if memory.fits:
                 break
-    return plan
+            refused = f", the one before would need {highest(memory):.2f}"
+    entries = tuple(replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in plan.entries)
+    return replace(plan, entries=entries)
 
 
 __all__ = ["Change", "MemoryPlan", "advised", "plan_memory", "walk"]

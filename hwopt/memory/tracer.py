@@ -107,13 +107,17 @@ def has_several(plan: Plan) -> bool:
 
 
 def second(width: int) -> Shape:
-    """Another shape to trace. The width is near the first: models change what they do at some lengths (a sliding window)."""
-    return Shape(2 * ROWS, max(1, width - max(1, width // 256) * 32 if width >= 64 else width // 2))
+    """Another shape to trace, whose ratios to the first one no two pairs of powers share.
+
+    The width is near the first: models change what they do at some lengths (a sliding window).
+    """
+    other = width - max(1, width // 256) * 32 if width >= 64 else max(width // 2, 1)
+    return Shape(7 * ROWS, other if other < width else 2 * width)
 
 
 def arranged(found: dict[str, Timeline], width: int) -> Trace:
     """Raises NotTraceable where the traces are no functions of their shapes."""
-    for one_width, name, shape in ((False, "other", second(width)), (True, "taller", Shape(2 * ROWS, width))):
+    for one_width, name, shape in ((False, "other", second(width)), (True, "taller", Shape(7 * ROWS, width))):
         with contextlib.suppress(ValueError, KeyError):
             train, evaluate = (
                 Scaled.fit(found[f"{what}.base"], ROWS, width, found[f"{what}.{name}"], shape.rows, shape.width)
@@ -193,7 +197,7 @@ def timelines(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
         if not same_program(found, "other"):  # the first one also made what is made once and kept
             follow("other", second(width))
         if not same_program(found, "other"):
-            follow("taller", Shape(2 * ROWS, width))
+            follow("taller", Shape(7 * ROWS, width))
     return found
 
 

@@ -1,0 +1,170 @@
+"""C9: predicted peak memory against the allocator's, for configurations drawn by seed from a grid.
+
+    python benchmarks/memory.py [--count 12] [--seed N] [--json FILE]
+
+On a CUDA device the measured peak is `max_memory_allocated`; on a CPU every allocation of torch's allocator, as its profiler
+reports it. Each configuration runs in a process of its own. Without --seed it is drawn from the clock, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+MODELS = {
+    "bert": {"model_type": "bert", "vocab_size": 8000, "max_position_embeddings": 2048},
+    "roberta": {"model_type": "roberta", "vocab_size": 8000, "max_position_embeddings": 2050},
+    "distilbert": {"model_type": "distilbert", "vocab_size": 8000, "max_position_embeddings": 2048},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 8000, "n_positions": 2048},
+    "llama": {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048},
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262144, "max_position_embeddings": 2048, "sliding_window": 512},
+}
+DECODERS = ("gpt2", "llama", "gemma3")
+GRID: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "hidden": (128, 256, 384),
+    "layers": (2, 3, 6),
+    "precision": ("fp32", "bf16 O1", "bf16 O2"),
+    "optimizer": ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_torch_8bit"),
+    "checkpointing": (None, "all", "selective", 2),
+    "adapter": (None, "lora", "dora"),
+    "length": (64, 128, 256, 512, 1024, 2048),
+    "tokens": (512, 1024, 2048, 4096),
+    "accumulation": (1, 2),
+    "sdpa": (True, False),
+}
+
+
+def draw(seed: int, count: int) -> list[dict[str, Any]]:
+    chosen = random.Random(seed)
+    return [{key: chosen.choice(values) for key, values in GRID.items()} for _ in range(count)]
+
+
+def shape_of(config: dict[str, Any]) -> tuple[int, int]:
+    tokens = min(config["tokens"], 512) if config["model"] == "gemma3" else config["tokens"]
+    return max(1, tokens // config["length"]), config["length"]
+
+
+def model_of(config: dict[str, Any]) -> dict[str, Any]:
+    hidden, layers = config["hidden"], config["layers"]
+    names = {
+        "gpt2": {"n_embd": hidden, "n_layer": layers, "n_head": 4},
+        "distilbert": {"dim": hidden, "n_layers": layers, "n_heads": 4, "hidden_dim": 4 * hidden},
+    }
+    usual = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * hidden}
+    grouped = {"num_key_value_heads": 2} if config["model"] in ("llama", "gemma3") else {}
+    heads = {"head_dim": hidden // 4} if config["model"] == "gemma3" else {}
+    return MODELS[config["model"]] | names.get(config["model"], usual) | grouped | heads
+
+
+def profile_of(config: dict[str, Any]) -> str:
+    rows, _ = shape_of(config)
+    dtype, _, level = config["precision"].partition(" ")
+    tables = ['name = "drawn"']
+    if config["adapter"]:
+        tables += ["[plugins.adapter]", f'kind = "{config["adapter"]}"', "always = true"]
+    tables += ["[plugins.precision]", f'dtype = "{dtype}"', f'level = "{level or "O1"}"']
+    if config["sdpa"]:
+        tables += ["[plugins.sdpa]"]
+    if config["checkpointing"]:
+        tables += ["[plugins.checkpointing]", f"layers = {json.dumps(config['checkpointing'])}"]
+    tables += ["[plugins.optimizer]", f'name = "{config["optimizer"]}"']
+    tables += ["[plugins.batch]", f"train = {rows}", f"accumulation = {config['accumulation']}"]
+    return "\n".join(tables)
+
+
+def compare(config: dict[str, Any]) -> dict[str, Any]:
+    """Predicted and measured bytes of a training step and an evaluation."""
+    from hwopt import api
+    from hwopt.memory.measured import measured
+    from hwopt.memory.rehearsal import Shape
+    from hwopt.memory.tracer import traced
+
+    rows, width = shape_of(config)
+    kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in model_of(config).items())
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "drawn.toml"
+        profile.write_text(profile_of(config), encoding="utf-8")
+        job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
+        plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
+    began = time.perf_counter()
+    trace = traced(plan, width, 2)
+    seconds = time.perf_counter() - began
+    found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
+    for what, scaled in (("train", trace.train), ("eval", trace.eval)):
+        found[f"predicted_{what}"] = scaled.at(rows, width).peak().bytes
+        found[f"measured_{what}"] = measured(plan, Shape(rows, width), 2, what)
+    return found
+
+
+def in_process(config: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", json.dumps(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1][:200]}
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def off(row: dict[str, Any]) -> float:
+    """Of the training step: predicted over measured, less one."""
+    return float(row["predicted_train"] / row["measured_train"] - 1)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--count", type=int, default=12)
+    arguments.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--one", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.one:
+        warnings.simplefilter("ignore")
+        print(json.dumps(compare(json.loads(options.one))))
+        return
+    import torch
+    import transformers
+
+    where = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    print(f"seed {options.seed}, {where}, {date.today()}")
+    print(
+        "| model | rows x tokens | precision | optimizer | checkpointing | adapter | predicted MiB | measured MiB | off | eval |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    rows = []
+    for config in draw(options.seed, options.count):
+        found = in_process(config)
+        rows.append(config | found)
+        name = f"{config['model']} {config['hidden']} x {config['layers']}"
+        what = f"{config['precision']} | {config['optimizer']} | {config['checkpointing'] or '-'} | {config['adapter'] or '-'}"
+        if "failed" in found:
+            print(f"| {name} | {' x '.join(map(str, shape_of(config)))} | {what} | failed: {found['failed']} | | | |", flush=True)
+            continue
+        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
+        predicted, real = found["predicted_train"] / 2**20, found["measured_train"] / 2**20
+        figures = f"{predicted:.1f} | {real:.1f} | {off(found):+.2%} | {evaluation:+.2%}"
+        print(f"| {name} | {found['rows']} x {found['width']} | {what} | {figures} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    errors = sorted(abs(off(row)) for row in rows if "failed" not in row)
+    if errors:
+        p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+        under = sum(off(row) < -0.03 for row in rows if "failed" not in row)
+        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
+        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
+
+
+if __name__ == "__main__":
+    main()
