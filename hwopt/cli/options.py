@@ -14,12 +14,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
 
 
-def job_and_profile(command: Command) -> Command:
-    """JOB, --profile, --set, --memory-limit and --strict."""
+def profile_option(command: Command) -> Command:
+    return click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(command)
+
+
+def job_options(command: Command) -> Command:
+    """JOB, --set, --memory-limit and --strict."""
     command = click.argument("job", required=False, type=click.Path(path_type=Path))(command)
-    command = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(
-        command
-    )
     command = click.option(
         "--set",
         "assignments",

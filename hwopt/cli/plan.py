@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, job_and_profile, quiet_libraries, quiet_transformers
+from hwopt.cli.options import format_option, job_options, quiet_libraries, quiet_transformers
 
 if TYPE_CHECKING:
     from hwopt.plan import Plan
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 @click.command(
     help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be there."
 )
-@job_and_profile
+@job_options
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    default=("auto",),
+    show_default=True,
+    help="A profile's name, a TOML file, or auto; several are compared side by side.",
+)
 @click.option(
     "--hardware",
     type=click.Choice(["profile", "detected"]),
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 @format_option
 def plan(
     job: Path | None,
-    profile: str,
+    profiles: tuple[str, ...],
     assignments: tuple[str, ...],
     memory_limit: str | None,
     strict: bool,
@@ -42,28 +50,35 @@ def plan(
     from rich.console import Console
 
     from hwopt import api
-    from hwopt.report.memory import show_memory
+    from hwopt.report.memory import show_memory, show_side_by_side
     from hwopt.report.screen import show_plan, show_values
 
     quiet_transformers()
 
-    def resolved(changes: Sequence[str] = ()) -> Plan:
-        return api.resolve(
-            profile,
-            job,
-            assignments=[*assignments, *changes],
-            hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
-            strict=strict,
-            memory_limit=memory_limit,
-            world_size=world_size,
-        )
+    def planned(profile: str) -> Plan:
+        def resolved(changes: Sequence[str] = ()) -> Plan:
+            return api.resolve(
+                profile,
+                job,
+                assignments=[*assignments, *changes],
+                hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
+                strict=strict,
+                memory_limit=memory_limit,
+                world_size=world_size,
+            )
 
-    planned = api.with_memory(resolved(), resolved)
+        return api.with_memory(resolved(), resolved)
+
+    plans = [planned(profile) for profile in profiles]
     if format_ == "json":
-        click.echo(json.dumps(planned.to_dict(), indent=2, default=str))
+        found = [plan.to_dict() for plan in plans]
+        click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
         return
     console = Console()
-    show_plan(console, planned)
-    show_memory(console, planned)
+    if len(plans) > 1:
+        show_side_by_side(console, plans)
+        return
+    show_plan(console, plans[0])
+    show_memory(console, plans[0])
     console.print()
-    show_values(console, planned)
+    show_values(console, plans[0])

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import rich_click as click
 
-from hwopt.cli.options import job_and_profile, quiet_libraries, quiet_transformers
+from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers
 
 
 @click.command(help="Train JOB (default: ./job.toml, else the embedded demo) with the optimizations of a card's profile.")
-@job_and_profile
+@job_options
+@profile_option
 @click.option("--name", help="The run's folder under --output-dir; default: from job and profile.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs go.")
 def run(

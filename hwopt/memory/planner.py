@@ -91,8 +91,16 @@ def reserve_gib(hardware: Hardware) -> float:
 
 
 def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
-    """The memory of `plan`, traced where fake tensors can run its recipe, else in closed form."""
+    """The memory of `plan`, traced where fake tensors can run its recipe, else in closed form.
+
+    Raises InputError for more ranks than there are samples.
+    """
     lengths = lengths or lengths_of(plan, cache)
+    if lengths.train is not None and plan.world_size > len(lengths.train):
+        raise InputError(
+            f"{plan.world_size:,} ranks for {len(lengths.train):,} training samples: most of them would never have one; "
+            f"take {len(lengths.train):,} ranks or fewer"
+        )
     rows, width = largest_micro_batch(plan, lengths.longest)
     shape = Shape(rows, width)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -34,6 +35,23 @@ def show_memory(console: Console, plan: Plan) -> None:
     if memory.changes:
         shown = ((", ".join(c.lines), gib(c.saves_gib), "yes" if c.fits else "no", pace(c), c.cost) for c in memory.changes)
         console.print(table(("to change", "saves", "fits then", "time", "what it does"), shown, folded=4))
+
+
+def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
+    """One row a profile."""
+    rows = []
+    for plan in plans:
+        memory = plan.memory
+        assert memory is not None, "asked for"
+        skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
+        fits = f"{'yes' if memory.fits else 'no'}, {gib(abs(memory.margin_gib))} {'left' if memory.fits else 'missing'}"
+        sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} a step"
+        most = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
+        total = "?" if memory.time is None else span(memory.time.total or memory.time.step)
+        rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, most, total, skipped or "-"))
+    columns = ("profile", "card", "peak", "fits", "micro-batch", "most rows", "time", "not as the profile says")
+    console.print(table(columns, rows, folded=7))
+    say(console, "time", "of the whole training where the data was read, else of a step; predicted by roofline")
 
 
 def describe_most(memory: MemoryPlan) -> str:
