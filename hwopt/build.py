@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hwopt import randomness
+from hwopt.data_parallel import DataParallelEngine
 from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
 from hwopt.hardware import GIB
@@ -117,7 +118,6 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
         build_model(run)
         build_optimizer(run)
         build_loaders(run)
-        make_engine = plan.recipe.engine or Engine
         run.engine = make_engine(run)
         for step in plan.recipe.prepared_steps:
             with blaming("prepared_steps"):
@@ -150,6 +150,12 @@ def blaming(part: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise PluginError(f"recipe.{part} of a plugin raised {type(error).__name__}: {error}") from error
+
+
+def make_engine(run: Run) -> Engine:
+    chosen = run.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine)
+    engine: Engine = chosen(run)
+    return engine
 
 
 def make_accelerator(plan: Plan) -> Accelerator:
@@ -206,7 +212,8 @@ def adopt_model(run: Run, model: Any) -> None:
             model = step(model, run)
     model.train()
     run.inner_model = model.to(run.device)
-    run.model = run.accelerator.prepare_model(run.inner_model)
+    # without DistributedDataParallel, which cannot do a step again (hwopt.data_parallel)
+    run.model = run.accelerator.prepare_model(run.inner_model, evaluation_mode=run.recipe.engine is None)
     run.loss = recipe.loss or run.task.loss
 
 

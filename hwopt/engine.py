@@ -1,4 +1,4 @@
-"""Engine: backward, reduce, unscale, clip and step, for one device and for DDP. DeepSpeed and FSDP bring their own.
+"""Engine: backward, unscale, clip and step on one device. Several ranks have hwopt.data_parallel; DeepSpeed and FSDP their own.
 
 Lean on purpose: the parameter list is made once, no module is walked in a step, the inner optimizer and scheduler are driven
 directly, and nothing is read back from the device where the optimizer takes `found_inf`.
@@ -6,10 +6,13 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from hwopt.ladder import Ladder
 
 if TYPE_CHECKING:
     from hwopt.build import Run
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 class Engine:
     """What the loop calls around each micro-batch (`before`, `backward`) and after the last one (`finish`)."""
+
+    can_redo = True
+    """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -28,7 +34,6 @@ class Engine:
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.zeroed = [*self.parameters, *(p for p in trained if id(p) not in own)]
         self.max_norm = run.training.max_grad_norm
-        self.is_ddp = isinstance(run.model, torch.nn.parallel.DistributedDataParallel)
         self.takes_found_inf = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         self.factor = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
@@ -40,19 +45,20 @@ class Engine:
         self.on_updated = run.recipe.events["updated"]
 
     def before(self, last: bool) -> None:
-        """Ahead of a micro-batch's forward: DDP reads there whether its backward will reduce."""
-        if self.is_ddp:
-            self.run.model.require_backward_grad_sync = last
+        """Ahead of a micro-batch's forward: wrappers that reduce in its backward read there whether they should."""
+
+    def together(self, ladder: Ladder) -> AbstractContextManager[None]:
+        """What a rank does alone; engines of several ranks see to it that all end the block alike."""
+        return nullcontext()
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of a summed loss, of which each unit weighs `share` in the mean over the whole step and all ranks."""
-        weight = share * self.run.world_size  # DDP averages the ranks' gradients; the share counts all of them already
         if self.factor.dtype != loss.dtype:
             self.factor = self.factor.to(loss.dtype)
         if self.scaler is None:
-            self.factor.fill_(weight)
+            self.factor.fill_(share)
         else:
-            self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(weight))
+            self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(share))
         loss.backward(gradient=self.factor)
 
     def drop(self) -> None:

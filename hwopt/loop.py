@@ -81,8 +81,9 @@ def train(run: Run, listener: Listener) -> Row:
 
 def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
     """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
-    while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
-        ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+    with run.engine.together(ladder):
+        while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
+            ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
     run.engine.finish()
     ladder.succeeded()
     run.last_step_batch = batch
@@ -96,8 +97,8 @@ def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ru
         forward_and_backward(run, batch, telemetry, reseed, rung)
         return None
     except torch.OutOfMemoryError as error:
-        if run.world_size > 1:
-            raise  # the other ranks wait in a reduction
+        if not run.engine.can_redo:
+            raise
         shortage = first_line(error)
     # behind the except block, whose frames keep the tensors alive
     run.engine.drop()
@@ -131,7 +132,7 @@ def evaluate(run: Run, ladder: Ladder) -> Row:
     """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`."""
     started = time.perf_counter()
     metrics = run.task.metrics(run.prepared, run.device)
-    with evaluating(run):
+    with run.engine.together(ladder), evaluating(run):
         for batch in fetched(run.eval_loader):
             evaluate_batch(run, batch.to(run.device), metrics, ladder)
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
@@ -166,10 +167,12 @@ def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_ro
 @torch.no_grad()
 def try_evaluation(run: Run, ladder: Ladder) -> None:
     """Evaluate the batch of the longest samples, and forget it."""
-    if run.eval_loader is None or not len(run.eval_loader.sampler):
+    if run.eval_loader is None:
         return
-    longest = next(iter(run.eval_loader.sampler))
-    with evaluating(run):
+    with run.engine.together(ladder), evaluating(run):
+        if not len(run.eval_loader.sampler):
+            return  # fewer samples than ranks
+        longest = next(iter(run.eval_loader.sampler))
         batch = run.eval_loader.dataset[longest].to(run.device)
         evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), ladder)
 

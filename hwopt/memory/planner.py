@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hwopt.data_parallel import BUCKET_BYTES
 from hwopt.errors import HwoptError, InputError
 from hwopt.hardware import GIB, Hardware
 from hwopt.memory import closed_form
@@ -158,11 +159,8 @@ def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> Me
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """What several ranks hold to reduce gradients: torch's DDP keeps a copy of all of them."""
-    if plan.world_size == 1 or plan.recipe.engine is not None:
-        return 0
-    spec = spec_of(plan)
-    return int(spec.trained * spec.gradient_bytes)
+    """What several ranks hold at once to reduce gradients: a bucket, and what the library makes of it."""
+    return 0 if plan.world_size == 1 or plan.recipe.engine is not None else 2 * BUCKET_BYTES
 
 
 def with_buckets(peak: Peak, buckets: int) -> Peak:

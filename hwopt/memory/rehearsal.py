@@ -47,7 +47,7 @@ class Stage:
     def __init__(self, device: torch.device, precision: str) -> None:
         self.device, self.precision = device, precision
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Any, evaluation_mode: bool = False) -> Any:
         """The model under autocast with fp32 outputs, as Accelerate's `prepare_model` makes it."""
         if self.precision not in ("fp16", "bf16"):
             return model

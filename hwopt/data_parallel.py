@@ -1,0 +1,116 @@
+"""Data parallel: every rank holds the whole model, and gradients meet once a step, after each rank has all of its own.
+
+torch's DistributedDataParallel reduces inside the last backward, and cannot be asked again once that has failed: a rank that runs
+out of memory there leaves the others waiting for ever. Here nothing is reduced until every rank has said, over a group of the
+hosts, that its gradients are whole; until then it may drop them and begin again. A rank that gives up says so too, and all end.
+It costs the overlap of reduction and backward, which nobody has measured here yet (docs/memory.md).
+Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwopt.engine import Engine
+from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
+from hwopt.ladder import Ladder
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+
+BUCKET_BYTES = 25 << 20
+"""As DistributedDataParallel has it."""
+
+
+class DataParallelEngine(Engine):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.reduced = [p for p in run.inner_model.parameters() if p.requires_grad]
+        self.buckets = list(bucketed(self.reduced, BUCKET_BYTES))
+        self.hosts = dist.new_group(backend="gloo")
+        self.rungs: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> where it stands, as last heard
+        self.present: Tensor | None = None
+        for tensor in (*run.inner_model.parameters(), *run.inner_model.buffers()):
+            dist.broadcast(tensor.data, 0)  # whatever made the weights differ must not stay
+
+    @contextmanager
+    def together(self, ladder: Ladder) -> Iterator[None]:
+        """What a rank does alone inside the block; behind it all have done it, or all end.
+
+        Raises what went wrong here, else the error that another rank ends with.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.vote(exit_code_of(error), ladder)
+            raise
+        codes = self.vote(0, ladder)
+        for rank, code in enumerate(codes):
+            if code:
+                raise ended_with(code, rank)
+
+    def vote(self, code: int, ladder: Ladder) -> list[int]:
+        """Exchange exit codes (0: all is well), rungs, and which parameters have a gradient anywhere. Waits for all ranks."""
+        mine = torch.tensor([code, ladder.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32)
+        votes = [torch.empty_like(mine) for _ in range(self.run.world_size)]
+        dist.all_gather(votes, mine, group=self.hosts)
+        self.present = torch.stack(votes)[:, 2:].amax(dim=0)
+        for rank, vote in enumerate(votes):
+            self.hear(ladder, rank, int(vote[1]))
+        return [int(vote[0]) for vote in votes]
+
+    def hear(self, ladder: Ladder, rank: int, rung: int) -> None:
+        """Say what another rank cannot: only the first one speaks."""
+        before = self.rungs.get((ladder.what, rank), 0)
+        self.rungs[ladder.what, rank] = rung
+        if rung > before and rank != self.run.rank:
+            self.run.warn(
+                f"rank {rank} ran out of memory in {ladder.what.lower()}: it does the same rows in micro-batches of 1/{2**rung} "
+                f"of the rows (slower, the same result; to start so, lower {ladder.key})"
+            )
+
+    def finish(self) -> None:
+        self.reduce()
+        super().finish()
+
+    def reduce(self) -> None:
+        """Add up the ranks' gradients; a parameter without one anywhere stays without. Each weighs by its share already."""
+        assert self.present is not None, "the ranks have voted"
+        for parameter, somewhere in zip(self.reduced, self.present.tolist(), strict=True):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in self.buckets:
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            if not gradients:
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+
+def ended_with(code: int, rank: int) -> HwoptError:
+    """The error of a rank that did not fail itself: the same exit code."""
+    kinds = {kind.exit_code: kind for kind in HwoptError.__subclasses__()}
+    return kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; its own message says why")
+
+
+def bucketed(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """`tensors` in order, in lists of one dtype of at most `most` bytes; a larger tensor is alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if bucket and (size + bytes_ > most or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += bytes_
+    if bucket:
+        yield bucket
