@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from hwopt import auto_profile
-from hwopt.build import build
+from hwopt.build import Run, build
 from hwopt.demo import demo_document
-from hwopt.errors import InputError, StorageError, exit_code_of, shorten
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, shorten
 from hwopt.hardware import detect, detect_software, limited
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
@@ -25,6 +25,7 @@ from hwopt.plan import resolve as resolve_plan
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.report.journal import Journal, write_status
+from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
@@ -97,7 +98,7 @@ def resolve(
         )
 
     plan = resolved({})
-    if any(entry.choices > 1 for entry in plan.entries):
+    if plan.chose:
         plan = planner.walk(plan, resolved, cache)
     notes = [f"profile auto: {reason}"] if reason else []
     job_name = job_file.document.name
@@ -142,9 +143,17 @@ def run_folder(output_dir: Path, name: str | None, default: str) -> Path:
     return output_dir / name
 
 
-def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache: Path | None = None) -> Row:
+def execute(
+    plan: Plan,
+    folder: Path,
+    listener: Listener | None = None,
+    *,
+    cache: Path | None = None,
+    replan: Callable[[Sequence[str]], Plan] | None = None,
+) -> Row:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
+    `replan` gives the plan with further assignments; with it, a run that does not fit ends with the lines that would save memory.
     On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware)
@@ -152,13 +161,37 @@ def execute(plan: Plan, folder: Path, listener: Listener | None = None, *, cache
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     try:
         with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder()) as run:
-            summary = train(run, heard)
+            with reporting(run):
+                summary = train(run, heard)
             set_status(folder, rank, 0, "done")
             return summary
     except BaseException as error:
+        if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
+            error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
         code = exit_code_of(error)
         set_status(folder, rank, code, str(error) or type(error).__name__)
         raise
+
+
+@contextlib.contextmanager
+def reporting(run: Run) -> Iterator[None]:
+    """A run that did not fit leaves a report behind."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        write_report(run, str(error))
+        raise
+
+
+def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> str:
+    """The lines that would save memory, with what the planner says they save; "" where it cannot tell."""
+    try:
+        memory = plan.memory or planner.plan_memory(plan, cache)
+        changes = planner.advised(plan, memory, Registry(), replan, cache).changes
+    except HwoptError:
+        return ""
+    lines = [f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})" for change in changes]
+    return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
 
 
 def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:

@@ -54,6 +54,8 @@ class Run:
     """Optimizer steps done."""
     observation: Observation = field(default_factory=Observation)
     last_step_batch: StepBatch | None = None
+    step_batch: StepBatch | None = None
+    """Of the step that is being done."""
     warn: Callable[[str], None] = warnings.warn
 
     # filled by build(), in this order

@@ -44,6 +44,20 @@ class Engine:
         self.on_gradients = run.recipe.events["gradients"]
         self.on_updated = run.recipe.events["updated"]
 
+    def make_state(self) -> None:
+        """The optimizer's state before step 1, so that the first update cannot be the one that runs out of memory.
+
+        An update that is left out changes no bit. Optimizers that take no `found_inf` make their state in step 1.
+        """
+        if not self.takes_found_inf:
+            return
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.found_inf = torch.ones_like(self.found_inf)
+        self.optimizer.step()
+        del self.optimizer.found_inf  # a GradScaler sets its own
+        self.drop()
+
     def before(self, last: bool) -> None:
         """Ahead of a micro-batch's forward: wrappers that reduce in its backward read there whether they should."""
 

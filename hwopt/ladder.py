@@ -27,13 +27,19 @@ class Ladder:
     patience: int = QUIET_STEPS
     trials: int = 0
     """Steps left in which running out means that growing back was too early."""
-    times: int = field(default=0)
+    times: int = 0
     """How often the device ran out of memory."""
+    rescues: list[Callable[[], str | None]] = field(default_factory=list)
+    """What else saves memory, tried in order once every micro-batch is a single row: each says what it costs, or cannot help."""
 
     def finer(self, floor: int, where: str, reason: str) -> None:
-        """Go one rung down. Raises DoesNotFitError where every micro-batch is a single row already."""
+        """Go one rung down. Raises DoesNotFitError where every micro-batch is a single row already and nothing else helps."""
         self.times += 1
         if self.rung >= floor:
+            while self.rescues:
+                if (cost := self.rescues.pop(0)()) is not None:
+                    self.warn(f"out of memory in {self.what.lower()} {where} with single rows: from here on {cost}. {reason}")
+                    return
             raise DoesNotFitError(
                 f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). "
                 "Lower data.max_length, add [plugins.checkpointing], or take a smaller model."
@@ -45,6 +51,11 @@ class Ladder:
             f"out of memory in {self.what.lower()} {where}: the same rows again in micro-batches of 1/{2**self.rung} of the rows "
             f"(slower, the same result; to start so, lower {self.key}). {reason}"
         )
+
+    def strained(self, floor: int, where: str, reason: str) -> None:
+        """Go one rung down before it fails, where there is one."""
+        if self.rung < floor:
+            self.finer(floor, where, reason)
 
     def succeeded(self) -> None:
         """A step went through; after enough of them one coarser cut is tried."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from hwopt.checkpoint import BestWeights, save_checkpoint, save_final
 from hwopt.errors import DoesNotFitError, InputError, WorkerDiedError, listing, nearest
 from hwopt.ladder import Ladder
 from hwopt.microbatch import StepBatch
+from hwopt.shortage import Strain
 from hwopt.telemetry import Listener, Row, Telemetry
 
 
@@ -36,18 +37,20 @@ def train(run: Run, listener: Listener) -> Row:
     telemetry = Telemetry(run)
     listener.started(run)
 
-    training, evaluation = (
-        Ladder("Training", "plugins.batch.train", run.warn),
-        Ladder("Evaluation", "plugins.batch.eval", run.warn),
-    )
-
-    # A run must not die of its first evaluation: the longest samples go first.
-    try_evaluation(run, evaluation)
-
-    run.model.train()
+    rescues: list[Callable[[], str | None]] = [partial(plugin.rescue, run) for plugin in run.plan.rescuers]
+    training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
+    evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
+    strain = Strain(run.device)
     reseed = randomness.reseeder(run.device, run.training.seed)
     metrics: Row = {}
     with fitting("training", "plugins.batch.train"):
+        # What can run out does so before step 1: the optimizer's state, the longest samples.
+        run.engine.make_state()
+        try_evaluation(run, evaluation)
+        run.model.train()
+        if run.plan.chose:
+            try_training(run, telemetry, reseed, training)
+
         for batch in step_batches(run, telemetry):
             if run.step == 0:
                 with telemetry.aside(), observe.observing(run):
@@ -58,6 +61,8 @@ def train(run: Run, listener: Listener) -> Row:
 
             if row := telemetry.stepped(batch):
                 listener.row(run, row)
+                if shortage := strain.seen():
+                    training.strained(batch.floor, f"after step {run.step}", shortage)
             if evaluates_now(run):
                 if row := telemetry.flush():
                     listener.row(run, row)
@@ -81,6 +86,7 @@ def train(run: Run, listener: Listener) -> Row:
 
 def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
     """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
+    run.step_batch = batch
     with run.engine.together(ladder):
         while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
             ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
@@ -88,6 +94,17 @@ def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: 
     ladder.succeeded()
     run.last_step_batch = batch
     run.step += 1
+
+
+def try_training(run: Run, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
+    """Forward and backward with the longest samples, where the plan chose their number; nothing is left of it but the rung."""
+    batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
+    before = telemetry.loss_sum.clone()
+    with run.engine.together(ladder):
+        while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
+            ladder.finer(batch.floor, "with the longest samples", shortage)
+    run.engine.drop()
+    telemetry.loss_sum.copy_(before)
 
 
 def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> str | None:

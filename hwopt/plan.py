@@ -7,7 +7,7 @@ not there. Whose value wins: `--set`, the job, the profile, its parent, the plug
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -110,10 +110,17 @@ class Plan:
     """The file that the job came from."""
     memory: MemoryPlan | None = None
     """Where it was asked for."""
+    rescuers: tuple[Plugin, ...] = ()
+    """Plugins without a table in the profile that can still help a run that does not fit."""
 
     @property
     def is_demo(self) -> bool:
         return self.job_name == DEMO
+
+    @property
+    def chose(self) -> bool:
+        """Whether a plugin left sizes to the planner, which a run then tries."""
+        return any(entry.choices > 1 for entry in self.entries)
 
     @property
     def context(self) -> Context:
@@ -187,7 +194,17 @@ def resolve(
         world_size=world_size,
         notes=(*notes, *batch_note),
         job_name=job_file.document.name,
+        rescuers=tuple(rescuers(profile, registry)),
     )
+
+
+def rescuers(profile: Profile, registry: Registry) -> Iterator[Plugin]:
+    """Only of those that the profile does not speak of: a table with `enabled = false` is an answer too."""
+    for name in registry.names:
+        with suppress(PluginError, ValidationError):  # broken, or without default options: no help, but nobody asked for it
+            found = registry.plugin(name)
+            if name not in profile.content.plugins and found.rescue is not Plugin.rescue:
+                yield found(found.Options())
 
 
 def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:

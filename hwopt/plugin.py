@@ -178,6 +178,13 @@ class Plugin:
         """Options that would save memory, from `options`, or from None where the profile does without the plugin."""
         return ()
 
+    def rescue(self, run: Run) -> str | None:
+        """Make the running model need less memory, asked where even single rows do not fit and the profile has no such table.
+
+        Returns what it costs, or None where it cannot help. It must not change what is trained.
+        """
+        return None
+
     def evidence(self, run: Run) -> Evidence:
         """Look at the running thing after step 1, never at the plugin's own flags."""
         return Evidence.unknown("this plugin observes nothing")

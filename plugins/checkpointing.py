@@ -111,6 +111,12 @@ class Checkpointing(Plugin):
         everything = Leaner(cls.Options(), 1.33, "computes every layer's forward twice")
         return [selective, everything] if options is None else [everything]
 
+    def rescue(self, run: Any) -> str | None:
+        if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
+            return None  # its graph is made already
+        count = checkpoint_layers(run.inner_model)
+        return f"activations of {count} layers are computed twice instead of kept (about a third slower)" if count else None
+
     def evidence(self, run: Any) -> Evidence:
         layers = repeated_layers(run.inner_model)
         on = sum(layer.gradient_checkpointing for layer in layers)

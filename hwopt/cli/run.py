@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers
+
+if TYPE_CHECKING:
+    from hwopt.plan import Plan
 
 
 @click.command(help="Train JOB (default: ./job.toml, else the embedded demo) with the optimizations of a card's profile.")
@@ -37,7 +42,18 @@ def run(
     rank, world_size = rank_and_world(os.environ)
     if name is not None:
         api.run_folder(output_dir, name, "")  # a bad name is said before the work, not after
-    plan = api.resolve(profile, job, assignments=assignments, strict=strict, memory_limit=memory_limit, world_size=world_size)
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return api.resolve(
+            profile,
+            job,
+            assignments=[*assignments, *changes],
+            strict=strict,
+            memory_limit=memory_limit,
+            world_size=world_size,
+        )
+
+    plan = resolved()
     stem = "job" if job is None else job.stem
     default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
     folder = api.run_folder(output_dir, name, default)
@@ -47,6 +63,6 @@ def run(
     screen = Screen(console)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that status.json says it
     try:
-        api.execute(plan, folder, screen)
+        api.execute(plan, folder, screen, replan=resolved)
     finally:
         screen.close()
