@@ -19,6 +19,7 @@ from hwopt.errors import DoesNotFitError
 from hwopt.ladder import QUIET_STEPS, Ladder
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.registry import Registry
+from hwopt.shortage import Strain
 from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
 
 Decide = Callable[[int, int, bool], bool]
@@ -80,14 +81,18 @@ class Steps(Recorder):
             self.samples.append(sorted(run.last_step_batch.samples))
 
 
-def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int = 4, dropout: float = 0.0) -> Steps:
+def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int | str = 4, dropout: float = 0.0) -> Steps:
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "in_backward": in_backward})
+    return run_with(folder, plugin, train, dropout)
+
+
+def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: float = 0.0) -> Steps:
     registry = Registry()
     registry.add(plugin)
     job = tiny_job(folder / "data", max_steps=5, eval_steps=2)
     config = TINY_BERT | {"hidden_dropout_prob": dropout}
     job.job.model.config.update(config)  # type: ignore[union-attr]
-    profile = tiny_profile(shortage={}, batch={"train": train, "accumulation": 8 // train, "eval": 6})
+    profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
     heard = Steps()
     api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
     return heard
@@ -150,6 +155,75 @@ def test_at_the_floor_the_run_stops_whole(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"not even row by row.*max_length"):
         trained(tmp_path, lambda rows, call, backward: call > 4)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7
+
+
+def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError):
+        trained(tmp_path, lambda rows, call, backward: call > 4)
+    report = json.loads((tmp_path / "run" / "out_of_memory.json").read_text())
+    assert report["held_gib"]["weights"] > 0
+    assert report["held_gib"]["optimizer_state"] == pytest.approx(2 * report["held_gib"]["weights"], rel=0.05)
+    assert report["micro_batches"]
+    assert max(report["longest_rows"]) <= 32
+    assert "not even row by row" in report["reason"]
+
+
+def checkpointed(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def test_checkpointing_is_the_last_rung_and_changes_nothing(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", never, train=1)
+
+    class Watched(Shortage):
+        model: Any = None
+
+        def watch(self, model: Any, run: Any) -> Any:
+            type(self).model = model
+            return super().watch(model, run)
+
+    Watched.when = staticmethod(lambda rows, call, backward: Watched.model.training and not checkpointed(Watched.model))
+    heard = run_with(tmp_path / "short", Watched)
+    assert checkpointed(Watched.model)
+    assert any("computed twice instead of kept" in warning for warning in heard.warnings)
+    assert heard.samples == plain.samples
+    assert heard.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(checkpointing={"enabled": False}), tiny_job(tmp_path))
+    assert plan.rescuers == ()
+    assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).rescuers] == ["checkpointing"]
+
+
+def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> None:
+    fixed = trained(tmp_path / "fixed", never, train=8, dropout=0.1)
+    chosen = trained(tmp_path / "chosen", never, train="auto", dropout=0.1)
+    assert chosen.run.plan.batch.train == 8
+    assert chosen.losses == fixed.losses
+    assert torch.equal(weights(tmp_path / "fixed"), weights(tmp_path / "chosen"))
+    short = trained(tmp_path / "short", lambda rows, call, backward: rows > 4, train="auto", dropout=0.1)
+    assert "with the longest samples" in short.warnings[-1]
+    assert short.samples == fixed.samples
+
+
+def test_two_signs_in_a_row_are_a_shortage() -> None:
+    strain = Strain(torch.device("cpu"))
+    assert strain.seen() is None
+    assert [strain.judged(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
+    strain.may_spill = True
+    assert [strain.judged(3, reserved, 10) for reserved in (11, 11, 9)] == [None, ANY_TEXT, None]
+
+
+class AnyText(str):
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str)
+
+
+ANY_TEXT = AnyText()
 
 
 @contextmanager
