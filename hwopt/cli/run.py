@@ -36,6 +36,7 @@ def run(
 
     from hwopt import api
     from hwopt.launcher import rank_and_world
+    from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen, show_plan
 
     quiet_transformers()
@@ -59,7 +60,10 @@ def run(
     folder = api.run_folder(output_dir, name, default)
     console = Console()
     if rank == 0:
+        if plan.hardware.device_type == "cuda":
+            plan = api.with_memory(plan, resolved)
         show_plan(console, plan)
+        show_forecast(console, plan)
     screen = Screen(console)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that status.json says it
     try:

@@ -37,6 +37,16 @@ def show_memory(console: Console, plan: Plan) -> None:
         console.print(table(("to change", "saves", "fits then", "time", "what it does"), shown, folded=4))
 
 
+def show_forecast(console: Console, plan: Plan) -> None:
+    """Before a run: one line where it fits, the whole table where it does not, nothing where nobody asked."""
+    memory = plan.memory
+    if memory is not None and memory.fits:
+        usable = gib(memory.free_gib - memory.reserve_gib)
+        say(console, "memory", f"{gib(memory.peak_gib)} of {usable} at the peak of a step ({memory.tier}: {memory.error})")
+    elif memory is not None:
+        show_memory(console, plan)
+
+
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
     """One row a profile."""
     rows = []

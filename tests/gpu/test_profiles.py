@@ -91,6 +91,26 @@ def test_a_real_shortage_is_survived(tmp_path: Path) -> None:
     assert heard.run.step == heard.run.total_steps
 
 
+def test_a_shortage_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
+    given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=4", "plugins.batch.eval=100000", "data.max_length=512"]
+    with limited_to(3):
+        plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
+        heard = Recorder()
+        api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
+    assert not any("out of memory in training" in warning for warning in heard.warnings)
+    assert heard.run.step == heard.run.total_steps
+
+
+def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path) -> None:
+    given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=auto", "plugins.batch.effective=512"]
+    with limited_to(8):
+        plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache", memory_limit="8GiB")
+        heard = Recorder()
+        api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
+    assert plan.batch.train >= 32
+    assert not any("out of memory" in warning for warning in heard.warnings)
+
+
 def test_what_does_not_fit_at_all_says_so(tmp_path: Path) -> None:
     given = [*assignments(tmp_path, GEMMA), "plugins.adapter.enabled=false"]
     with limited_to(2):
