@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from hwopt import auto_profile
+from hwopt import auto_profile, signals
 from hwopt.build import Run, build
 from hwopt.demo import demo_document
 from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, shorten
@@ -24,7 +24,7 @@ from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
-from hwopt.report.journal import Journal, write_status
+from hwopt.report.journal import Journal, status_code, write_status
 from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
@@ -166,10 +166,15 @@ def execute(
             set_status(folder, rank, 0, "done")
             return summary
     except BaseException as error:
+        code = signals.received() or exit_code_of(error)
+        secondhand = isinstance(error, HwoptError) and error.secondhand and status_code(folder) is not None
+        if not secondhand:
+            set_status(folder, rank, code, str(error) or type(error).__name__)
         if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
+            # takes seconds, in which a launcher may end this rank: the code is written already
             error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
-        code = exit_code_of(error)
-        set_status(folder, rank, code, str(error) or type(error).__name__)
+            if not secondhand:
+                set_status(folder, rank, code, str(error))
         raise
 
 
@@ -179,7 +184,8 @@ def reporting(run: Run) -> Iterator[None]:
     try:
         yield
     except DoesNotFitError as error:
-        write_report(run, str(error))
+        if not error.secondhand:
+            write_report(run, str(error))
         raise
 
 

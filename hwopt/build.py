@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hwopt import randomness
-from hwopt.data_parallel import DataParallelEngine
+from hwopt.data_parallel import DataParallelEngine, make_equal
 from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
 from hwopt.hardware import GIB
@@ -209,6 +209,8 @@ def build_model(run: Run) -> None:
 def adopt_model(run: Run, model: Any) -> None:
     """Take `model` through the recipe's steps, onto the device and under the accelerator's precision."""
     recipe = run.recipe
+    if run.world_size > 1 and recipe.engine is None:
+        make_equal(model.to(run.device))  # before masters and adapters are made of them
     for step in recipe.model_steps:
         with blaming("model_steps"):
             model = step(model, run)

@@ -44,7 +44,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write `content` whole or not at all."""
-    staging = path.with_name(f".{path.name}.partial")
+    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write at the same time
     try:
         with open(staging, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=2, default=str)

@@ -10,7 +10,7 @@ Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.engine import Engine
-from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
+from hwopt.errors import DoesNotFitError, HwoptError, WorkerDiedError, exit_code_of
 from hwopt.ladder import Ladder
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ class DataParallelEngine(Engine):
         self.reduced = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.buckets = list(bucketed(self.reduced, BUCKET_BYTES))
         self.hosts = dist.new_group(backend="gloo")
-        self.rungs: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> where it stands, as last heard
+        self.heard: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> how often it ran out, as last told
         self.present: Tensor | None = None
-        for tensor in (*run.inner_model.parameters(), *run.inner_model.buffers()):
-            dist.broadcast(tensor.data, 0)  # whatever made the weights differ must not stay
 
     @contextmanager
     def together(self, ladder: Ladder) -> Iterator[None]:
@@ -48,31 +46,36 @@ class DataParallelEngine(Engine):
         try:
             yield
         except Exception as error:
-            self.vote(exit_code_of(error), ladder)
+            code = DoesNotFitError.exit_code if isinstance(error, torch.OutOfMemoryError) else exit_code_of(error)
+            with suppress(RuntimeError):  # the others may be gone; what went wrong here matters more
+                self.vote(code, ladder)
             raise
-        codes = self.vote(0, ladder)
+        try:
+            codes = self.vote(0, ladder)
+        except RuntimeError as error:
+            raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
         for rank, code in enumerate(codes):
             if code:
                 raise ended_with(code, rank)
 
     def vote(self, code: int, ladder: Ladder) -> list[int]:
-        """Exchange exit codes (0: all is well), rungs, and which parameters have a gradient anywhere. Waits for all ranks."""
-        mine = torch.tensor([code, ladder.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32)
+        """Exchange exit codes (0: all is well), ladders, and which parameters have a gradient anywhere. Waits for all ranks."""
+        mine = torch.tensor([code, ladder.times, ladder.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32)
         votes = [torch.empty_like(mine) for _ in range(self.run.world_size)]
         dist.all_gather(votes, mine, group=self.hosts)
-        self.present = torch.stack(votes)[:, 2:].amax(dim=0)
+        self.present = torch.stack(votes)[:, 3:].amax(dim=0)
         for rank, vote in enumerate(votes):
-            self.hear(ladder, rank, int(vote[1]))
+            self.hear(ladder, rank, int(vote[1]), int(vote[2]))
         return [int(vote[0]) for vote in votes]
 
-    def hear(self, ladder: Ladder, rank: int, rung: int) -> None:
+    def hear(self, ladder: Ladder, rank: int, times: int, rung: int) -> None:
         """Say what another rank cannot: only the first one speaks."""
-        before = self.rungs.get((ladder.what, rank), 0)
-        self.rungs[ladder.what, rank] = rung
-        if rung > before and rank != self.run.rank:
+        before = self.heard.get((ladder.what, rank), 0)
+        self.heard[ladder.what, rank] = times
+        if times > before and rank != self.run.rank:
             self.run.warn(
-                f"rank {rank} ran out of memory in {ladder.what.lower()}: it does the same rows in micro-batches of 1/{2**rung} "
-                f"of the rows (slower, the same result; to start so, lower {ladder.key})"
+                f"rank {rank} ran out of memory in {ladder.what.lower()}: it goes on with the same rows in micro-batches of "
+                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {ladder.key})"
             )
 
     def finish(self) -> None:
@@ -89,6 +92,9 @@ class DataParallelEngine(Engine):
             gradients = [p.grad for p in bucket if p.grad is not None]
             if not gradients:
                 continue
+            if len(gradients) == 1 and gradients[0].is_contiguous():
+                dist.all_reduce(gradients[0])  # an embedding, say: no copy of it is needed
+                continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat)
             parts = flat.split([gradient.numel() for gradient in gradients])
@@ -98,7 +104,15 @@ class DataParallelEngine(Engine):
 def ended_with(code: int, rank: int) -> HwoptError:
     """The error of a rank that did not fail itself: the same exit code."""
     kinds = {kind.exit_code: kind for kind in HwoptError.__subclasses__()}
-    return kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; its own message says why")
+    error = kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; its own message says why")
+    error.secondhand = True
+    return error
+
+
+def make_equal(model: torch.nn.Module) -> None:
+    """The first rank's weights on all ranks: whatever made them differ must not stay."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, 0)
 
 
 def bucketed(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

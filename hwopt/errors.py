@@ -13,6 +13,8 @@ class HwoptError(Exception):
     """Anything that ends a run with a message instead of a traceback."""
 
     exit_code = 1
+    secondhand = False
+    """Whether another rank is at fault, whose own message says more."""
 
 
 class InputError(HwoptError):

@@ -45,7 +45,8 @@ def train(run: Run, listener: Listener) -> Row:
     metrics: Row = {}
     with fitting("training", "plugins.batch.train"):
         # What can run out does so before step 1: the optimizer's state, the longest samples.
-        run.engine.make_state()
+        with run.engine.together(training):
+            run.engine.make_state()
         try_evaluation(run, evaluation)
         run.model.train()
         if run.plan.chose:
@@ -167,6 +168,8 @@ def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> 
                 done = rows
             continue
         except torch.OutOfMemoryError as error:
+            if not run.engine.can_redo:
+                raise
             shortage = first_line(error)
         free_memory(run)
         ladder.finer(batch.floor, f"after step {run.step}", shortage)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hwopt.data_parallel import bucketed
+from hwopt.data_parallel import DataParallelEngine, bucketed
 from hwopt.testing import TINY_BERT, write_samples
 
 SCRIPT = '''
@@ -21,7 +22,7 @@ SCRIPT = '''
 import os, sys, warnings
 from pathlib import Path
 import torch
-from hwopt import api
+from hwopt import api, signals
 from hwopt.launcher import rank_and_world
 from hwopt.plugin import Decision, Plugin, Stage
 from hwopt.registry import Registry
@@ -57,8 +58,13 @@ class Shortage(Plugin):
             self.fail(None)
 
     def fail(self, gradient):
+        if where == "forward" and name == "broken":
+            raise ValueError("a bug on one rank")
+        if name == "killed":
+            os.kill(os.getpid(), 9)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
 
+signals.listen()
 registry = Registry()
 registry.add(Shortage)
 plan = api.resolve("./ranks.toml", "job.toml", world_size=world, registry=registry)
@@ -126,6 +132,7 @@ def test_one_rank_recovers_and_both_are_right(precision: str, limit: float, tmp_
     write_all(tmp_path, precision)
     plain = launch(tmp_path, "plain")
     assert (tmp_path / "runs" / "plain" / "final").is_dir(), plain[-3000:]
+    assert "out of memory" not in plain
     expected = weights(tmp_path / "runs" / "plain")
     # 2 micro-batches a step on each rank: call 4 is the last one of step 2, while the other rank is done with its own
     cases = {"late": ("backward", 1, 4, 5), "early": ("forward", 0, 1, 2), "eval": ("evaluation", 1, 1, 2)}
@@ -147,6 +154,37 @@ def test_a_rank_that_cannot_go_on_ends_both(tmp_path: Path) -> None:
         assert "not even row by row" in said
         assert "rank 1 ended with exit code 7" in said
         assert json.loads((tmp_path / "runs" / where / "status.json").read_text())["exit_code"] == 7
+
+
+@pytest.mark.parametrize("name", ["broken", "killed"])
+def test_a_rank_that_fails_otherwise_leaves_nobody_waiting(name: str, tmp_path: Path) -> None:
+    write_all(tmp_path, 'dtype = "fp32"')
+    said = launch(tmp_path, name, "forward", 1, 3, 4)
+    assert json.loads((tmp_path / "runs" / name / "status.json").read_text())["exit_code"] in (1, 9, 143)
+    assert "a bug on one rank" in said or name == "killed"
+
+
+def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
+    """One rank adds nothing of its own: absent gradients stay absent, those of others come as zeros, no value changes."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        sizes = [(3, torch.float32), (5, torch.float16), (7, torch.float32), (40, torch.float32), (2, torch.float32)]
+        parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
+        for parameter in parameters[:4]:
+            parameter.grad = torch.randn(len(parameter)).to(parameter.dtype)
+        expected = [None if p.grad is None else p.grad.clone() for p in parameters]
+        engine = DataParallelEngine.__new__(DataParallelEngine)
+        engine.reduced, engine.buckets = parameters, list(bucketed(parameters, 64))
+        engine.present = torch.tensor([1, 1, 1, 1, 0])
+        engine.reduce()
+        for parameter, value in zip(parameters, expected, strict=True):
+            assert (parameter.grad is None) == (value is None)
+            assert value is None or torch.equal(parameter.grad, value)  # type: ignore[arg-type]
+        engine.present[4] = 1  # another rank has one
+        engine.reduce()
+        assert torch.equal(parameters[4].grad, torch.zeros(2))  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=20), st.integers(4, 200))

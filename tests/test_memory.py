@@ -64,12 +64,12 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("config", "plugins"), CASES, ids=lambda value: "-".join(map(str, value))[:40])
+@pytest.mark.parametrize(("config", "plugins"), CASES, ids=[*map(str, range(len(CASES)))])
 def test_predicted_is_what_the_allocator_holds(config: dict[str, Any], plugins: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(tmp_path, config, plugins)
-    trace = traced(plan, 64, 2)
+    trace, rows = traced(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        predicted, real = scaled.at(64, 64).peak().bytes, measured(plan, Shape(64, 64), 2, what)
+        predicted, real = scaled.at(rows, 64).peak().bytes, measured(plan, Shape(rows, 64), 2, what)
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
 
 
@@ -183,7 +183,8 @@ def test_kernels_of_the_card_and_not_of_this_machine(tmp_path: Path) -> None:
     scores = 8 * 2 * 4096 * 4096 * 2 * 2  # rows x heads x length x length x layers, in half precision
     assert held(["flash", "math"], (8, 6)) < scores / 4
     assert held(["efficient", "math"], (7, 5)) < scores / 4
-    assert held(["flash", "math"], (7, 5)) > scores
+    assert held(["math", "efficient"], (7, 5)) > scores
+    assert held(["math", "flash"], (8, 6)) > scores
 
 
 def test_zero_as_in_its_paper() -> None:

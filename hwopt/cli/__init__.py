@@ -83,7 +83,9 @@ def run_command(arguments: list[str]) -> int:
         sys.stderr.close()
         return 0
     except BaseException as error:
-        code = exit_code_of(error)
+        from hwopt import signals
+
+        code = signals.received() or exit_code_of(error)
         if debug or code == 1:
             show_traceback()
         click.echo(ENDINGS.get(code) or f"error: {error}", err=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +32,7 @@ def run(
     quiet_libraries()
     from rich.console import Console
 
-    from hwopt import api
+    from hwopt import api, signals
     from hwopt.launcher import rank_and_world
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen, show_plan
@@ -65,7 +63,7 @@ def run(
         show_plan(console, plan)
         show_forecast(console, plan)
     screen = Screen(console)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that status.json says it
+    signals.listen()
     try:
         api.execute(plan, folder, screen, replan=resolved)
     finally:

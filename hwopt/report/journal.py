@@ -53,6 +53,15 @@ def write_status(folder: Path, exit_code: int | None, message: str) -> None:
     write_json(folder / "status.json", {"exit_code": exit_code, "message": message})
 
 
+def status_code(folder: Path) -> int | None:
+    """The exit code in `status.json`; None while the run goes on, or where there is no such file."""
+    try:
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))["exit_code"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if isinstance(found, int) else None
+
+
 def job_table(plan: Plan) -> dict[str, Any]:
     """The job as it was run, every default written out: `hwopt run job.toml` repeats it."""
     table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
