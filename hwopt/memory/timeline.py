@@ -61,7 +61,9 @@ class Timeline:
         return np.diff(summed[np.concatenate([[0], self.ends])])
 
     def same_program(self, other: Timeline) -> bool:
-        return np.array_equal(self.events, other.events) and np.array_equal(self.operands, other.operands)
+        """The same operations on the same storages; what autograd frees at once it frees in any order."""
+        made = [timeline.events[timeline.events > 0] for timeline in (self, other)]
+        return np.array_equal(*made) and np.array_equal(self.operands, other.operands)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def traced(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Tr
     if path is not None and path.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError):  # cut short: made again
             return arranged(load(path), width)
-    found = in_child(plan, width, labels)
+    found = in_children(plan, width, labels)
     if path is not None:
         with contextlib.suppress(OSError):  # quickly made again
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,62 +147,61 @@ def load(path: Path) -> dict[str, Timeline]:
     }
 
 
-def in_child(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
+def in_children(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
+    """Training and evaluation at two shapes side by side, by "train.base" and the like; at a third where those two differ."""
+    children = [Child(plan, labels, "base", Shape(ROWS, width)), Child(plan, labels, "other", second(width))]
+    found = children[0].answer() | children[1].answer()
+    if not all(found[f"{what}.base"].same_program(found[f"{what}.other"]) for what in ("train", "eval")):
+        found |= Child(plan, labels, "taller", Shape(7 * ROWS, width)).answer()
+    return found
+
+
+class Child:
     """`timelines` in a process of its own: forked where the system can, since it has all modules then."""
-    forks = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    bare = plan if forks else replace(plan, recipe=type(plan.recipe)())  # its callables do not pickle; they are written anew
-    child = context.Process(target=_report, args=(sender, bare, width, labels), daemon=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        child.start()
-    sender.close()
-    try:
-        if not receiver.poll(SECONDS):
-            raise NotTraceable(f"it took more than {SECONDS:g} seconds")
-        answer = receiver.recv()
-    except EOFError:
-        raise NotTraceable("the tracing process died") from None
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
-    if isinstance(answer, str):
-        raise NotTraceable(answer)
-    return answer  # type: ignore[no-any-return]
+
+    def __init__(self, plan: Plan, labels: int, name: str, shape: Shape) -> None:
+        forks = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        self.receiver, sender = context.Pipe(duplex=False)
+        bare = plan if forks else replace(plan, recipe=type(plan.recipe)())  # its callables do not pickle; they are written anew
+        self.process = context.Process(target=_report, args=(sender, bare, labels, name, shape), daemon=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            self.process.start()
+        sender.close()
+
+    def answer(self) -> dict[str, Timeline]:
+        """Raises NotTraceable with the child's error, or where it is dead or takes too long."""
+        try:
+            if not self.receiver.poll(SECONDS):
+                raise NotTraceable(f"it took more than {SECONDS:g} seconds")
+            answer = self.receiver.recv()
+        except EOFError:
+            raise NotTraceable("the tracing process died") from None
+        finally:
+            self.process.kill()
+            self.process.join()
+            self.receiver.close()
+        if isinstance(answer, str):
+            raise NotTraceable(answer)
+        return answer  # type: ignore[no-any-return]
 
 
-def _report(sender: Any, plan: Plan, width: int, labels: int) -> None:
+def _report(sender: Any, plan: Plan, labels: int, name: str, shape: Shape) -> None:
     torch.set_num_threads(1)  # a forked process has none of its parent's
     warnings.simplefilter("ignore")
     try:
-        answer: Any = timelines(plan, width, labels)
+        answer: Any = timelines(plan, labels, name, shape)
     except Exception as error:
         answer = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
     sender.send(answer)
     sender.close()
 
 
-def timelines(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
-    """Training and evaluation at two shapes, by "train.base" and the like; changes torch while it runs."""
-    found: dict[str, Timeline] = {}
+def timelines(plan: Plan, labels: int, name: str, shape: Shape) -> dict[str, Timeline]:
+    """A training step and an evaluation at `shape`; changes torch while it runs."""
     with stepping_on_fakes(plan, labels) as (train, evaluate):
-
-        def follow(name: str, shape: Shape) -> None:
-            found[f"train.{name}"], found[f"eval.{name}"] = train(shape), evaluate(shape)
-
-        follow("other", second(width))
-        follow("base", Shape(ROWS, width))
-        if not same_program(found, "other"):  # the first one also made what is made once and kept
-            follow("other", second(width))
-        if not same_program(found, "other"):
-            follow("taller", Shape(7 * ROWS, width))
-    return found
-
-
-def same_program(found: dict[str, Timeline], name: str) -> bool:
-    return all(found[f"{what}.base"].same_program(found[f"{what}.{name}"]) for what in ("train", "eval"))
+        return {f"train.{name}": train(shape), f"eval.{name}": evaluate(shape)}
 
 
 Stepping = Callable[[Shape], Timeline]
