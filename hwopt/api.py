@@ -19,6 +19,7 @@ from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
 from hwopt.memory import planner
+from hwopt.memory.advice import advised
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
@@ -117,7 +118,7 @@ def with_memory(
     cache = cache or cache_folder()
     memory = planner.plan_memory(plan, cache)
     if not memory.fits:
-        memory = planner.advised(plan, memory, registry or Registry(), replan, cache)
+        memory = advised(plan, memory, registry or Registry(), replan, cache)
     return replace(plan, memory=memory)
 
 
@@ -193,7 +194,7 @@ def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> 
     """The lines that would save memory, with what the planner says they save; "" where it cannot tell."""
     try:
         memory = plan.memory or planner.plan_memory(plan, cache)
-        changes = planner.advised(plan, memory, Registry(), replan, cache).changes
+        changes = advised(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
     lines = [f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})" for change in changes]

@@ -311,6 +311,12 @@ def blaming(entry: Entry) -> Iterator[None]:
 def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
     ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
+    for entry in [entry for entry in ordered if entry.place == "--set"]:  # has no place among the tables of a file
+        stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
+        followers = [other for other in stage if entry.name in other.plugin.after]
+        if followers and ordered.index(followers[0]) < ordered.index(entry):
+            ordered.remove(entry)
+            ordered.insert(ordered.index(followers[0]), entry)
     for index, entry in enumerate(ordered):
         for later in ordered[index + 1 :]:
             same_stage = later.plugin.stage == entry.plugin.stage

@@ -21,6 +21,7 @@ from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
 from hwopt.profile import Profile, load_profile, make_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.survey import BERT_BASE
+from hwopt.testing import plan_for, tiny_job
 from hwopt.toml_files import Document
 
 GEMMA = ModelFacts(
@@ -232,3 +233,11 @@ def test_plans_are_json() -> None:
     stored = json.loads(json.dumps(plan.to_dict()))
     assert {"profile", "hardware", "plugins"} <= set(stored)
     assert {"name", "decision", "reason", "options", "provenance"} <= set(stored["plugins"][0])
+
+
+def test_a_table_from_the_command_line_finds_its_place(tmp_path: Path) -> None:
+    """`--set plugins.adapter.always=true` cannot say that it comes before the profile's precision."""
+    document = Document("a profile", {"name": "short", "plugins": {"precision": {}, "batch": {}}})
+    profile = make_profile(document, ["plugins.adapter.always=true"])
+    names = [entry.name for entry in plan_for(profile, tiny_job(tmp_path)).entries]
+    assert names.index("adapter") < names.index("precision")

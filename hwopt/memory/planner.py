@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hwopt.data_parallel import BUCKET_BYTES
-from hwopt.errors import HwoptError, InputError
+from hwopt.errors import InputError
 from hwopt.hardware import GIB, Hardware
 from hwopt.memory import closed_form
-from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of, share_cut
+from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.rehearsal import Shape, spec_of
 from hwopt.memory.roofline import Prediction, predict
 from hwopt.memory.timeline import KINDS, Peak
 from hwopt.memory.tracer import NotTraceable, Trace, traced
-from hwopt.microbatch import Widths
-from hwopt.plan import Entry, Plan
-from hwopt.registry import Registry
+from hwopt.plan import Plan
 
 # The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
 CONTEXT_GIB = 0.5
@@ -41,13 +38,16 @@ class Change:
     """Lines of the profile or job that save memory."""
 
     lines: tuple[str, ...]
-    """`key = value`, as `--set` takes them."""
+    """`key = value`, or a table that is new."""
     saves_gib: float
     fits: bool
     slower: float
+    """Time of a step against now, about."""
     cost: str
-    alters: bool = False
+    alters: bool
     """Whether it also changes what is trained."""
+    assignments: tuple[str, ...]
+    """The same as `--set` takes it."""
 
 
 @dataclass(frozen=True)
@@ -172,74 +172,8 @@ def in_gib(peak: Peak) -> dict[str, float]:
     return {kind: size / GIB for kind, size in peak.parts.items()}
 
 
-Replan = Callable[[Sequence[str]], Plan]
-"""(lines as `--set` takes them) -> the plan with them."""
-
-
-def advised(plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path) -> MemoryPlan:
-    """`memory` with the changes that would save some: the least loss of speed first, what alters the training last."""
-    lengths = lengths_of(plan, cache)
-    found = [*changes_by_plugins(plan, memory, registry, replan, cache, lengths), *shorter(plan, memory, cache, lengths)]
-    return replace(memory, changes=tuple(sorted(found, key=lambda change: (change.alters, change.slower, -change.saves_gib))))
-
-
-def changes_by_plugins(
-    plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path, lengths: Lengths
-) -> Iterator[Change]:
-    """What each plugin offers: its first offer that fits, or its last one."""
-    entries = {entry.name: entry for entry in plan.entries}
-    for name in registry.names:
-        entry = entries.get(name)
-        best: Change | None = None
-        for offer in registry.plugin(name).leaner(present(entry), plan.context):
-            options = offer.options.model_dump(mode="json", exclude_defaults=True)
-            lines = tuple(f"plugins.{name}.{key} = {json.dumps(value)}" for key, value in options.items())
-            try:
-                other = replan([line.replace(" = ", "=", 1) for line in lines] or [f"plugins.{name}.enabled=true"])
-            except HwoptError:
-                continue  # not here, or not together with the rest
-            if next(e for e in other.entries if e.name == name).decision == "skip":
-                continue
-            then = plan_memory(other, cache, lengths)
-            saved = highest(memory) - highest(then)
-            if then.tier == memory.tier and saved > 0.01:
-                lines = changed_lines(name, entry, options) or (f"[plugins.{name}]",)
-                alters = registry.plugin(name).preserves == "method"
-                best = Change(lines, saved, then.fits, offer.slower, offer.cost, alters)
-                if then.fits:
-                    break
-        if best is not None:
-            yield best
-
-
-def present(entry: Entry | None) -> Any:
-    """The options that are in effect; None where the plugin is not."""
-    return None if entry is None or entry.decision == "skip" else entry.options
-
-
-def changed_lines(name: str, entry: Entry | None, options: dict[str, Any]) -> tuple[str, ...]:
-    now = {} if entry is None else entry.options.model_dump(mode="json")
-    return tuple(f"plugins.{name}.{key} = {json.dumps(value)}" for key, value in options.items() if now.get(key) != value)
-
-
 def highest(memory: MemoryPlan) -> float:
     return max(memory.peak_gib, memory.eval_peak_gib or 0.0)
-
-
-def shorter(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths) -> Iterator[Change]:
-    """A shorter data.max_length, with the share of texts that it would cut."""
-    target = memory.largest_max_length
-    if memory.tier != "traced" or target is None:
-        return
-    target = target if 0 < target < memory.width else max(1, memory.width // 2)
-    target = target // 8 * 8 or target
-    trace = traced(plan, memory.width, lengths.labels, cache / "memory")
-    width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
-    then = from_trace(plan, Shape(memory.rows, width), lengths, trace)
-    share = share_cut(lengths, target)
-    cost = "cuts texts" if share is None else f"cuts {share:.0%} of the texts"
-    if highest(memory) - highest(then) > 0.01:
-        yield Change((f"data.max_length = {target}",), highest(memory) - highest(then), then.fits, 1.0, cost, alters=True)
 
 
 def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> Plan:
@@ -272,4 +206,4 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
     return replace(plan, entries=entries)
 
 
-__all__ = ["Change", "MemoryPlan", "advised", "plan_memory", "walk"]
+__all__ = ["Change", "MemoryPlan", "highest", "plan_memory", "walk"]

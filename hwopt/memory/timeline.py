@@ -62,8 +62,8 @@ class Timeline:
 
     def same_program(self, other: Timeline) -> bool:
         """The same operations on the same storages; what autograd frees at once it frees in any order."""
-        made = [timeline.events[timeline.events > 0] for timeline in (self, other)]
-        return np.array_equal(*made) and np.array_equal(self.operands, other.operands)
+        ours, theirs = (timeline.events[timeline.events > 0] for timeline in (self, other))
+        return np.array_equal(ours, theirs) and np.array_equal(self.operands, other.operands)
 
 
 @dataclass(frozen=True)
