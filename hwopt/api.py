@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -162,6 +163,7 @@ def execute(
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     try:
         with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder()) as run:
+            run.ran_out = partial(planner.held, plan, cache or cache_folder())
             with reporting(run):
                 summary = train(run, heard)
             set_status(folder, rank, 0, "done")

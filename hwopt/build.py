@@ -57,6 +57,8 @@ class Run:
     step_batch: StepBatch | None = None
     """Of the step that is being done."""
     warn: Callable[[str], None] = warnings.warn
+    ran_out: Callable[[int], None] = lambda rows: None
+    """Told the rows that went through where the chosen ones did not."""
 
     # filled by build(), in this order
     inner_model: Any = None

@@ -104,6 +104,7 @@ def try_training(run: Run, telemetry: Telemetry, reseed: Any, ladder: Ladder) ->
     with run.engine.together(ladder):
         while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
             ladder.finer(batch.floor, "with the longest samples", shortage)
+            run.ran_out(max(1, run.batch.train >> ladder.rung))
     run.engine.drop()
     telemetry.loss_sum.copy_(before)
 

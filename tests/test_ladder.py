@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hwopt import api
 from hwopt.build import Run
 from hwopt.errors import DoesNotFitError
 from hwopt.ladder import QUIET_STEPS, Ladder
+from hwopt.memory.lengths import lengths_of
+from hwopt.memory.tried import most_rows
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.registry import Registry
 from hwopt.shortage import Strain
@@ -205,6 +208,11 @@ def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> No
     short = trained(tmp_path / "short", lambda rows, call, backward: rows > 4, train="auto", dropout=0.1)
     assert "with the longest samples" in short.warnings[-1]
     assert short.samples == fixed.samples
+    plan, cache = short.run.plan, tmp_path / "short" / "cache"
+    assert most_rows(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
+    smaller = replace(plan, batch=replace(plan.batch, train=6))
+    assert most_rows(smaller, lengths_of(plan, cache), cache) == 4
+    assert most_rows(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
 
 
 def test_two_signs_in_a_row_are_a_shortage() -> None:

@@ -16,6 +16,7 @@ from hwopt.memory.rehearsal import Shape, spec_of
 from hwopt.memory.roofline import Prediction, predict
 from hwopt.memory.timeline import KINDS, Peak
 from hwopt.memory.tracer import NotTraceable, Trace, traced
+from hwopt.memory.tried import most_rows, remember
 from hwopt.plan import Plan
 
 # The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
@@ -192,6 +193,10 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
         for number in range(entry.choices):
             taken[entry.name] = number
             plan = replan(taken)
+            tried = most_rows(plan, lengths, cache)
+            if tried is not None and plan.batch.train > tried:
+                refused = f"; this card ran out with more than {tried} rows before"
+                continue
             memory = plan_memory(plan, cache, lengths)
             if memory.tier == "closed form":
                 raise InputError(
@@ -206,4 +211,9 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
     return replace(plan, entries=entries)
 
 
-__all__ = ["Change", "MemoryPlan", "highest", "plan_memory", "walk"]
+def held(plan: Plan, cache: Path, rows: int) -> None:
+    """Keep what a run of a chosen plan has found out: the rows that went through where the chosen ones did not."""
+    remember(plan, lengths_of(plan, cache), cache, rows)
+
+
+__all__ = ["Change", "MemoryPlan", "held", "highest", "plan_memory", "walk"]
