@@ -21,6 +21,8 @@ from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
+from hwopt.memory.lengths import lengths_of
+from hwopt.memory.measured import with_measured
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
@@ -110,14 +112,24 @@ def resolve(
 
 
 def with_memory(
-    plan: Plan, replan: Callable[[Sequence[str]], Plan], *, registry: Registry | None = None, cache: Path | None = None
+    plan: Plan,
+    replan: Callable[[Sequence[str]], Plan],
+    *,
+    measure: bool = False,
+    registry: Registry | None = None,
+    cache: Path | None = None,
 ) -> Plan:
     """`plan` with its memory (`plan.memory`), and where that does not fit, with the changes that would save some.
 
     `replan` gives the plan with further assignments, as `resolve` does. Without a GPU, weights or a run; takes seconds.
+    `measure` runs a step on this device instead of predicting it.
     """
     cache = cache or cache_folder()
-    memory = planner.plan_memory(plan, cache)
+    lengths = lengths_of(plan, cache)
+    memory = planner.plan_memory(plan, cache, lengths)
+    if measure:
+        with fitting("a step with the planned micro-batch", "plugins.batch.train"):
+            memory = with_measured(plan, memory, lengths.labels)
     if not memory.fits:
         memory = advised(plan, memory, registry or Registry(), replan, cache)
     return replace(plan, memory=memory)

@@ -266,6 +266,18 @@ def test_plan_says_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_step_is_measured_where_the_device_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    asked = [str(job_file(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
+    found = CliRunner().invoke(plan_command, [*asked, "--hardware", "detected"], catch_exceptions=False)
+    memory = json.loads(found.output)["memory"]
+    assert memory["tier"] == "measured"
+    assert sum(memory["parts"].values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
+    with pytest.raises(InputError, match="not here to be measured; add --hardware detected"):
+        CliRunner().invoke(plan_command, [*asked, "--profile", "t4_16gb"], catch_exceptions=False)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_data_that_is_not_there_is_planned_with_the_most_that_is_allowed(tmp_path: Path) -> None:
     plan = planned(tmp_path / "data", BERT, {})
     (tmp_path / "data" / "train.jsonl").unlink()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     help="Plan for the card, or this machine.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
 @format_option
 def plan(
     job: Path | None,
@@ -44,6 +45,7 @@ def plan(
     strict: bool,
     hardware: str,
     world_size: int,
+    measure: bool,
     format_: str,
 ) -> None:
     quiet_libraries()
@@ -67,7 +69,7 @@ def plan(
                 world_size=world_size,
             )
 
-        return api.with_memory(resolved(), resolved)
+        return api.with_memory(resolved(), resolved, measure=measure)
 
     plans = [planned(profile) for profile in profiles]
     if format_ == "json":

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hwopt.errors import InputError
+from hwopt.hardware import GIB
+from hwopt.memory.planner import MemoryPlan
 from hwopt.memory.rehearsal import Shape, evaluation, micro_batch_of, rehearsing, state_first, train_step
 from hwopt.memory.tracer import has_several
 from hwopt.plan import Plan, write_recipe
@@ -38,6 +42,27 @@ def measured(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
             step()
 
     return book(everything)
+
+
+def with_measured(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
+    """`memory` with peaks that this device was asked for instead of predicted ones; what they differ by counts as temporary.
+
+    Raises InputError for a device that is not here, torch.OutOfMemoryError where it has not as much.
+    """
+    if plan.hardware.source == "described":
+        raise InputError(f"--measure: {plan.hardware.name} is not here to be measured; add --hardware detected")
+    peak = measured(plan, Shape(memory.rows, memory.width), labels) / GIB
+    evaluation = measured(plan, Shape(plan.batch.eval, memory.width), labels, "eval") / GIB
+    parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
+    return replace(
+        memory,
+        tier="measured",
+        error="one step and one evaluation on this device",
+        parts=parts,
+        peak_gib=peak,
+        eval_peak_gib=evaluation,
+        note=f"{memory.tier}, they were {memory.peak_gib:.3f} and {memory.eval_peak_gib or 0:.3f} GiB",
+    )
 
 
 def cuda_peak(work: Callable[[Callable[[], None]], None]) -> int:
