@@ -23,6 +23,7 @@ from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
+from hwopt.memory.tracer import only_sizes
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
@@ -211,7 +212,12 @@ def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> 
         changes = advised(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
-    lines = [f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})" for change in changes]
+    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the ladder has been at single rows
+    lines = [
+        f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})"
+        for change in changes
+        if not any(assignment.split(".")[1] in sizes for assignment in change.assignments)
+    ]
     return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
 
 

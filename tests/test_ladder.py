@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,9 @@ from hwopt.errors import DoesNotFitError
 from hwopt.ladder import QUIET_STEPS, Ladder
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.tried import most_rows
+from hwopt.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.profile import make_profile
 from hwopt.registry import Registry
 from hwopt.shortage import Strain
 from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
@@ -169,6 +171,26 @@ def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
     assert report["micro_batches"]
     assert max(report["longest_rows"]) <= 32
     assert "not even row by row" in report["reason"]
+
+
+def test_what_did_not_fit_is_told_what_would_save_memory(tmp_path: Path) -> None:
+    """Not fewer rows: the ladder has been at single ones."""
+    plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
+    registry = Registry()
+    registry.add(plugin)
+    job = tiny_job(tmp_path / "data", max_steps=5)
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 4}
+    job.job.model.config.update(wide)  # type: ignore[union-attr]
+    document = tiny_profile(shortage={}, optimizer={"name": "adamw_torch"}).document
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return plan_for(make_profile(document, changes), job, registry)
+
+    with pytest.raises(DoesNotFitError, match=r"Predicted to save memory.*\n.*adamw_bnb_8bit.*saves 0\.\d+ GiB"):
+        api.execute(resolved(), tmp_path / "run", cache=tmp_path / "cache", replan=resolved)
+    message = json.loads((tmp_path / "run" / "status.json").read_text())["message"]
+    assert "saves" in message
+    assert "plugins.batch.train = " not in message
 
 
 def checkpointed(model: Any) -> bool:
