@@ -1,0 +1,49 @@
+"""The setting is on inside and as found outside; a skip where the platform cannot grow blocks."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hwopt.hardware import described
+from hwopt.plugin import Context
+from hwopt_plugins.allocator import Allocator, expandable_segments, has_virtual_memory
+
+
+def settings():
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def test_on_inside_and_as_found_outside():
+    with expandable_segments():
+        assert "expandable_segments:True" in settings()
+        with expandable_segments():
+            assert "expandable_segments:True" in settings()
+        assert "expandable_segments:True" in settings()
+    assert "expandable_segments:True" not in settings()
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "why"),
+    [("Linux", "6.8.0-generic", ""), ("Windows", "10", "Linux only"), ("Linux", "5.15.153.1-microsoft-standard-WSL2", "WSL")],
+)
+def test_platforms(system, release, why):
+    able = has_virtual_memory(replace(described("a card", (8, 6), 8.0), system=system), release)
+    assert bool(able) == (why == "")
+    assert why in able.reason
+
+
+def test_a_cpu_is_skipped():
+    decision = Allocator(Allocator.Options()).probe(Context(described("a CPU", None, 8.0), {}, None, None))
+    assert decision.kind == "skip"
+    assert "found a CPU" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("segments", "status"),
+    [([], "unknown"), ([{"is_expandable": False}], "inactive"), ([{"is_expandable": True}, {"is_expandable": False}], "active")],
+)
+def test_evidence_looks_at_the_segments(monkeypatch, segments, status):
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
+    assert Allocator(Allocator.Options()).evidence(SimpleNamespace()).status == status
