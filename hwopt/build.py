@@ -129,6 +129,7 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
         if plan.recipe.collate is None:
             stack.enter_context(no_search_for_packed_rows())
         yield run
+        accelerator.free_memory()  # engines are taken down while their ranks can still be reached
         accelerator.end_training()
 
 
@@ -165,20 +166,28 @@ def make_engine(run: Run) -> Engine:
 def make_accelerator(plan: Plan) -> Accelerator:
     from accelerate import Accelerator
 
-    options = {"mixed_precision": "no"} | dict(plan.recipe.accelerator)
-    accelerator = Accelerator(cpu=plan.hardware.device_type == "cpu", **options)
+    options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)
+    with blaming("accelerator"):
+        accelerator = Accelerator(**{key: made(value) for key, value in options.items()})
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * GIB / total), accelerator.device)
     return accelerator
 
 
+def made(option: Any) -> Any:
+    """An option of the Accelerator, made now where it, or an entry of its list, is given as a factory."""
+    if isinstance(option, list):
+        return [made(entry) for entry in option]
+    return option() if callable(option) else option
+
+
 def forget(accelerator: Accelerator) -> None:
-    """Accelerate keeps its state for the process: without this a second run could not have another precision."""
+    """Accelerate keeps its state for the process: without this a second run could not have another precision or engine."""
     from accelerate.state import AcceleratorState
 
     accelerator.free_memory()
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator) -> Run:
@@ -209,7 +218,10 @@ def build_model(run: Run) -> None:
 
 
 def adopt_model(run: Run, model: Any) -> None:
-    """Take `model` through the recipe's steps, onto the device and under the accelerator's precision."""
+    """Take `model` through the recipe's steps, onto the device and under the accelerator's precision.
+
+    An engine of the recipe places and wraps the model itself: it may be more than the device holds.
+    """
     recipe = run.recipe
     if run.world_size > 1 and recipe.engine is None:
         make_equal(model.to(run.device))  # before masters and adapters are made of them
@@ -217,10 +229,12 @@ def adopt_model(run: Run, model: Any) -> None:
         with blaming("model_steps"):
             model = step(model, run)
     model.train()
-    run.inner_model = model.to(run.device)
-    # without DistributedDataParallel, which cannot do a step again (hwopt.data_parallel)
-    run.model = run.accelerator.prepare_model(run.inner_model, evaluation_mode=run.recipe.engine is None)
     run.loss = recipe.loss or run.task.loss
+    run.inner_model = run.model = model
+    if recipe.engine is None:
+        run.inner_model = model.to(run.device)
+        # without DistributedDataParallel, which cannot do a step again (hwopt.data_parallel)
+        run.model = run.accelerator.prepare_model(run.inner_model, evaluation_mode=True)
 
 
 def build_optimizer(run: Run) -> None:

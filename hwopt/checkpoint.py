@@ -120,10 +120,10 @@ class BestWeights:
             return False
         self.value, self.step = value, self.run.step
         last = self.run.step == self.run.total_steps
+        trained = {} if last else self.run.engine.snapshot()
         if self.run.is_main and not last:
             from safetensors.torch import save_file
 
-            trained = {name: p.detach().contiguous().cpu() for name, p in self._trained()}
             staging = self.file.with_suffix(".partial")
             try:
                 save_file(trained, staging)
@@ -134,24 +134,11 @@ class BestWeights:
 
     def restore(self) -> None:
         """Put the best weights back into the model, unless they are the current ones."""
-        import torch
-
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
             from safetensors.torch import load_file
 
-            best = load_file(self.file)
-            with torch.no_grad():
-                for name, parameter in self._trained():
-                    parameter.copy_(best[name])
+            self.run.engine.restore(load_file(self.file))
         self.run.accelerator.wait_for_everyone()
         if self.run.is_main:
             self.file.unlink(missing_ok=True)
-
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        """What training changes: parameters as the optimizer holds them (fp32 masters included)."""
-        index = 0
-        for group in self.run.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield str(index), parameter
-                index += 1

@@ -6,6 +6,7 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from hwopt.ladder import Ladder
 
 if TYPE_CHECKING:
     from hwopt.build import Run
+    from hwopt.microbatch import MicroBatch, StepBatch
 
 
 class Engine:
@@ -23,6 +25,8 @@ class Engine:
 
     can_redo = True
     """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
+    takes_turns = False
+    """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -58,6 +62,10 @@ class Engine:
         del self.optimizer.found_inf  # a GradScaler sets its own
         self.drop()
 
+    def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """Those of `batch`, and whether each is the last one; where ranks meet inside them, as many on every rank."""
+        return batch.micro_batches(rung)
+
     def before(self, last: bool) -> None:
         """Ahead of a micro-batch's forward: wrappers that reduce in its backward read there whether they should."""
 
@@ -74,6 +82,22 @@ class Engine:
         else:
             self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(share))
         loss.backward(gradient=self.factor)
+
+    def loss_scale(self) -> Tensor | None:
+        """What the loss is multiplied with at present; None where it is not."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones_like(self.norm))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """On the first rank, what is trained, in the precision that is trained, in the host's memory. All ranks call it."""
+        if not self.run.is_main:
+            return {}
+        return {str(number): p.detach().contiguous().cpu() for number, p in enumerate(self.parameters)}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Put the tensors of a `snapshot` back, on every rank."""
+        for number, parameter in enumerate(self.parameters):
+            parameter.copy_(snapshot[str(number)])
 
     def drop(self) -> None:
         """Forget the partial gradients of a step."""

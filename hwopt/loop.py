@@ -128,7 +128,7 @@ def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ru
 
 def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> None:
     engine = run.engine
-    for micro_batch, last in batch.micro_batches(rung):
+    for micro_batch, last in engine.micro_batches(batch, rung):
         engine.before(last)
         reseed(run.step, micro_batch.first_sample)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
@@ -180,8 +180,9 @@ def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_ro
     """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
     for micro_batch, _ in batch.micro_batches(rung, first_row):
         outputs = run.inner_model(**micro_batch.inputs)
-        loss, count = run.loss(outputs, micro_batch.targets)
-        metrics.update(outputs, micro_batch.targets, loss, count)
+        if not batch.step.weightless:
+            loss, count = run.loss(outputs, micro_batch.targets)
+            metrics.update(outputs, micro_batch.targets, loss, count)
         yield micro_batch.end_row
 
 
@@ -191,8 +192,6 @@ def try_evaluation(run: Run, ladder: Ladder) -> None:
     if run.eval_loader is None:
         return
     with run.engine.together(ladder), evaluating(run):
-        if not len(run.eval_loader.sampler):
-            return  # fewer samples than ranks
         longest = next(iter(run.eval_loader.sampler))
         batch = run.eval_loader.dataset[longest].to(run.device)
         evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), ladder)

@@ -89,7 +89,10 @@ class StepSampler:
 
 @dataclass(frozen=True)
 class EvalSampler:
-    """Every sample once over all ranks, the longest first: padding stays low, and the first batch is the largest."""
+    """Every sample once over all ranks, the longest first: padding stays low, and the first batch is the largest.
+
+    Every rank has as many batches as the others, the last one maybe without weight, for some engines meet in each of them.
+    """
 
     lengths: np.ndarray
     counts: np.ndarray
@@ -98,13 +101,16 @@ class EvalSampler:
     world_size: int = 1
 
     def __len__(self) -> int:
-        return ceil(len(range(self.rank, len(self.lengths), self.world_size)) / self.rows)
+        return ceil(ceil(len(self.lengths) / self.world_size) / self.rows)
 
     def __iter__(self) -> Iterator[Step]:
-        order = np.argsort(-self.lengths, kind="stable")[self.rank :: self.world_size]
-        for index, begin in enumerate(range(0, len(order), self.rows)):
-            samples = order[begin : begin + self.rows]
-            yield Step(index, 0, tuple(int(i) for i in samples), int(self.counts[samples].sum()))
+        order = np.argsort(-self.lengths, kind="stable")
+        own = order[self.rank :: self.world_size]
+        for index in range(len(self)):
+            share = own[index * self.rows : (index + 1) * self.rows]
+            weightless = len(share) == 0
+            samples = tuple(int(i) for i in (order[-1:] if weightless else share))
+            yield Step(index, 0, samples, int(self.counts[list(samples)].sum()), weightless)
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ def resolve(
     refuse_long_samples(job, model, profile, job_file)
     context = Context(hardware, software, model, job, world_size)
     entries = in_order(tuple(decide(profile, registry, context, choices or {})))
+    refuse_conflicts(entries)
     recipe = write_recipe(entries, context)
     notes = card_notes(profile, hardware)
     if strict:
@@ -326,6 +327,21 @@ def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
                     f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
                 )
     return tuple(ordered)
+
+
+def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
+    """Raise PluginError with both places of the profile for every two plugins in effect of which one excludes the other."""
+    problems = Problems()
+    applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
+    for entry in applied.values():
+        for conflict in entry.plugin.conflicts:
+            other = applied.get(conflict.other)
+            if other is not None:
+                with blaming(entry):
+                    clash = conflict.when(entry.options, other.options)
+                if clash:
+                    problems.add(f"{entry.author} and {other.author} cannot be used together: {conflict.why}")
+    problems.raise_if_any(PluginError)
 
 
 def refuse_compromises(entries: tuple[Entry, ...], notes: tuple[str, ...]) -> None:

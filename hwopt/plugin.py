@@ -7,7 +7,7 @@ docs/plugins.md builds one step by step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -130,8 +130,30 @@ class MemorySpec:
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0
     master_bytes: float = 0.0
+    held: dict[str, float] = field(default_factory=dict)
+    """Kind of memory ("weights" …) -> the part of it that lies on this device, where that is not all."""
+    buffers: float = 0.0
+    """Bytes that are held beside what a trace of the stand-ins shows."""
     stand_ins: dict[str, Any] = field(default_factory=dict)
-    """Recipe slot -> what takes its place where tensors are fake: a callable that allocates the same bytes."""
+    """Recipe slot -> what takes its place where tensors are fake: a callable that allocates the same bytes.
+
+    An engine's may have `earlier_gradients()`: as after the first of several micro-batches.
+    """
+
+
+def always(mine: Any, theirs: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Another plugin that cannot be in effect together with this one; refused before anything is built."""
+
+    other: str
+    why: str
+    """And what to do about it."""
+    when: Callable[[Any, Any], bool] = always
+    """(options in effect of the one that declares it, of the other) -> whether these two conflict."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +176,8 @@ class Plugin:
     """Plugins of the same stage that come first where they are present."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
     """The most that it may change: nothing, rounding, or the training method itself."""
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    """Said by one of the two; by name, so that the other need not be installed."""
     slots: ClassVar[tuple[str, ...]] = ()
     """The recipe fields that it writes, for `hwopt plugins show`; the contract test holds it to them."""
 
@@ -192,6 +216,7 @@ class Plugin:
 
 __all__ = [
     "API_VERSION",
+    "Conflict",
     "Context",
     "Decision",
     "Evidence",

@@ -97,9 +97,8 @@ class Telemetry:
         run, counts, now = self.run, self.counts, time.perf_counter()
         engine = run.engine
         seconds = max(now - self.logged, 1e-9)
-        scale = run.scaler.scale(torch.ones_like(self.loss_sum)) if run.scaler is not None else self.loss_sum.new_ones(())
-        world = run.world_size
-        read = (self.loss_sum, engine.norm, engine.skipped, engine.skipped_in_a_row, scale)
+        scale, world = engine.loss_scale(), run.world_size
+        read = (self.loss_sum, engine.norm, engine.skipped, engine.skipped_in_a_row, *([] if scale is None else [scale]))
         values = torch.stack([value.float() for value in read])
         if world > 1:
             torch.distributed.all_reduce(values[:1])
@@ -137,24 +136,25 @@ class Telemetry:
         pending, self.pending = self.pending, None
         if pending.ready is not None:
             pending.ready.synchronize()
-        loss_sum, norm, skipped, in_a_row, scale = pending.values.tolist()
+        loss_sum, norm, skipped, in_a_row, *scales = pending.values.tolist()
+        scale = scales[0] if scales else None
         row, steps = pending.row, int(pending.row.pop("interval_steps"))
         row |= {"loss": loss_sum / steps, "grad_norm": norm}
         if skipped:
             row["skipped_updates"] = skipped
-        if self.run.scaler is not None:
+        if scale is not None:
             row["loss_scale"] = scale
         self.losses.append((steps, row["loss"]))
         self.stop_if_lost(row, skipped, in_a_row, scale)
         return row
 
-    def stop_if_lost(self, row: Row, skipped: float, in_a_row: float, scale: float) -> None:
+    def stop_if_lost(self, row: Row, skipped: float, in_a_row: float, scale: float | None) -> None:
         where = f"at or before step {int(row['step'])}"
         advice = (
             "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
         )
         finite_loss = row["loss"] - row["loss"] == 0
-        if self.run.scaler is None:
+        if scale is None:
             if skipped:
                 raise NonFiniteError(f"a gradient was not finite {where}; the update was not made. {advice}")
         elif scale < 1 or in_a_row >= MAX_SKIPS_IN_A_ROW:

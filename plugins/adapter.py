@@ -135,11 +135,13 @@ class Adapter(Plugin):
         )
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
-            f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(trained)} tensors in step 1"
+            f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(run.engine.parameters)} tensors "
+            "that the optimizer steps on"
         )
         if not adapters or others or (magnitudes == 0) == (self.options.kind == "dora"):
             return Evidence.inactive(f"{seen}; trained beside adapter and head: {', '.join(others[:3]) or 'nothing'}")
-        return Evidence.active(seen) if reached >= adapters else Evidence.inactive(seen)
+        enough = min(adapters, len(run.engine.parameters))  # engines step on flat ones, which hold many
+        return Evidence.active(seen) if reached >= enough else Evidence.inactive(seen)
 
 
 def has_content(value: Any) -> bool:

@@ -230,16 +230,18 @@ class Precision(Plugin):
 
         dtype, matmuls = self.options.dtype, run.observation.matmul_dtypes
         weights = count_dtypes(run.inner_model.parameters())
-        stepped = count_dtypes(p for group in run.optimizer.param_groups for p in group["params"])
+        stepped = count_dtypes(run.engine.parameters)
+        scale = run.engine.loss_scale()
         here = matmuls.get(PROFILER_NAMES[dtype], 0)
         seen = f"{here} of {sum(matmuls.values())} matmuls in {dtype}; weights {weights}; the optimizer steps on {stepped}"
         if dtype == "fp16":
-            seen += f"; loss scale {run.scaler.get_scale():g}" if run.scaler is not None else "; no loss scaler"
+            seen += "; no loss scale" if scale is None else f"; loss scale {scale.item():g}"
         if not matmuls:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
         in_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
-        as_told = in_half == (dtype != "fp32" and self.options.level == "O2") and set(stepped) == {"float32"}
-        scaled = (run.scaler is not None) == (dtype == "fp16")
+        half_weights = dtype != "fp32" and (self.options.level == "O2" or run.recipe.engine is not None)  # engines keep masters
+        as_told = in_half == half_weights and set(stepped) == {"float32"}
+        scaled = (scale is not None) == (dtype == "fp16")
         return Evidence.active(seen) if here and as_told and scaled else Evidence.inactive(seen)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hwopt.errors import HwoptError
 from hwopt.memory.lengths import Lengths, lengths_of, share_cut
-from hwopt.memory.planner import Change, MemoryPlan, from_trace, highest, plan_memory
+from hwopt.memory.planner import Change, MemoryPlan, from_trace, held_part, highest, plan_memory
 from hwopt.memory.rehearsal import Shape
 from hwopt.memory.tracer import traced
 from hwopt.microbatch import Widths
@@ -121,7 +121,7 @@ class Advisor:
             return
         target = target if 0 < target < memory.width else max(1, memory.width // 2)
         target = target // 8 * 8 or target
-        trace = traced(plan, memory.width, self.lengths.labels, self.cache / "memory")
+        trace = held_part(plan, traced(plan, memory.width, self.lengths.labels, self.cache / "memory"))
         width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
         then = from_trace(plan, Shape(memory.rows, width), self.lengths, trace)
         share = share_cut(self.lengths, target)

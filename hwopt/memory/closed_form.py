@@ -14,6 +14,11 @@ NF4_BYTES = 0.5 + 4 / 64
 NF4_DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
+def on_device(spec: MemorySpec) -> dict[str, float]:
+    """Bytes by kind on one device, of what it holds of each."""
+    return {kind: size * spec.held.get(kind, 1.0) for kind, size in states(spec).items()}
+
+
 def states(spec: MemorySpec) -> dict[str, float]:
     """Bytes by kind on one device that holds everything."""
     return {

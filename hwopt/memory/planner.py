@@ -106,9 +106,15 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     rows, width = largest_micro_batch(plan, lengths.longest)
     shape = Shape(rows, width)
     try:
-        return from_trace(plan, shape, lengths, traced(plan, width, lengths.labels, cache / "memory"))
+        return from_trace(plan, shape, lengths, held_part(plan, traced(plan, width, lengths.labels, cache / "memory")))
     except NotTraceable as error:
         return from_closed_form(plan, shape, lengths, f"it could not be traced: {error}")
+
+
+def held_part(plan: Plan, trace: Trace) -> Trace:
+    """What of `trace` lies on one device, as the plan's plugins say."""
+    held = spec_of(plan).held
+    return replace(trace, train=trace.train.held(held), eval=trace.eval.held(held)) if held else trace
 
 
 def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> MemoryPlan:
@@ -139,7 +145,7 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> Memo
 
 
 def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
-    parts = dict.fromkeys(KINDS, 0.0) | closed_form.states(spec_of(plan))
+    parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(spec_of(plan))
     reserve = reserve_gib(plan.hardware)
     return MemoryPlan(
         tier="closed form",
@@ -160,8 +166,9 @@ def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> Me
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """What several ranks hold at once to reduce gradients: a bucket, and what the library makes of it."""
-    return 0 if plan.world_size == 1 or plan.recipe.engine is not None else 2 * BUCKET_BYTES
+    """What several ranks hold at once to reduce gradients, a bucket and what the library makes of it; or an engine's own."""
+    own = plan.world_size > 1 and plan.recipe.engine is None
+    return int(spec_of(plan).buffers) + (2 * BUCKET_BYTES if own else 0)
 
 
 def with_buckets(peak: Peak, buckets: int) -> Peak:

@@ -177,14 +177,22 @@ def label_weights(run: Run, tracker: Tracker) -> None:
 def train_step(run: Run, batch: StepBatch, several: bool, tracker: Tracker | None = None) -> None:
     """Forward, backward and update with one micro-batch; `several`: it is not the first one of its step."""
     if several:
-        for parameter in run.inner_model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-                if tracker is not None:
-                    tracker.label([parameter.grad], "gradients")
+        earlier_gradients(run, tracker)
     telemetry = cast(Any, SimpleNamespace(loss_sum=torch.zeros((), device=run.device)))
     forward_and_backward(run, batch, telemetry, lambda *_: None, 0)
     run.engine.finish()
+
+
+def earlier_gradients(run: Run, tracker: Tracker | None) -> None:
+    """As after the first micro-batch of a step."""
+    if own := getattr(run.engine, "earlier_gradients", None):
+        own()
+        return
+    for parameter in run.inner_model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            if tracker is not None:
+                tracker.label([parameter.grad], "gradients")
 
 
 @torch.no_grad()

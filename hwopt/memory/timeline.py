@@ -7,7 +7,7 @@ of events, and the largest micro-batch that fits is found in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -115,6 +115,11 @@ class Scaled:
         return replace(
             self.base, sizes=self.base.sizes * self.sizes.factor(*ratios), flops=self.base.flops * self.flops.factor(*ratios)
         )
+
+    def held(self, shares: Mapping[str, float]) -> Scaled:
+        """The same where only a part of some kinds (name -> share) lies on the device."""
+        shared = np.array([shares.get(kind, 1.0) for kind in KINDS])[self.base.kinds]
+        return replace(self, base=replace(self.base, sizes=self.base.sizes * shared))
 
     def most_rows(self, width: int, budget: float) -> int:
         """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""

@@ -1,0 +1,344 @@
+"""ZeRO: optimizer state, gradients and weights spread over the ranks, or kept in the host's memory, by DeepSpeed.
+
+Source: Rajbhandari et al. 2020, ZeRO (arXiv:1910.02054); Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840); made by DeepSpeed
+through Accelerate. Stage 1 spreads the optimizer's state and the fp32 masters, 2 the gradients too, 3 the weights too.
+`offload` moves the update to the host's memory and CPU ("optimizer"), with stage 3 the weights as well ("parameters").
+Hardware: any; on a single device nothing is spread, so that only offload saves memory. Cost: stage 3 gathers the weights twice
+a micro-batch; offload moves gradients and weights over the bus and updates on the CPU, with torch's fused AdamW, which is as
+fast there as DeepSpeed's own and needs no compiler. Under half precision DeepSpeed keeps half weights and steps on fp32 masters.
+Numerical effect: rounding. No step can be begun again after an out-of-memory: the other ranks wait inside of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+
+Offload = Literal["none", "optimizer", "parameters"]
+Level = Literal[0, 1, 2, 3]
+COMBINATIONS: tuple[tuple[Level, Offload], ...] = (  # cheapest first
+    (0, "none"),
+    (1, "none"),
+    (2, "none"),
+    (3, "none"),
+    (1, "optimizer"),
+    (2, "optimizer"),
+    (3, "optimizer"),
+    (3, "parameters"),
+)
+BUCKET = 1 << 24
+"""Elements that are reduced at once; DeepSpeed's 5e8 are a gigabyte."""
+LIVE = 1 << 26
+"""Elements of gathered weights that stage 3 keeps; DeepSpeed's 1e9 would hold a model of a billion parameters whole."""
+
+
+def engine_config(stage: int, offload: Offload, pin_memory: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration but for the job's part of it, which the engine fills in.
+
+    The loop says itself which micro-batch is the last one of a step: there is nothing for DeepSpeed to count.
+    """
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "overlap_comm": False,  # two buckets instead of one
+        "contiguous_gradients": True,
+    }
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+    if offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+    if stage == 3:
+        zero |= {
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 10_000,
+        }
+    return {
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too
+    }
+
+
+@contextmanager
+def process_group(device_type: str) -> Iterator[None]:
+    """DeepSpeed's process group, with this process as its only rank where no launcher has started others."""
+    import torch
+
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it says on the screen that it looked for a GPU
+    from deepspeed.utils import logger
+
+    alone: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    level = logger.level
+    logger.setLevel("ERROR")
+    with environment({} if "RANK" in os.environ else alone):
+        if device_type == "cpu":  # gloo needs no kernel of DeepSpeed's own, which takes half a minute to compile
+            import deepspeed.ops
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        else:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Accelerate knows DeepSpeed by the environment alone, and forgets it where a CPU is asked for
+        with environment({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}):
+            try:
+                yield
+            finally:
+                logger.setLevel(level)
+                end_process_group()
+
+
+def end_process_group() -> None:
+    """So that another run in this process can make its own."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()  # Accelerate has ended the group itself already
+    comm.cdb = None
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def environment(values: dict[str, str | None]) -> Iterator[None]:
+    """These environment variables (None: unset) inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        put_into_environment(values)
+        yield
+    finally:
+        put_into_environment(before)
+
+
+def put_into_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def accelerate_plugin(config: dict[str, Any]) -> Any:
+    """Accelerate's DeepSpeedPlugin, which leaves the making of the model alone (weights are random in the same way as ever)."""
+    import copy
+
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config), zero3_init_flag=False)
+    plugin.set_deepspeed_weakref = lambda: None  # transformers would build every model in shards
+    return plugin
+
+
+def backend_of_hosts() -> Any:
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return InitProcessGroupKwargs(backend="gloo")
+
+
+def make_engine(run: Any) -> Any:
+    from hwopt_plugins.zero.engine import ZeroEngine
+
+    return ZeroEngine(run)
+
+
+def make_stand_in(run: Any, **settings: Any) -> Any:
+    from hwopt_plugins.zero.stand_in import StandIn
+
+    return StandIn(run, **settings)
+
+
+def full_weights(weights: dict[str, Any], run: Any) -> dict[str, Any]:
+    """`weights` whole and in the precision that is trained, on the first rank; all ranks call it."""
+    found: dict[str, Any] = run.engine.full_weights()
+    return {name: found.get(name, value) for name, value in weights.items()}
+
+
+def whole_model(model: Any, run: Any) -> Any:
+    return run.engine.whole_model()
+
+
+class Zero(Plugin):
+    name = "zero"
+    stage = Stage.DISTRIBUTION
+    preserves = "rounding"
+    slots = ("process", "accelerator", "engine", "export_steps", "final_steps")
+    conflicts = (
+        Conflict("fsdp", "both spread the same tensors over the ranks; keep one of them"),
+        Conflict(
+            "precision",
+            'ZeRO keeps half weights and fp32 masters itself, in its own partitions; take level = "O1"',
+            when=lambda zero, precision: zero.stage != 0 and precision.level == "O2" and precision.dtype != "fp32",
+        ),
+        Conflict(
+            "optimizer",
+            "offload keeps the state in the host's memory already, and no CPU steps on paged state; take adamw_torch_fused",
+            when=lambda zero, optimizer: zero.offload != "none" and optimizer.name.startswith("paged"),
+        ),
+        Conflict(
+            "optimizer",
+            "8-bit and 4-bit states keep embeddings and small tensors in 32 bit, and ZeRO gives the optimizer flat partitions, "
+            "in which tensors are not told apart; take adamw_torch_fused",
+            when=lambda zero, optimizer: zero.stage != 0 and optimizer.name not in ("adamw_torch", "adamw_torch_fused"),
+        ),
+        Conflict(
+            "compile",
+            "stage 3 gathers and releases weights in hooks of each module, which one graph of the whole model would cut apart; "
+            'take scope = "block", or stage 2',
+            when=lambda zero, compiled: zero.stage == 3 and compiled.scope == "model",
+        ),
+        Conflict(
+            "quantize",
+            "the frozen weights are packed bytes that ZeRO can neither spread nor offload; take one of them",
+            when=lambda zero, quantize: zero.stage != 0,
+        ),
+        Conflict(
+            "fused_loss",
+            "stage 3 has the head's weight only while the head runs, the fused loss needs it afterwards; take stage 2",
+            when=lambda zero, loss: zero.stage == 3,
+        ),
+    )
+
+    class Options(PluginOptions):
+        stage: Literal["auto"] | Level = Field(
+            default="auto", description='What is spread; "auto": the cheapest that the memory plan says will fit; 0: nothing.'
+        )
+        offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
+            default="auto", description="What lies in the host's memory; parameters: with stage 3 alone, and the optimizer too."
+        )
+
+        @model_validator(mode="after")
+        def possible(self) -> Zero.Options:
+            if not combinations(self.stage, self.offload):
+                raise ValueError(
+                    f'offload = "{self.offload}" does not go with stage = {self.stage}: '
+                    "optimizer needs stage 1 to 3, parameters needs stage 3; or leave one of the two out"
+                )
+            return self
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        if not context.has("deepspeed"):
+            return Decision.skip("DeepSpeed is not installed: pip install 'hwopt[deepspeed]'")
+        given = self.options
+        if "auto" in (given.stage, given.offload):
+            alone = "; on one device nothing is spread, so that only offload saves memory" if context.world_size == 1 else ""
+            chosen = [self.Options(stage=s, offload=o) for s, o in sensible(given.stage, given.offload, context.world_size)]
+            return Decision.choose(chosen, f"the cheapest of {len(chosen)} that fits{alone}")
+        return Decision.apply(self.told(context))
+
+    def told(self, context: Context) -> str:
+        stage, offload, ranks = self.options.stage, self.options.offload, context.world_size
+        spread = {
+            0: "nothing",
+            1: "optimizer state",
+            2: "optimizer state and gradients",
+            3: "optimizer state, gradients and weights",
+        }
+        where = {"none": "", "optimizer": "; the optimizer in the host's memory", "parameters": "; all in the host's memory"}
+        said = f"stage {stage}: {spread[int(stage)]} over {ranks} rank(s){where[offload]}"
+        if ranks == 1 and offload == "none" and stage != 0:
+            said += "; on one device that saves nothing: set offload, or more ranks"
+        return said
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        stage, offload = self.options.stage, self.options.offload
+        assert stage != "auto", "probe() has it chosen"
+        assert offload != "auto", "probe() has it chosen"
+        if stage == 0:
+            return
+        cuda = context.hardware.device_type == "cuda"
+        config = engine_config(stage, offload, pin_memory=cuda)
+        recipe.process.append(partial(process_group, context.hardware.device_type))
+        recipe.accelerator["deepspeed_plugin"] = partial(accelerate_plugin, config)
+        recipe.accelerator["cpu"] = False  # or it would quietly be data parallel; the device is the machine's all the same
+        if not cuda:
+            recipe.accelerator["kwargs_handlers"].append(backend_of_hosts)
+        recipe.engine = make_engine
+        recipe.export_steps.append(full_weights)
+        recipe.final_steps.append(whole_model)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        stage, offload = int(self.options.stage), self.options.offload
+        if stage == 0:
+            return
+        on_host = context.hardware.device_type != "cpu"  # a CPU's own memory is the host's
+        spec.stand_ins["engine"] = partial(
+            make_stand_in,
+            stage=stage,
+            ranks=context.world_size,
+            offload_optimizer=on_host and offload != "none",
+        )
+        spec.master_bytes = 4.0
+        if stage == 3:
+            kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
+            spec.held["weights"] = kept
+            # gathered while they are used, at least the largest, which is the embedding
+            largest = context.model.vocab_size * context.model.hidden_size
+            spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET)
+
+    @classmethod
+    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+        if not cls(cls.Options()).probe(context).options:
+            return []
+        costs = {
+            (2, "optimizer"): Leaner(cls.Options(stage=2, offload="optimizer"), 2.0, "updates in the host's memory, on the CPU"),
+            (3, "parameters"): Leaner(
+                cls.Options(stage=3, offload="parameters"), 4.0, "weights come over the bus as they are used"
+            ),
+        }
+        if context.world_size > 1:
+            spread = Leaner(cls.Options(stage=2, offload="none"), 1.05, "state and gradients spread over the ranks")
+            costs = {(2, "none"): spread, **costs}
+        now = (0, "none") if options is None else (options.stage, options.offload)
+        order = [*COMBINATIONS]
+        return [leaner for combination, leaner in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
+
+    def evidence(self, run: Any) -> Evidence:
+        stage, engine = self.options.stage, run.model
+        if stage == 0:
+            kind = type(run.engine).__name__
+            return Evidence.active(f"not needed: the plan fits without; the engine is {kind}")
+        kind = type(engine).__name__
+        if kind != "DeepSpeedEngine":
+            return Evidence.inactive(f"the model runs in {kind} instead of DeepSpeedEngine")
+        found = engine.zero_optimization_stage()
+        spread, whole = run.engine.sizes()
+        devices = sorted({tensor.device.type for tensor in run.engine.parameters})
+        seen = (
+            f"DeepSpeedEngine, stage {found}; this rank steps on {spread:,} of {whole:,} trained elements, on {'/'.join(devices)}"
+        )
+        offloaded = self.options.offload == "none" or devices == ["cpu"]
+        enough = spread <= whole / run.world_size + 1024 * run.world_size  # partitions are padded
+        return Evidence.active(seen) if found == stage and offloaded and enough else Evidence.inactive(seen)
+
+
+def combinations(stage: Any, offload: Any) -> list[tuple[Level, Offload]]:
+    """Those that agree with what is given, the cheapest first."""
+    return [(s, o) for s, o in COMBINATIONS if stage in ("auto", s) and offload in ("auto", o)]
+
+
+def sensible(stage: Any, offload: Any, world_size: int) -> list[tuple[Level, Offload]]:
+    """Without those that a cheaper one equals: on one device a stage without offload, and stages that only spread."""
+    found = combinations(stage, offload)
+    if world_size > 1:
+        return [c for c in found if c != (1, "optimizer")] or found
+    alone = [(0, "none"), (2, "optimizer"), (3, "parameters")]
+    return [c for c in found if c in alone] or found

@@ -1,0 +1,152 @@
+"""The engine of ZeRO: DeepSpeed's own, made by Accelerate, under the loop's uneven micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwopt.engine import Engine
+
+
+class ZeroEngine(Engine):
+    """Gradients are averaged by DeepSpeed, and so weighed by the number of ranks; it clips, and leaves out what overflows."""
+
+    can_redo = False
+    takes_turns = True
+
+    def __init__(self, run: Any) -> None:
+        self.named = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
+        run.model, _ = prepared(run)
+        super().__init__(run)
+        self.deepspeed = run.model
+        self.parameters = self.partitions()
+        self.hosts = dist.new_group(backend="gloo")
+
+    def make_state(self) -> None:
+        """DeepSpeed has made it already."""
+
+    def micro_batches(self, batch: Any, rung: int) -> Iterator[tuple[Any, bool]]:
+        """As many as on the rank that has most of them: the smallest one again, without weight."""
+        own = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
+        most = torch.tensor(len(own))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.hosts)
+        smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
+        own += [replace(smallest, share=0.0)] * (int(most) - len(own))
+        return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
+
+    def before(self, last: bool) -> None:
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        self.deepspeed.backward(loss * (share * self.run.world_size))
+
+    def drop(self) -> None:
+        self.deepspeed.optimizer.zero_grad(set_to_none=True)
+
+    def finish(self) -> None:
+        for event in self.on_gradients:
+            event(self.run)
+        self.deepspeed.step()
+        self.found_inf.fill_(float(self.deepspeed.optimizer.overflow))
+        self.skipped.add_(self.found_inf)
+        self.skipped_in_a_row.add_(self.found_inf).mul_(self.found_inf)
+        self.norm.fill_(float(self.deepspeed.get_global_grad_norm() or 0.0))
+        for event in self.on_updated:
+            event(self.run)
+        self.scheduler.step()
+
+    def loss_scale(self) -> Tensor | None:
+        if not self.deepspeed.fp16_enabled():
+            return None
+        return torch.full_like(self.norm, float(self.deepspeed.optimizer.cur_scale))
+
+    def partitions(self) -> list[Tensor]:
+        """What this rank steps on: flat, in fp32."""
+        optimizer = self.deepspeed.optimizer
+        stage_3 = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+        return list(stage_3 if stage_3 is not None else optimizer.single_partition_of_fp32_groups)
+
+    def sizes(self) -> tuple[int, int]:
+        """Elements that this rank steps on, and those of all ranks."""
+        whole = sum(getattr(p, "ds_numel", p.numel()) for p in self.named.values())
+        return sum(partition.numel() for partition in self.partitions()), whole
+
+    def snapshot(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = {}
+        for name, parameter in self.named.items():
+            value = safe_get_full_fp32_param(parameter)  # all ranks meet in it
+            if self.run.is_main:
+                found[name] = value.detach().cpu().contiguous()
+        return found
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        set_masters(self.named, snapshot)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer whole, in the host's memory; the trained ones in fp32. Empty on all ranks but the first."""
+        trained = self.snapshot()
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
+            if name not in self.named:
+                value = gathered(parameter)
+                if self.run.is_main:
+                    found[name] = value
+        first = {id(parameter): name for name, parameter in reversed(list(self.named.items()))}
+        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
+            if self.run.is_main and id(parameter) in first:  # tied ones have several names
+                found[name] = trained[first[id(parameter)]]
+        return found
+
+    def whole_model(self) -> Any:
+        """The model in the host's memory, on the first rank with its weights: plain parameters without DeepSpeed."""
+        weights = self.full_weights()
+        model = self.run.inner_model
+        plain: dict[int, torch.nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                key = id(parameter)
+                if key not in plain:
+                    value = weights.get(f"{prefix}.{name}" if prefix else name, torch.empty(0))
+                    plain[key] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad and value.is_floating_point())
+                module._parameters[name] = plain[key]
+        return model.cpu()
+
+
+def prepared(run: Any) -> tuple[Any, Any]:
+    """(DeepSpeed's engine, its optimizer) of the run's model, whose fp32 values become the masters: none is rounded away."""
+    config = run.accelerator.state.deepspeed_plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = run.batch.train
+    config["train_batch_size"] = run.batch.train * run.world_size
+    config["gradient_clipping"] = float(run.training.max_grad_norm or 0.0)
+    values = {name: p.detach().clone() for name, p in run.inner_model.named_parameters() if p.requires_grad}
+    engine, optimizer = run.accelerator.prepare(run.inner_model, run.optimizer)
+    if engine.fp16_enabled() or engine.bfloat16_enabled():
+        set_masters(dict(run.inner_model.named_parameters()), values)
+    return engine, optimizer
+
+
+def set_masters(parameters: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for name, value in values.items():
+        parameter = parameters[name]
+        safe_set_full_fp32_param(parameter, value.to(parameter.device))
+
+
+def gathered(parameter: Any) -> Tensor:
+    """A copy of a frozen parameter in the host's memory, whole."""
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
