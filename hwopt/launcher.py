@@ -14,11 +14,12 @@ from hwopt.hardware import Hardware
 NEUTRAL = frozenset({"", "0", "1", "no", "false", "none"})
 
 ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "deepspeed_plugin"),
+    "ACCELERATE_USE_FSDP": ("FSDP", "fsdp_plugin"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "megatron_lm_plugin"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "parallelism_config"),
 }
+"""Variable -> what it asks for, and the option of the Accelerator that a plan has it by."""
 
 
 def refuse_contradictions(environment: Mapping[str, str], accelerator: Mapping[str, Any], hardware: Hardware) -> None:
@@ -45,8 +46,8 @@ def refuse_contradictions(environment: Mapping[str, str], accelerator: Mapping[s
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: the plan cuts each step itself. "
             "Leave it out of the launcher, or set plugins.batch.accumulation."
         )
-    for name, engine in ENGINES.items():
-        if environment.get(name, "").strip().lower() in ("1", "true", "yes"):
+    for name, (engine, key) in ENGINES.items():
+        if environment.get(name, "").strip().lower() in ("1", "true", "yes") and key not in accelerator:
             problems.add(
                 f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher."
             )

@@ -377,7 +377,7 @@ def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size
     train = int(recipe.batch.get("train", 8))
     evaluation = int(recipe.batch.get("eval", 2 * train))
     accumulation = int(recipe.batch.get("accumulation", 1))
-    step = int(recipe.batch.get("effective", train * accumulation * world_size))
+    step = int(recipe.batch.get("effective", train * accumulation))
     notes: tuple[str, ...] = ()
     memory = profile.card.memory_gib
     smaller = memory and hardware.device_type == "cuda" and hardware.memory_gib < SMALLER * memory

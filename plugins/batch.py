@@ -1,7 +1,7 @@
 """How many samples go into a micro-batch, an evaluation batch and an optimizer step.
 
-`train` is what fits into memory, the step batch is what the optimizer sees: train x accumulation on each rank, or one
-`effective` batch over all ranks, from which the core works out how many micro-batches each rank needs.
+`train` is what fits into memory; what the optimizer sees is train x accumulation, or `effective`, over all ranks together: more
+ranks do the same training in less time. The core works out how many micro-batches each rank needs for its share.
 Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; Goyal et al. 2017 (arXiv:1706.02677) on what a larger batch changes.
 Hardware: any. Cost: memory grows with `train` and `eval`. Numerical effect: the effective batch is part of the training
 method; how it is cut into micro-batches is not (the loss is divided once, by the whole step's count).
@@ -50,7 +50,7 @@ class Batch(Plugin):
             default=None, description='Samples of an evaluation batch, or "auto"; 2 x train where left out.'
         )
         accumulation: int | None = Field(
-            default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step; 1 where left out."
+            default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step on a single rank; 1 where left out."
         )
         effective: int | None = Field(
             default=None, gt=0, le=MOST_ROWS, description="Samples of an optimizer step over all ranks; wins over accumulation."
@@ -71,19 +71,19 @@ class Batch(Plugin):
         assert train != "auto", "chosen above"
         assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train
-        if effective is None:
-            steps = self.options.accumulation or 1
-            whole = train * steps * world
-            return Decision.apply(f"{train} x {steps} on {world} rank(s): {whole} a step; {evaluation} in evaluation")
-        if effective < world:
+        whole = effective or train * (self.options.accumulation or 1)
+        given = "train x accumulation" if effective is None else "effective"
+        if whole < world:
             raise PluginError(
-                f"effective = {effective} leaves some of {world} ranks without a sample; it must be at least {world}"
+                f"{given} = {whole} leaves some of {world} ranks without a sample; it must be at least {world}: "
+                "it is the rows of a step over all ranks"
             )
-        steps = micro_batches(effective, train, world)
-        instead = "" if self.options.accumulation is None else f", instead of accumulation = {self.options.accumulation}"
+        steps = micro_batches(whole, train, world)
+        both = effective is not None and self.options.accumulation is not None
+        instead = f", instead of accumulation = {self.options.accumulation}" if both else ""
         return Decision.apply(
-            f"{effective} a step{instead} over {world} rank(s): "
-            f"{steps} micro-batch(es) of up to {train} each; {evaluation} in evaluation"
+            f"{whole} a step{instead} over {world} rank(s): "
+            f"{steps} micro-batch(es) of up to {min(train, -(-whole // world))} each; {evaluation} in evaluation"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:
@@ -112,7 +112,7 @@ class Batch(Plugin):
             return []
         assert options.train != "auto", "in effect is a number"
         assert options.eval != "auto", "in effect is a number"
-        step = options.effective or options.train * (options.accumulation or 1) * context.world_size
+        step = options.effective or options.train * (options.accumulation or 1)
         cost = f"{step} rows a step as before, in finer micro-batches"
         evaluation = options.eval or 2 * options.train
         return [
@@ -124,7 +124,7 @@ class Batch(Plugin):
     def evidence(self, run: Any) -> Evidence:
         step = run.last_step_batch
         cut = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
-        share = (self.options.effective or 0) / run.world_size or self.options.train * (self.options.accumulation or 1)
+        share = (self.options.effective or self.options.train * (self.options.accumulation or 1)) / run.world_size
         seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {cut}; asked for {share:g} rows a rank"
         if abs(step.rows - share) < 1:  # an effective batch that the ranks do not divide differs by one
             return Evidence.active(seen)

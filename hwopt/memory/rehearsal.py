@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hwopt.build import Run, adopt_model, build_optimizer, no_search_for_packed_rows, padding_of
+from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator, no_search_for_packed_rows, padding_of
 from hwopt.engine import Engine
 from hwopt.loop import evaluating, forward_and_backward
 from hwopt.memory.tracker import Tracker
@@ -83,11 +83,18 @@ def constant(step: int, total: int) -> float:
 
 
 @contextmanager
-def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device) -> Iterator[Run]:
-    """A run of `recipe` without data and weights, up to its engine. It is no subject of evidence, and compiles nothing."""
+def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *, real: bool = False) -> Iterator[Run]:
+    """A run of `recipe` without data and weights, up to its engine. It is no subject of evidence, and compiles nothing.
+
+    `real`: an engine that the recipe brings gets the Accelerator that it was made for.
+    """
     with ExitStack() as stack:
-        for enter in recipe.process:
+        for enter in recipe.process if real or recipe.engine is None else []:  # an engine's are for its ranks
             stack.enter_context(enter())
+        accelerator: Any = Stage(device, recipe.accelerator.get("mixed_precision", "no"))
+        if real and recipe.engine is not None:
+            accelerator = make_accelerator(replace(plan, recipe=recipe))
+            stack.callback(forget, accelerator)
         tokenizer = SimpleNamespace(pad_token_id=0)
         names = tuple(str(number) for number in range(labels))
         rows = cast(Any, range(plan.batch.step))
@@ -98,10 +105,14 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device) ->
             device=device,
             rank=0,
             world_size=1,
-            accelerator=cast(Any, Stage(device, recipe.accelerator.get("mixed_precision", "no"))),
+            accelerator=accelerator,
             prepared=Prepared(rows, None, tokenizer, names),
         )
-        adopt_model(run, made_up_model(run))
+        model = made_up_model(run)
+        if real:  # or some engines would leave out the update, and its memory
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+        adopt_model(run, model)
         build_optimizer(run)
         run.scaler = None  # a number more; its overflow check reads the host
         run.engine = (recipe.engine or Engine)(run)
@@ -130,10 +141,10 @@ def made_up_model(run: Run) -> Any:
     return model
 
 
-def micro_batch_of(run: Run, shape: Shape) -> StepBatch:
-    """One micro-batch of rows of `shape.width` tokens, the last one a token shorter, so that padding is there."""
+def micro_batch_of(run: Run, shape: Shape, times: int = 1) -> StepBatch:
+    """One micro-batch of rows of `shape.width` tokens, the last one a token shorter, so that padding is there; or several."""
     rows, width = shape.rows, shape.width
-    lengths = [width] * (rows - 1) + [max(1, width - 1)]
+    lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
     types = len(run.plan.job.data.text) == 2 and uses_token_types(config)
     per_token = run.task.kind == "causal-lm"
@@ -143,8 +154,8 @@ def micro_batch_of(run: Run, shape: Shape) -> StepBatch:
         if types:
             sample["token_type_ids"] = np.zeros(length, np.int64)
         samples.append(sample)
-    counts = lengths if per_token else [1] * rows
-    step = Step(0, 0, tuple(range(rows)), sum(counts))
+    counts = lengths if per_token else [1] * len(lengths)
+    step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
     collate = padding_of(run)(cut=cut_in_order, most_rows=rows)
     return collate(step, samples, counts)
 

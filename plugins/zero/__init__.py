@@ -12,6 +12,7 @@ Numerical effect: rounding. No step can be begun again after an out-of-memory: t
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -91,7 +92,8 @@ def process_group(device_type: str) -> Iterator[None]:
         else:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # Accelerate knows DeepSpeed by the environment alone, and forgets it where a CPU is asked for
-        with environment({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}):
+        with environment({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
             try:
                 yield
             finally:
@@ -284,15 +286,18 @@ class Zero(Plugin):
             make_stand_in,
             stage=stage,
             ranks=context.world_size,
-            offload_optimizer=on_host and offload != "none",
+            offload=offload != "none",
+            host=not on_host,
+            bucket=BUCKET,
         )
         spec.master_bytes = 4.0
         if stage == 3:
             kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
             spec.held["weights"] = kept
-            # gathered while they are used, at least the largest, which is the embedding
-            largest = context.model.vocab_size * context.model.hidden_size
-            spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET)
+            if context.world_size > 1 or kept == 0:
+                # gathered while they are used, at least the largest, which is the embedding
+                largest = context.model.vocab_size * context.model.hidden_size
+                spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET)
 
     @classmethod
     def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:

@@ -146,7 +146,7 @@ def gathered(parameter: Any) -> Tensor:
     """A copy of a frozen parameter in the host's memory, whole."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         return parameter.detach().cpu().clone()  # type: ignore[no-any-return]

@@ -39,7 +39,10 @@ def test_micro_batches(effective, train, ranks, wanted):
 
 
 def test_reasons_hold_the_numbers():
-    assert "64 x 2 on 2 rank(s): 256 a step" in Batch(Batch.Options(train=64, accumulation=2)).probe(context(2)).reason
+    reason = Batch(Batch.Options(train=64, accumulation=2)).probe(context(2)).reason
+    assert reason.startswith("128 a step over 2 rank(s): 1 micro-batch(es) of up to 64 each")
+    reason = Batch(Batch.Options(train=64)).probe(context(4)).reason
+    assert reason.startswith("64 a step over 4 rank(s): 1 micro-batch(es) of up to 16 each")
     assert "7 micro-batch(es) of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
 
 

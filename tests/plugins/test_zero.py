@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.errors import InputError, PluginError
+from hwopt.registry import Registry
+from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+
+Zero = Registry().plugin("zero")
+STAGES = [(1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
+
+
+def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The difference over the norm; key.bias has a true gradient of 0, whose rounding noise Adam turns into steps."""
+    names = [name for name in theirs if not name.endswith("key.bias")]
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
+    return float(difference / torch.cat([theirs[name].flatten() for name in names]).double().norm())
+
+
+def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> Any:
+    """(final weights, what was heard) of a run over uneven micro-batches, with a partial last step and evaluations amid."""
+    job = tiny_job(folder / "data", kind, samples=41, max_steps=8, eval_steps=3)
+    tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
+    plan = plan_for(tiny_profile(**tables, cut={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
+    heard = train_tiny(plan, folder / name)
+    return load_file(folder / name / "run" / "final" / "model.safetensors"), heard
+
+
+@pytest.mark.parametrize(("stage", "offload"), STAGES)
+def test_one_device_trains_the_same_model(stage: int, offload: str, tmp_path: Path) -> None:
+    ours, heard = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
+    theirs, plain = trained(tmp_path, "plain", "text-classification", "fp32")
+    assert apart(ours, theirs) <= 1e-6
+    assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert {entry.name: evidence.status for entry, evidence in heard.found}["zero"] == "active"
+    assert all(evidence.status == "active" for _, evidence in heard.found), heard.found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_half_weights_keep_fp32_masters(stage: int, tmp_path: Path) -> None:
+    """The initial weights are not rounded, and what is saved is fp32."""
+    ours, heard = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
+    theirs, _ = trained(tmp_path, "plain", "causal-lm", "bf16")
+    assert {value.dtype for value in ours.values()} == {torch.float32}
+    assert apart(ours, theirs) <= 3e-3
+    rounded = sum(bool((value.bfloat16().float() == value).all()) for value in ours.values())
+    assert rounded <= 1  # a norm whose weights stayed 1
+    assert {entry.name: evidence.status for entry, evidence in heard.found}["precision"] == "active"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_are_merged_and_saved_as_ever(stage: int, tmp_path: Path) -> None:
+    adapter = {"always": True, "r": 4, "kind": "dora"}
+    ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": stage, "offload": "none"})
+    theirs, _ = trained(tmp_path, "plain", "causal-lm", "fp32", adapter=adapter)
+    assert ours.keys() == theirs.keys()
+    assert apart(ours, theirs) <= 1e-6
+    saved = tmp_path / "zero" / "run" / "final" / "adapter"
+    assert load_file(saved / "adapter_model.safetensors").keys() == (
+        load_file(tmp_path / "plain" / "run" / "final" / "adapter" / "adapter_model.safetensors").keys()
+    )
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path) -> None:
+    from hwopt.errors import NonFiniteError
+
+    job = tiny_job(tmp_path / "data", max_steps=4, learning_rate=1e30)
+    plan = plan_for(tiny_profile(zero={"stage": 2, "offload": "none"}), job)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        train_tiny(plan, tmp_path)
+
+
+def decided(world_size: int = 1, **options: Any) -> Any:
+    from hwopt.hardware import described, detect_host
+    from hwopt.plugin import Context
+
+    job = tiny_job(Path(os.environ["PYTEST_TMP"]))
+    plan = plan_for(tiny_profile(), job)
+    hardware = described("a card", (8, 6), 8.0, detect_host())
+    software = {"deepspeed": "0.19.8"} if options.pop("installed", True) else {}
+    return Zero(Zero.Options(**options)).probe(Context(hardware, software, plan.model, plan.job, world_size))
+
+
+@pytest.fixture(autouse=True)
+def folder_of_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path / "decided"))
+
+
+def test_one_device_is_told_that_spreading_saves_nothing() -> None:
+    answer = decided(stage=2, offload="none")
+    assert answer.kind == "apply"
+    assert "on one device that saves nothing: set offload" in answer.reason
+    assert "saves nothing" not in decided(stage=2, offload="optimizer").reason
+    assert "saves nothing" not in decided(world_size=2, stage=2, offload="none").reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "wanted"),
+    [
+        (1, {}, [(0, "none"), (2, "optimizer"), (3, "parameters")]),
+        (4, {}, [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]),
+        (1, {"stage": 3}, [(3, "parameters")]),
+        (4, {"stage": 2}, [(2, "none"), (2, "optimizer")]),
+        (1, {"offload": "optimizer"}, [(2, "optimizer")]),
+        (1, {"stage": 1, "offload": "auto"}, [(1, "none"), (1, "optimizer")]),
+    ],
+)
+def test_candidates_the_cheapest_first(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
+    assert [(o.stage, o.offload) for o in decided(ranks, **options).options] == wanted
+
+
+def test_without_deepspeed_it_is_skipped_with_the_line_to_type() -> None:
+    answer = decided(installed=False)
+    assert (answer.kind, "pip install 'hwopt[deepspeed]'" in answer.reason) == ("skip", True)
+
+
+def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hwopt import testing
+
+    monkeypatch.setattr(testing, "detect_software", dict)
+    with pytest.raises(PluginError, match="pip install 'hwopt\\[deepspeed\\]'"):
+        plan_for(tiny_profile(zero={"stage": 2}), tiny_job(tmp_path), strict=True)
+
+
+@pytest.mark.parametrize("options", [{"stage": 2, "offload": "parameters"}, {"stage": 0, "offload": "optimizer"}])
+def test_what_does_not_go_together(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not go with stage"):
+        plan_for(tiny_profile(zero=options), tiny_job(tmp_path))
+
+
+# two real ranks
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
+LAUNCH += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "hwopt"]
+PROFILE = """name = "ranks"
+[plugins.precision]
+dtype = "fp32"
+[plugins.batch]
+train = 3
+effective = 12
+eval = 4
+[plugins.cut]
+[plugins.zero]
+stage = {stage}
+offload = "{offload}"
+"""
+
+
+def started(command: list[str], folder: Path, name: str, *arguments: str) -> Path:
+    done = subprocess.run(
+        [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *arguments],
+        cwd=folder,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder / "runs" / name
+
+
+def rows(folder: Path, key: str) -> list[float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in found if key in row]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the job, and the plain run of one rank in it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_samples(folder / "train.jsonl", 41)  # the last step of an epoch has five rows
+    write_samples(folder / "dev.jsonl", 13, seed=1)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    (folder / "job.toml").write_text(
+        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
+        '[task]\nkind = "text-classification"\n[training]\nmax_steps = 20\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 7\n'
+    )
+    (folder / "ranks.toml").write_text(PROFILE.format(stage=0, offload="none"))
+    started([sys.executable, "-m", "hwopt"], folder, "one")
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), *STAGES])
+def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path) -> None:
+    """20 steps of uneven micro-batches, as many on one rank as on the other only because they are told."""
+    (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
+    two, one = started(LAUNCH, alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
+    assert json.loads((two / "plan.json").read_text())["world_size"] == 2
+    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=1e-5)
+    assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=1e-5)
+    assert apart(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
+    found = json.loads((two / "evidence.json").read_text())["plugins"]
+    assert {row["status"] for row in found} == {"active"}, found
