@@ -21,8 +21,10 @@ from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
+from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
+from hwopt.memory.parallel import Comparison, compared
 from hwopt.memory.tracer import only_sizes
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
@@ -136,6 +138,11 @@ def with_memory(
     return replace(plan, memory=memory)
 
 
+def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
+    """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
+    return compared(plan, ranks, cache or cache_folder())
+
+
 RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
 """Names that Windows keeps for devices."""
 
@@ -228,4 +235,4 @@ def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:
             write_status(folder, exit_code, message)
 
 
-__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder", "with_memory"]
+__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder", "spread_over_ranks", "with_memory"]

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     help="Plan for the card, or this machine.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), help="Nodes that the ranks are spread over: what ZeRO and FSDP would need and send."
+)
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
 @format_option
 def plan(
@@ -45,6 +48,7 @@ def plan(
     strict: bool,
     hardware: str,
     world_size: int,
+    nodes: int | None,
     measure: bool,
     format_: str,
 ) -> None:
@@ -52,10 +56,13 @@ def plan(
     from rich.console import Console
 
     from hwopt import api
+    from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side
+    from hwopt.report.parallel import show_parallel
     from hwopt.report.screen import show_plan, show_values
 
     quiet_transformers()
+    ranks = Ranks(world_size, nodes or 1)
 
     def planned(profile: str) -> Plan:
         def resolved(changes: Sequence[str] = ()) -> Plan:
@@ -72,15 +79,22 @@ def plan(
         return api.with_memory(resolved(), resolved, measure=measure)
 
     plans = [planned(profile) for profile in profiles]
+    parallel = [api.spread_over_ranks(plan, ranks) for plan in plans] if nodes or world_size > 1 else []
     if format_ == "json":
         found = [plan.to_dict() for plan in plans]
+        for document, comparison in zip(found, parallel, strict=False):
+            document["parallel"] = comparison.to_dict()
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
         return
     console = Console()
     if len(plans) > 1:
         show_side_by_side(console, plans)
+        for plan, comparison in zip(plans, parallel, strict=False):
+            show_parallel(console, comparison, f"{plan.profile.name}, ")
         return
     show_plan(console, plans[0])
     show_memory(console, plans[0])
+    for comparison in parallel:
+        show_parallel(console, comparison)
     console.print()
     show_values(console, plans[0])

@@ -60,6 +60,15 @@ class Timeline:
         summed = np.concatenate([[0.0], np.cumsum(self.sizes[self.operands])])
         return np.diff(summed[np.concatenate([[0], self.ends])])
 
+    def spread(self, shares: Mapping[str, float], in_update: float | None = None) -> Timeline:
+        """With `shares` of the sizes by kind, and `in_update` of those of all that is used in the optimizer's update only."""
+        share = np.array([shares[kind] for kind in KINDS])[self.kinds]
+        if in_update is not None:
+            before, there = np.split(self.operands, self.ends[self.update - 1 : self.update])
+            storages = np.arange(len(self.sizes))
+            share = np.where(np.isin(storages, there) & ~np.isin(storages, before), in_update, share)
+        return replace(self, sizes=self.sizes * share)
+
     def same_program(self, other: Timeline) -> bool:
         """The same operations on the same storages; what autograd frees at once it frees in any order."""
         ours, theirs = (timeline.events[timeline.events > 0] for timeline in (self, other))

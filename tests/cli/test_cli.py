@@ -103,6 +103,13 @@ def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
         (["run", "--profile", "cpu", "--set", "data.text=txt"], 4, "Did you mean 'text'"),
         (["run", "--profile", "rtx3070_8gb", "--strict"], 3, "--strict: plugin 'tf32'"),
         (["plan", "--profile", "cpu", "--world-size", "0"], 2, "world-size"),
+        (
+            ["plan", "--profile", "cpu", "--world-size", "8", "--nodes", "3"],
+            2,
+            "--nodes 3: 8 ranks .* multiple of 3 as --world-size",
+        ),
+        (["plan", "--profile", "cpu", "--nodes", "2"], 2, "--nodes 2: one rank .* multiple of 2 as"),
+        (["plan", "--profile", "cpu", "--world-size", "8", "--nodes", "0"], 2, "--nodes"),
         (["profiles", "show", "rtx309"], 2, "Did you mean"),
         (["plugins", "show", "optimiser"], 2, "Did you mean 'optimizer'"),
         (["trian"], 2, "Did you mean"),
