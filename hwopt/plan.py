@@ -330,10 +330,16 @@ def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
-    """Raise PluginError with both places of the profile for every two plugins in effect of which one excludes the other."""
+    """Raise PluginError, with both places of the profile, where a plugin in effect excludes another or lacks one that it needs."""
     problems = Problems()
     applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
+    skipped = {entry.name: entry for entry in entries if entry.decision == "skip"}
     for entry in applied.values():
+        for name in entry.plugin.requires:
+            if name in skipped:
+                problems.add(f"{entry.author} needs {skipped[name].author}, which is skipped: {skipped[name].reason}")
+            elif name not in applied:
+                problems.add(f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove this one")
         for conflict in entry.plugin.conflicts:
             other = applied.get(conflict.other)
             if other is not None:

@@ -176,6 +176,8 @@ class Plugin:
     """Plugins of the same stage that come first where they are present."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
     """The most that it may change: nothing, rounding, or the training method itself."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Plugins without which it makes no sense; refused where one is absent or skipped."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     """Said by one of the two; by name, so that the other need not be installed."""
     slots: ClassVar[tuple[str, ...]] = ()

@@ -129,7 +129,8 @@ class HalfWeights:
         for hook in self.hooks:
             hook.remove()
         for p in model.parameters():
-            p.data = self.masters[p].data if p in self.masters else p.data.float()
+            if p.is_floating_point():  # packed weights are bytes
+                p.data = self.masters[p].data if p in self.masters else p.data.float()
         self.masters, self.hooks = {}, []
         return model
 
@@ -151,7 +152,7 @@ def gradient_scaler(device_type: str) -> Any:
 class Precision(Plugin):
     name = "precision"
     stage = Stage.MODEL
-    after = ("adapter",)  # adapters are cast with the rest, and get masters of their own
+    after = ("adapter", "quantize")  # adapters are cast with the rest, and get masters of their own
     preserves = "rounding"
     slots = (
         *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "events"),
@@ -192,7 +193,7 @@ class Precision(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         dtype = self.options.dtype
         assert dtype != "auto", "probe() decides it"
-        recipe.model_kwargs["dtype"] = "float32"  # transformers 5 would take whatever the file has
+        recipe.model_kwargs.setdefault("dtype", "float32")  # transformers 5 would take whatever the file has
         half_weights = dtype != "fp32" and self.options.level == "O2"
         recipe.accelerator["mixed_precision"] = "no" if dtype == "fp32" or half_weights else dtype
         if dtype != "fp32" and context.hardware.device_type == "cuda":

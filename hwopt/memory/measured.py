@@ -7,11 +7,9 @@ which changes no size. What lives outside the allocator (the device's context, l
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -89,31 +87,9 @@ def cpu_peak(work: Callable[[Callable[[], None]], None]) -> int:
             pass
 
     gc.collect()  # what is freed in between would count against what is held
-    with alone(), profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
         work(mark)
     return highest_after(STEP, profiler.kineto_results.events())
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Collectives of a single rank without gloo, whose threads free tensors where no profiler sees it."""
-    import torch.distributed as dist
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        """A sum over one rank, or what it sends to itself."""
-
-    def copied(
-        output_tensor: Any = None, input_tensor: Any = None, *args: Any, output: Any = None, input: Any = None, **_: Any
-    ) -> None:
-        target, source = (output, input) if output_tensor is None else (output_tensor, input_tensor)
-        target.copy_(source.view_as(target))
-
-    with ExitStack() as stack:
-        for name in ("all_reduce", "broadcast", "reduce", "barrier"):
-            stack.enter_context(mock.patch.object(dist, name, nothing))
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            stack.enter_context(mock.patch.object(dist, name, copied))
-        yield
 
 
 def highest_after(mark: str, events: Any) -> int:

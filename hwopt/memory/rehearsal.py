@@ -27,7 +27,7 @@ from hwopt.model_facts import AUTO_CLASSES, load_config
 from hwopt.plan import Plan, write_recipe
 from hwopt.plugin import MemorySpec
 from hwopt.recipe import Recipe
-from hwopt.tasks import Prepared, make_task
+from hwopt.tasks import Prepared, in_float32, make_task
 from hwopt.tokenizer import planned_config, uses_token_types
 
 
@@ -137,7 +137,7 @@ def made_up_model(run: Run) -> Any:
         config.pad_token_id = text.pad_token_id = 0
     auto = getattr(transformers, AUTO_CLASSES[run.task.kind])
     with no_init_weights():
-        model = auto.from_config(config, **{"dtype": torch.float32, **run.recipe.model_kwargs})
+        model = auto.from_config(config, **in_float32(dict(run.recipe.model_kwargs)))
     return model
 
 

@@ -148,7 +148,7 @@ class Task:
         )
         auto = getattr(transformers, AUTO_CLASSES[self.kind])
         try:
-            return auto.from_config(config, **{"dtype": torch.float32, **model_kwargs})
+            return auto.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
             raise InputError(f"model.config: {config.model_type} cannot be built from it: {shorten(str(error), 200)}") from error
 
@@ -165,6 +165,14 @@ class Task:
             raise InputError(
                 f"model.name: {job.model.name!r}: its weights cannot be loaded: {shorten(str(error), 200)}"
             ) from error
+
+
+def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`model_kwargs` for a model that no file holds, whose dtype "auto" would ask for."""
+    import torch
+
+    dtype = model_kwargs.get("dtype", "auto")
+    return {**model_kwargs, "dtype": torch.float32 if dtype == "auto" else dtype}
 
 
 def make_task(job: Job) -> Task:
