@@ -29,6 +29,7 @@ from hwopt.memory.tracer import only_sizes
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
+from hwopt.processes import agreed
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.report.journal import Journal, status_code, write_status
@@ -183,6 +184,7 @@ def execute(
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     try:
         with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder()) as run:
+            run.folder = folder = agreed(folder)
             run.ran_out = partial(planner.held, plan, cache or cache_folder())
             with reporting(run):
                 summary = train(run, heard)

@@ -67,10 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    debug = "--debug" in arguments  # with any command, anywhere
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    typed = arguments
+    debug = "--debug" in typed  # with any command, anywhere
+    arguments = [argument for argument in typed if argument != "--debug"]
     try:
-        code = cli.main(arguments, prog_name="hwopt", standalone_mode=False)
+        code = cli.main(arguments, prog_name="hwopt", standalone_mode=False, obj=typed)
         return code if isinstance(code, int) else 0
     except Exit as error:
         return int(error.exit_code)
@@ -84,11 +85,12 @@ def run_command(arguments: list[str]) -> int:
         return 0
     except BaseException as error:
         from hwopt import signals
+        from hwopt.processes import leave_note
 
         code = signals.received() or exit_code_of(error)
-        if debug or code == 1:
-            show_traceback()
-        click.echo(ENDINGS.get(code) or f"error: {error}", err=True)
+        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or f"error: {error}")
+        if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
+            click.echo(message, err=True)
         return code
 
 
@@ -99,7 +101,7 @@ ENDINGS = {
 }
 
 
-def show_traceback() -> None:
+def traceback_text() -> str:
     import traceback
 
-    traceback.print_exc()
+    return traceback.format_exc()

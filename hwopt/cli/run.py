@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 @profile_option
 @click.option("--name", help="The run's folder under --output-dir; default: from job and profile.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs go.")
+@click.option(
+    "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
+)
+@click.pass_obj
 def run(
+    typed: list[str],
     job: Path | None,
     profile: str,
     assignments: tuple[str, ...],
@@ -28,8 +33,17 @@ def run(
     strict: bool,
     name: str | None,
     output_dir: Path,
-) -> None:
+    processes: str | None,
+) -> int:
     quiet_libraries()
+    if processes is not None:
+        from hwopt.processes import ranks_to_start, run_ranks
+
+        if (number := ranks_to_start(processes, os.environ)) > 1:
+            ending = run_ranks(number, typed)
+            if ending.message:
+                click.echo(ending.message, err=True)
+            return ending.exit_code
     from rich.console import Console
 
     from hwopt import api, signals
@@ -68,3 +82,4 @@ def run(
         api.execute(plan, folder, screen, replan=resolved)
     finally:
         screen.close()
+    return 0
