@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +143,10 @@ def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
     A rank that was killed leaves no note, and the others fail because of it; those that the launcher ends afterwards count for
     nothing. Else it is the first error of a rank's own.
     """
-    from hwopt.report.journal import status_code
+    from hwopt.report.journal import read_status
 
     folder = noted_folder(notes)
-    if not failures and folder is not None and status_code(folder) == 0:
+    if not failures and folder is not None and read_status(folder)[0] == 0:
         return Ending(0, "")
     found = {rank: ending for rank in failures if (ending := noted_ending(notes, rank)) is not None}
     began = min((failure.timestamp for failure in failures.values()), default=0)
@@ -156,7 +156,11 @@ def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
             return Ending(WorkerDiedError.exit_code, f"error: rank {rank} {cause_of_death(-failure.exitcode)}")
     own = [ending for ending in found.values() if ending.exit_code not in signals.EXIT_CODES.values()]
     if own:
-        return min(own, key=lambda ending: (ending.secondhand or ending.exit_code == WorkerDiedError.exit_code, ending.time))
+        first = min(own, key=lambda ending: (ending.secondhand or ending.exit_code == WorkerDiedError.exit_code, ending.time))
+        if first.secondhand and folder is not None and read_status(folder)[0] == first.exit_code:
+            # the rank at fault was ended over its work on the message; the status has as much of it as there was
+            return replace(first, message=f"error: {read_status(folder)[1]}")
+        return first
     codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
     return Ending(WorkerDiedError.exit_code, f"error: the ranks ended without a word ({codes or 'no exit codes'})")
 

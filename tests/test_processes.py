@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from hwopt.cli import run_command
 from hwopt.errors import InputError
 from hwopt.processes import NOTES, Ending, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
+from hwopt.report.journal import write_status
 from hwopt.testing import TINY_BERT, write_samples
 
 PROFILE = 'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.cut]\n'
@@ -262,6 +263,10 @@ def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended() == (9, "error: the ranks ended without a word (no exit codes)")
     monkeypatch.setenv("RANK", "0")
     assert leave_note(7, "error: rank 1 ended", secondhand=True)
+    write_status(tmp_path, 7, "too large")
+    assert ended(failed(0, 7), failed(1, 143)) == (7, "error: rank 1 ended")
+    (tmp_path / "run-folder").write_text(str(tmp_path))
+    assert ended(failed(0, 7), failed(1, 143)) == (7, "error: too large"), "rank 1 was ended before it could note it"
     monkeypatch.setenv("RANK", "1")
     assert leave_note(7, "error: too large", secondhand=False)
     assert ended(failed(0, 7), failed(1, 7)) == (7, "error: too large"), "although it was noted later"

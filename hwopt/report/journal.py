@@ -55,11 +55,17 @@ def write_status(folder: Path, exit_code: int | None, message: str) -> None:
 
 def status_code(folder: Path) -> int | None:
     """The exit code in `status.json`; None while the run goes on, or where there is no such file."""
+    return read_status(folder)[0]
+
+
+def read_status(folder: Path) -> tuple[int | None, str]:
+    """Exit code and message of `status.json`; (None, "") where there is none that can be read."""
     try:
-        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))["exit_code"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return found if isinstance(found, int) else None
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        code, message = found["exit_code"], found["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
+    return (code if isinstance(code, int) else None), str(message)
 
 
 def job_table(plan: Plan) -> dict[str, Any]:
