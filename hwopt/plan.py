@@ -330,7 +330,7 @@ def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
-    """Raise PluginError, with both places of the profile, where a plugin in effect excludes another or lacks one that it needs."""
+    """Raise PluginError, with both places, where a plugin in effect excludes another or lacks one that it needs."""
     problems = Problems()
     applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
     skipped = {entry.name: entry for entry in entries if entry.decision == "skip"}

@@ -135,8 +135,8 @@ class Adapter(Plugin):
         )
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
-            f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(run.engine.parameters)} tensors "
-            "that the optimizer steps on"
+            f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(run.engine.parameters)} "
+            "tensors that the optimizer steps on"
         )
         if not adapters or others or (magnitudes == 0) == (self.options.kind == "dora"):
             return Evidence.inactive(f"{seen}; trained beside adapter and head: {', '.join(others[:3]) or 'nothing'}")

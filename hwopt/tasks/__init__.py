@@ -132,7 +132,6 @@ class Task:
         return cast("torch.nn.Module", model)
 
     def _random(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
-        import torch
         import transformers
 
         tokenizer = prepared.tokenizer

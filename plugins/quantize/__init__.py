@@ -2,7 +2,7 @@
 
 Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314): NF4 in blocks of 64 with double-quantized scales; Dettmers et al. 2022,
 LLM.int8() (arXiv:2208.07339); made by bitsandbytes. Hardware: CUDA, or a CPU (slow). Memory of a quantized weight: .516 bytes
-in 4 bit (.5625 without double quantization), 1 in 8 bit. Cost: every product dequantizes its weight first, about 1.3 times the step.
+in 4 bit (.5625 without double quantization), 1 in 8 bit. Cost: each product dequantizes its weight, about 1.3 times the step.
 Numerical effect: another model: weights are rounded to 16 or 255 values a block. Embeddings, norms and the head stay as they are.
 Each layer is quantized on its way to the device; before that the whole model lies in the host's memory, as its file has it.
 At the end the weights are dequantized and the adapter is merged into them, so that nothing is rounded a second time.
@@ -168,6 +168,6 @@ class Quantize(Plugin):
         held = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         elements = sum(layer.in_features * layer.out_features for layer in layers)
         left = len(frozen_linears(run.inner_model))
-        seen = f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {held:,} bytes for {elements:,} weights; {left} left as they were"
+        seen = f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {held:,} bytes for {elements:,} weights; {left} left alone"
         packed = held <= elements * self.options.bits / 8 * 1.01
         return Evidence.active(seen) if layers and packed and not left else Evidence.inactive(seen)

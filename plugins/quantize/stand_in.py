@@ -21,7 +21,7 @@ class Product(torch.autograd.Function):
         return functional.linear(x, layer.dequantize(), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient @ ctx.layer.dequantize(), None, None
 
 
@@ -32,23 +32,23 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear, bits: int, double: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bits, self.double, self.dtype = bits, double, dtype
+        self.bits, self.nested, self.compute_dtype = bits, double and bits == 4, dtype
         size = layer.weight.numel()
         self.weight = torch.nn.Parameter(torch.empty(size * bits // 8, dtype=torch.uint8), requires_grad=False)
         scales = layer.out_features if bits == 8 else size // BLOCK
-        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8 if double and bits == 4 else torch.float32))
+        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8 if self.nested else torch.float32))
         self.bias = layer.bias
 
     def dequantize(self) -> Tensor:
         """The weight, (out_features, in_features)."""
-        scales = torch.empty(len(self.scales), dtype=torch.float32) if self.double and self.bits == 4 else None  # type: ignore[arg-type]
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        scales = torch.empty_like(self.get_buffer("scales"), dtype=torch.float32) if self.nested else None
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
         del scales
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bits == 8:
-            self.dtype = x.dtype
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        result: Tensor = Product.apply(x.to(self.dtype), self, bias)
+            self.compute_dtype = x.dtype
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        result: Tensor = Product.apply(x.to(self.compute_dtype), self, bias)
         return result.to(x.dtype)

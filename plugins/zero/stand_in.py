@@ -42,7 +42,7 @@ class StandIn(Engine):
         return torch.zeros(0 if self.offload else ceil(sum(p.numel() for p in group) / self.ranks), dtype=dtype)
 
     def offload_buffers(self, trained: list[Tensor], offload: bool, host: bool) -> list[Tensor]:
-        """The largest gradient on the device; on the host also its copy, all gradients in fp32 and the weights on their way back."""
+        """The largest gradient on the device; on the host its copy, all gradients in fp32, the weights on their way back."""
         if not offload:
             return []
         largest = max(p.numel() for p in trained)

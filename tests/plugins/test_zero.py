@@ -183,7 +183,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
     (folder / "job.toml").write_text(
         f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
-        '[task]\nkind = "text-classification"\n[training]\nmax_steps = 20\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 7\n'
+        '[task]\nkind = "text-classification"\n'
+        "[training]\nmax_steps = 20\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 7\n"
     )
     (folder / "ranks.toml").write_text(PROFILE.format(stage=0, offload="none"))
     started([sys.executable, "-m", "hwopt"], folder, "one")
