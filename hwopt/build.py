@@ -294,6 +294,7 @@ def build_loaders(run: Run) -> None:
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
     padding = padding_of(run)
     cut = recipe.cut or cut_in_order
+    padded = padding(cut=cut, most_rows=sizes.train)
     train = StepSampler(
         lengths=prepared.train.lengths,
         counts=prepared.train.counts,
@@ -305,9 +306,8 @@ def build_loaders(run: Run) -> None:
         world_size=run.world_size,
         start=run.step,
     )
-    run.train_loader = make_loader(
-        run, StepDataset(prepared.train, recipe.collate or padding(cut=cut, most_rows=sizes.train)), train
-    )
+    collate = padded if recipe.collate is None else recipe.collate(padded)
+    run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
     if prepared.eval is not None:
         evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
         run.eval_loader = make_loader(

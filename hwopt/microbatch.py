@@ -46,8 +46,8 @@ class StepSampler:
 
     lengths: np.ndarray  # (samples,) tokens
     counts: np.ndarray  # (samples,) loss-bearing units
-    order: Callable[[np.ndarray, int, int], Sequence[int] | np.ndarray]
-    """(lengths, seed, epoch) -> sample indexes."""
+    order: Callable[[np.ndarray, int, int, int], Sequence[int] | np.ndarray]
+    """(lengths, seed, epoch, rows of a step) -> sample indexes."""
     seed: int
     rows: int
     """Per step, over all ranks."""
@@ -69,7 +69,7 @@ class StepSampler:
         index = self.start
         epoch = first_epoch
         while True:
-            order: np.ndarray = np.asarray(self.order(self.lengths, self.seed, epoch), np.int64)
+            order: np.ndarray = np.asarray(self.order(self.lengths, self.seed, epoch, self.rows), np.int64)
             for begin in range(skip * self.rows, len(order), self.rows):
                 if index == self.total_steps:
                     return
@@ -169,10 +169,13 @@ class StepBatch:
     units: tuple[int, ...]
     """Loss-bearing ones of each row."""
     widths: Widths = Widths()
+    documents: tuple[int, ...] = ()
+    """How many samples each row holds, where that is more than one; `samples` has the first of each."""
 
     @property
     def rows(self) -> int:
-        return 0 if self.step.weightless else len(self.lengths)
+        """Samples, however many of them share a row."""
+        return 0 if self.step.weightless else sum(self.documents) if self.documents else len(self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -218,14 +221,23 @@ class StepBatch:
         padded = bool(self.widths.fixed) or min(self.lengths[first:last]) < width
         inputs: dict[str, Tensor] = {}
         targets = None
+        inside = slice(first, last)
+        if self.documents:
+            inside = slice(sum(self.documents[:first]), sum(self.documents[:last]))
         for key, buffer in self.buffers.items():
             if key == "row_labels":
-                targets = buffer[first:last]
+                targets = buffer[inside]
+                continue
+            if key == "document_rows":  # where each one begins in the flattened micro-batch
+                inputs["document_starts"] = (buffer[inside] - first) * width + self.buffers["document_offsets"][inside]
+            if key.startswith("document_r") or key == "document_offsets":
                 continue
             rows = buffer[part.start : part.start + part.rows * part.width].view(part.rows, part.width)
             piece = rows if rows.shape == (end - begin, width) else rows[begin:end, :width]
             if key == "labels":
                 targets = piece
+            elif key == "document_numbers":  # a token sees those of its own document
+                inputs["attention_mask"] = (piece[:, :, None] == piece[:, None, :])[:, None]
             elif key == "prebuilt_mask":
                 if padded:
                     inputs["attention_mask"] = piece[:, None, None, :]

@@ -39,6 +39,8 @@ class ModelFacts:
     attention_dropout: float
     prebuilt_mask: bool = False
     """Takes a four-dimensional mask as it is (the class builds its masks with transformers.masking_utils)."""
+    packs: bool = False
+    """Tells documents of one row apart: takes position ids, and makes its masks of them or takes a prebuilt one."""
 
 
 def load_config(name: str | None, config: dict[str, Any] | None, revision: str | None = None) -> PretrainedConfig:
@@ -122,7 +124,8 @@ def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None 
     """Facts of the architecture `config` with the head for `kind`; `cache` is a folder, None looks nothing up."""
     import transformers
 
-    identity = json.dumps([config.to_dict(), kind, name, transformers.__version__], sort_keys=True, default=str)
+    fields = sorted(ModelFacts.__dataclass_fields__)
+    identity = json.dumps([config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path and path.is_file():
         try:
@@ -157,6 +160,8 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= 2  # their position ids begin behind the padding index
+    prebuilt_mask = not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
+    takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
     dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
     return ModelFacts(
         name=name,
@@ -173,5 +178,6 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
         supports_checkpointing=bool(getattr(cls, "supports_gradient_checkpointing", False)),
         attention_dropout=float(next((getattr(text, key) for key in dropouts if getattr(text, key, None) is not None), 0.0)),
         # a window would be lost: such models make a second mask from the two-dimensional one
-        prebuilt_mask=not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source,
+        prebuilt_mask=prebuilt_mask,
+        packs=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
     )

@@ -32,7 +32,7 @@ def mix(seed: int, *place: int) -> int:
     return state >> 1
 
 
-def shuffled(lengths: Sequence[int] | np.ndarray, seed: int, epoch: int) -> np.ndarray:
+def shuffled(lengths: Sequence[int] | np.ndarray, seed: int, epoch: int, rows: int = 1) -> np.ndarray:
     """The default order of an epoch: a permutation of the samples, (samples,) int64."""
     return np.random.default_rng(mix(seed, ORDER, epoch)).permutation(len(lengths))
 

@@ -38,9 +38,10 @@ def measured(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
             if not own:
                 state_first(run)
             several = has_several(plan)
-            batch = micro_batch_of(run, shape, 2 if own and several and what == "train" else 1).to(device)
+            times = 2 if own and several else 1
+            batch = micro_batch_of(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)
             if own:
-                train_step(run, batch, several=False)
+                train_step(run, micro_batch_of(run, shape, training=True).to(device), several=False)
             step = (lambda: evaluation(run, batch)) if what == "eval" else (lambda: train_step(run, batch, several and not own))
             step()  # what libraries allocate once
             gc.collect()

@@ -141,8 +141,8 @@ def made_up_model(run: Run) -> Any:
     return model
 
 
-def micro_batch_of(run: Run, shape: Shape, times: int = 1) -> StepBatch:
-    """One micro-batch of rows of `shape.width` tokens, the last one a token shorter, so that padding is there; or several."""
+def micro_batch_of(run: Run, shape: Shape, *, training: bool, times: int = 1) -> StepBatch:
+    """One micro-batch of samples of `shape.width` tokens, the last one a token shorter, so that padding is there; or several."""
     rows, width = shape.rows, shape.width
     lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
@@ -156,8 +156,10 @@ def micro_batch_of(run: Run, shape: Shape, times: int = 1) -> StepBatch:
         samples.append(sample)
     counts = lengths if per_token else [1] * len(lengths)
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
-    collate = padding_of(run)(cut=cut_in_order, most_rows=rows)
-    return collate(step, samples, counts)
+    padded = padding_of(run)(cut=cut_in_order, most_rows=rows)
+    collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
+    batch: StepBatch = collate(step, samples, counts)
+    return batch
 
 
 def state_first(run: Run, tracker: Tracker | None = None) -> None:

@@ -227,7 +227,7 @@ def stepping_on_fakes(plan: Plan, labels: int) -> Iterator[tuple[Stepping, Stepp
             gc.collect()  # what is garbage already is no part of the step
             tracker.restart()
             with tracker.making("activations"), no_garbage_collection():
-                batch = micro_batch_of(run, shape)
+                batch = micro_batch_of(run, shape, training=step is not evaluation)
                 batch = replace(batch, buffers={key: tracker.from_tensor(value) for key, value in batch.buffers.items()})
                 tracker.add(batch.buffers.values())
                 step(run, batch)

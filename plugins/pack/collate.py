@@ -1,0 +1,107 @@
+"""Packed step batches, made in the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from hwopt.microbatch import Collate, Part, Step, StepBatch
+from hwopt_plugins.pack import shared_rows
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class PackedCollate:
+    """Like the default Collate, with several samples in a row; as many tokens in a micro-batch as that one has at most."""
+
+    padded: Collate
+    width: int | None
+    """Of a row at most; twice the longest sample of the step where None."""
+    flat: bool
+    """One row a micro-batch, as long as all of its rows: the kernel needs no mask."""
+    decoder: bool
+    first_position: int
+
+    def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        longest = max(lengths)
+        tokens = self.padded.most_rows * longest
+        width = tokens if self.flat else max(self.width or min(2 * longest, tokens), longest)
+        return self.filled(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
+
+    def one_row(self, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+        step = Step(0, 0, tuple(range(len(samples))), max(sum(counts), 1))
+        return self.filled(step, samples, counts, [list(range(len(samples)))], 1)
+
+    def alone(self, sample: Mapping[str, np.ndarray], count: int) -> StepBatch:
+        """The sample in a row of its own, as it would be without packing."""
+        return self.padded(Step(0, 0, (0,), max(count, 1)), [sample], [count])
+
+    def filled(
+        self,
+        step: Step,
+        samples: Sequence[Mapping[str, np.ndarray]],
+        counts: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        most_rows: int,
+    ) -> StepBatch:
+        """`rows` of documents, `most_rows` of them in a micro-batch."""
+        filled = [sum(len(samples[i]["input_ids"]) for i in row) for row in rows]
+        parts: list[Part] = []
+        start = 0
+        for first in range(0, len(rows), most_rows):
+            number = min(most_rows, len(rows) - first)
+            width = self.padded.widths.of(max(filled[first : first + number]))
+            parts.append(Part(start, first, number, width))
+            start += number * width
+        return StepBatch(
+            step,
+            {key: torch.from_numpy(array) for key, array in self.buffers(samples, rows, parts, start).items()},
+            tuple(parts),
+            lengths=tuple(filled),
+            samples=tuple(step.samples[row[0]] for row in rows),
+            units=tuple(sum(counts[i] for i in row) for row in rows),
+            widths=self.padded.widths,
+            documents=tuple(len(row) for row in rows),
+        )
+
+    def buffers(
+        self,
+        samples: Sequence[Mapping[str, np.ndarray]],
+        rows: Sequence[Sequence[int]],
+        parts: Sequence[Part],
+        size: int,
+    ) -> dict[str, np.ndarray]:
+        per_token = [key for key, value in samples[0].items() if value.ndim]
+        fillers = {"input_ids": self.padded.pad_id, "labels": IGNORED}
+        flat = {key: np.full(size, fillers.get(key, 0), np.int64) for key in per_token}
+        # padding is a document of its own at the end of a row: its numbers follow, so that no position jumps back into another
+        flat["position_ids"] = np.full(size, self.first_position, np.int64)
+        numbers = np.zeros(size, np.int64)
+        offsets: list[int] = []
+        for part in parts:
+            for number in range(part.rows):
+                row = rows[part.first_row + number]
+                begin = part.start + number * part.width
+                lengths = [len(samples[i]["input_ids"]) for i in row]
+                starts = [0, *accumulate(lengths)]
+                offsets += starts[:-1]
+                for order, (index, length, at) in enumerate(zip(row, lengths, starts, strict=False), start=1):
+                    place = slice(begin + at, begin + at + length)
+                    for key in per_token:
+                        flat[key][place] = samples[index][key]
+                    flat["position_ids"][place] = np.arange(length) + self.first_position
+                    numbers[place] = order
+                padding = part.width - starts[-1]
+                flat["position_ids"][begin + starts[-1] : begin + part.width] = np.arange(padding) + self.first_position
+        if not self.decoder:
+            flat["document_numbers"] = numbers
+            flat["row_labels"] = np.array([samples[i]["labels"] for row in rows for i in row], np.int64)
+            flat["document_rows"] = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+            flat["document_offsets"] = np.array(offsets, np.int64)
+        return flat
