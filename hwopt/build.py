@@ -24,7 +24,7 @@ from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
 from hwopt.hardware import GIB
 from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
-from hwopt.model_facts import load_config
+from hwopt.model_facts import load_config, no_search_for_packed_rows
 from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation
 from hwopt.recipe import Recipe
@@ -131,19 +131,6 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
         yield run
         accelerator.free_memory()  # engines are taken down while their ranks can still be reached
         accelerator.end_training()
-
-
-@contextmanager
-def no_search_for_packed_rows() -> Iterator[None]:
-    """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
-    from transformers import masking_utils
-
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
 
 
 @contextmanager

@@ -6,6 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
+
+FORMAT = 2
+"""Of the files in the cache; counts up with every fact that is new."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,25 @@ class ModelFacts:
     """Takes a four-dimensional mask as it is (the class builds its masks with transformers.masking_utils)."""
     packs: bool = False
     """Tells documents of one row apart: takes position ids, and makes its masks of them or takes a prebuilt one."""
+    logit_transform: str | None = None
+    """Causal language models: what they do to their logits behind the output layer, or why nobody can tell; None: nothing."""
+
+
+LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
+"""Config keys that say how logits are changed: final_logit_softcapping, logit_scale, logits_scaling …"""
+
+
+@contextmanager
+def no_search_for_packed_rows() -> Iterator[None]:
+    """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 def load_config(name: str | None, config: dict[str, Any] | None, revision: str | None = None) -> PretrainedConfig:
@@ -180,4 +206,38 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
         # a window would be lost: such models make a second mask from the two-dimensional one
         prebuilt_mask=prebuilt_mask,
         packs=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
+        logit_transform=logit_transform(model) if kind == "causal-lm" else None,
     )
+
+
+def logit_transform(model: Any) -> str | None:
+    """What `model`, on the meta device, does to the logits behind its output layer; None where it gives them as they are.
+
+    A forward pass shows it: the layer's own output must come out at the end. Config keys can only give it a name.
+    """
+    import torch
+
+    layer = model.get_output_embeddings()
+    if layer is None:
+        return "it has no output layer of its own"
+    made: list[Any] = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: made.append((output, output._version)))
+    token = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    why = ""
+    with torch.no_grad(), no_search_for_packed_rows(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.float32, torch.bfloat16):  # some mixtures of experts have no product in the first
+            made.clear()
+            try:
+                logits = model.to(dtype)(input_ids=token, use_cache=False).logits
+            except Exception as error:  # some models read values, which nothing here has
+                why = why or f"{type(error).__name__}: {shorten(str(error), 80)}"
+                continue
+            hook.remove()
+            if len(made) == 1 and logits is made[0][0] and logits._version == made[0][1]:
+                return None
+            text = vars(model.config.get_text_config())
+            named = [f"{key} = {value}" for key, value in text.items() if LOGIT_KEYS.match(key) and value is not None]
+            return f"its logits are changed behind the output layer ({', '.join(named) or 'in its forward'})"
+    hook.remove()
+    return f"what happens to its logits behind the output layer cannot be seen ({why})"

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator, no_search_for_packed_rows, padding_of
+from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator, padding_of
 from hwopt.engine import Engine
 from hwopt.loop import evaluating, forward_and_backward
 from hwopt.memory.tracker import Tracker
 from hwopt.microbatch import Step, StepBatch, cut_in_order
-from hwopt.model_facts import AUTO_CLASSES, load_config
+from hwopt.model_facts import AUTO_CLASSES, load_config, no_search_for_packed_rows
 from hwopt.plan import Plan, write_recipe
 from hwopt.plugin import MemorySpec
 from hwopt.recipe import Recipe
