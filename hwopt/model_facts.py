@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
 
-FORMAT = 2
-"""Of the files in the cache; counts up with every fact that is new."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,16 @@ def test_predicted_is_what_the_allocator_holds(config: dict[str, Any], plugins: 
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_update_is_measured_too(tmp_path: Path) -> None:
+    """Where it is the highest point; made-up weights must be finite, or it would be left out."""
+    plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
+    trace = traced(plan, 16, 2)
+    predicted = trace.train.at(1, 16).peak()
+    assert predicted.parts["temporary"] > 2 * 20_000 * 32 * 4
+    assert predicted.bytes == pytest.approx(measured(plan, Shape(1, 16), 2), rel=0.01)
+
+
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
     with stepping_on_fakes(plan, 2) as (train, _):

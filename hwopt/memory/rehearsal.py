@@ -108,11 +108,7 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
             accelerator=accelerator,
             prepared=Prepared(rows, None, tokenizer, names),
         )
-        model = made_up_model(run)
-        if real:  # or some engines would leave out the update, and its memory
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.02)
-        adopt_model(run, model)
+        adopt_model(run, made_up_model(run))
         build_optimizer(run)
         run.scaler = None  # a number more; its overflow check reads the host
         run.engine = (recipe.engine or Engine)(run)
@@ -122,7 +118,7 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
 
 
 def made_up_model(run: Run) -> Any:
-    """The plan's architecture with whatever memory holds as its weights."""
+    """The plan's architecture with made-up weights."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -138,6 +134,9 @@ def made_up_model(run: Run) -> Any:
     auto = getattr(transformers, AUTO_CLASSES[run.task.kind])
     with no_init_weights():
         model = auto.from_config(config, **in_float32(dict(run.recipe.model_kwargs)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)  # what memory holds may not be finite, and the update would then be left out
     return model
 
 
