@@ -137,16 +137,21 @@ def train_tiny(plan: Plan, folder: Path) -> Recorder:
 
 
 def check_contract_of(
-    name: str, folder: Path, options: Mapping[str, Any] | None = None, registry: Registry | None = None
+    name: str,
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    registry: Registry | None = None,
+    kind: str = "text-classification",
 ) -> Plan:
     """Drive the plugin `name` through a tiny real run, and assert what every plugin promises. Returns the plan.
 
-    Its decision is pure and has a reason; it writes only what `slots` names; the run trains and saves; what it preserves
-    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`.
+    `kind` is the task's ("causal-lm" where the plugin would skip a classification). Its decision is pure and has a reason; it
+    writes only what `slots` names; the run trains and saves; what it preserves holds against a run without it ("bits": equal
+    losses, "rounding": close ones); its evidence is not `inactive`.
     """
     registry = registry or Registry()
     plugin = registry.plugin(name)
-    job = tiny_job(folder / "data")
+    job = tiny_job(folder / "data", kind)
     base = tiny_profile() if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
     profile = tiny_profile(**{name: dict(options or {})})
     plan, again = plan_for(profile, job, registry), plan_for(profile, job, registry)
