@@ -43,6 +43,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "tokens": (512, 1024, 2048, 4096),
     "accumulation": (1, 2),
     "sdpa": (True, False),
+    "fused_loss": (False, True),
 }
 
 
@@ -68,6 +69,10 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
     return MODELS[config["model"]] | names.get(config["model"], usual) | grouped | heads
 
 
+def has_fused_loss(config: dict[str, Any]) -> bool:
+    return bool(config["fused_loss"]) and config["model"] in DECODERS
+
+
 def profile_of(config: dict[str, Any]) -> str:
     rows, _ = shape_of(config)
     dtype, _, level = config["precision"].partition(" ")
@@ -75,6 +80,8 @@ def profile_of(config: dict[str, Any]) -> str:
     if config["adapter"]:
         tables += ["[plugins.adapter]", f'kind = "{config["adapter"]}"', "always = true"]
     tables += ["[plugins.precision]", f'dtype = "{dtype}"', f'level = "{level or "O1"}"']
+    if has_fused_loss(config):
+        tables += ["[plugins.fused_loss]"]
     if config["sdpa"]:
         tables += ["[plugins.sdpa]"]
     if config["checkpointing"]:
@@ -139,16 +146,17 @@ def main() -> None:
 
     where = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     print(f"seed {options.seed}, {where}, {date.today()}")
-    print(
-        "| model | rows x tokens | precision | optimizer | checkpointing | adapter | predicted MiB | measured MiB | off | eval |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    named = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "fused loss")
+    print(f"| {' | '.join((*named, 'predicted MiB', 'measured MiB', 'off', 'eval'))} |")
+    print("|---" * (len(named) + 4) + "|")
     rows = []
     for config in draw(options.seed, options.count):
         found = in_process(config)
         rows.append(config | found)
         name = f"{config['model']} {config['hidden']} x {config['layers']}"
-        what = f"{config['precision']} | {config['optimizer']} | {config['checkpointing'] or '-'} | {config['adapter'] or '-'}"
+        fused = "yes" if has_fused_loss(config) else None
+        chosen = (config["precision"], config["optimizer"], config["checkpointing"], config["adapter"], fused)
+        what = " | ".join(str(option or "-") for option in chosen)
         if "failed" in found:
             print(f"| {name} | {' x '.join(map(str, shape_of(config)))} | {what} | failed: {found['failed']} | | | |", flush=True)
             continue

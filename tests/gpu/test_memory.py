@@ -46,8 +46,9 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
         {"sdpa": {}, "precision": {"dtype": "fp16", "level": "O2"}, "optimizer": {"name": "adamw_bnb_8bit"}},
         {"sdpa": {}, "precision": {"dtype": "bf16"}, "checkpointing": {}} | FUSED,
         {"adapter": {"kind": "dora", "always": True}, "precision": {"dtype": "bf16"}, "sdpa": {}} | FUSED,
+        {"precision": {"dtype": "bf16"}, "fused_loss": {"backend": "torch"}, "sdpa": {}} | FUSED,
     ],
-    ids=["fp32", "bf16", "O2-8bit", "checkpointing", "dora"],
+    ids=["fp32", "bf16", "O2-8bit", "checkpointing", "dora", "fused-loss"],
 )
 def test_predicted_is_what_cuda_allocates(config: dict[str, Any], width: int, tables: dict[str, Any], tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm")

@@ -31,6 +31,7 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
         FUSED | {"precision": {"dtype": "bf16"}},
         FUSED | {"precision": {"dtype": "fp16"}},
         FUSED | {"precision": {"dtype": "fp16", "level": "O2"}},
+        FUSED | {"precision": {"dtype": "bf16"}, "fused_loss": {"backend": "torch"}},
         FUSED | {"cut": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
     ],
 )

@@ -1,0 +1,458 @@
+"""The loss without logits is the loss with them: value, every gradient, whole runs; and the logits are never there."""
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from hwopt.errors import PluginError
+from hwopt.hardware import described
+from hwopt.memory.measured import measured
+from hwopt.memory.rehearsal import Shape
+from hwopt.memory.tracer import traced
+from hwopt.model_facts import ModelFacts, facts_of, load_config
+from hwopt.plugin import Context, Observation, Recipe
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.fused_loss import FusedLoss, in_chunks, liger_cross_entropy, linear_cross_entropy
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}  # tied, dropout 0.1
+GEMMA = SIZES | {"model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 16}  # tied
+PHI = SIZES | {"model_type": "phi"}  # the output layer has a bias
+T4, P100, CPU = described("T4", (7, 5), 16.0), described("P100", (6, 0), 16.0), described("CPU", None, 32.0)
+LORA = {"adapter": {"always": True, "r": 4}}
+BF16, O2 = {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "bf16", "level": "O2"}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def samples(tokens, size, words, bias, dtype, seed=0, kept=0.7):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, size, generator=generator, dtype=dtype)
+    weight = torch.randn(words, size, generator=generator, dtype=dtype)
+    offset = torch.randn(words, generator=generator, dtype=dtype) if bias else None
+    targets = torch.randint(0, words, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) >= kept] = -100
+    return hidden, weight, offset, targets
+
+
+def with_gradients(loss, *tensors, factor=1.0):
+    """The loss, and its gradients by `tensors` times `factor`."""
+    leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
+    found = loss(*leaves)
+    found.backward(torch.tensor(factor, dtype=found.dtype))
+    return [found.detach(), *(x.grad for x in leaves if x is not None)]
+
+
+def plain(targets):
+    return lambda hidden, weight, bias: cross_entropy(
+        linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)),
+        targets,
+        ignore_index=-100,
+        reduction="sum",
+    )
+
+
+def fused(targets, chunks, **more):
+    return lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, bias, targets, chunks=chunks, **more)
+
+
+def distance(a, b):
+    """Of a from b, by b's norm."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@given(
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 20),
+    words=st.integers(2, 60),
+    chunks=st.integers(1, 50),
+    bias=st.booleans(),
+    kept=st.sampled_from([0.0, 0.1, 0.7, 1.1]),
+    factor=st.sampled_from([1.0, 0.013, -3.0]),
+    seed=st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=80)
+def test_loss_and_gradients(dtype, tolerance, tokens, size, words, chunks, bias, kept, factor, seed):
+    *tensors, targets = samples(tokens, size, words, bias, dtype, seed, kept)
+    wanted = with_gradients(plain(targets), *tensors, factor=factor)
+    found = with_gradients(fused(targets, chunks), *tensors, factor=factor)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert distance(ours, theirs) <= tolerance
+    with torch.no_grad():
+        assert distance(fused(targets, chunks)(*tensors), wanted[0]) <= tolerance
+
+
+def test_large_logits_and_batches_without_a_label():
+    hidden, weight, bias, targets = samples(9, 4, 12, True, torch.float32)
+    wanted = with_gradients(plain(targets), 1e3 * hidden, weight, bias)
+    for ours, theirs in zip(with_gradients(fused(targets, 4), 1e3 * hidden, weight, bias), wanted, strict=True):
+        assert distance(ours, theirs) <= 1e-5
+    found = with_gradients(fused(torch.full_like(targets, -100), 4), hidden, weight, bias)
+    assert all(not x.any() for x in found)
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("halves", [False, True])
+def test_half_products_are_no_further_from_the_truth_than_with_logits(dtype, halves, on_card):
+    *tensors, targets = samples(96, 64, 500, True, torch.float32)
+    stored = [x.to(dtype) if halves else x for x in tensors]
+    truth = with_gradients(plain(targets), *(x.to(dtype).double() for x in tensors), factor=0.01)
+
+    def head(hidden, weight, bias):  # what autocast does, or half weights
+        scores = linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
+        return cross_entropy(scores.float(), targets, ignore_index=-100, reduction="sum")
+
+    theirs = with_gradients(head, *stored, factor=0.01)
+    ours = with_gradients(fused(targets, 7, dtype=dtype, on_card=on_card), *stored, factor=0.01)
+    assert ours[0].dtype == torch.float32
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        assert mine.dtype == other.dtype
+        assert distance(mine, exact) <= 1.1 * distance(other, exact) + 1e-6
+
+
+def test_sums_of_many_tokens_stay_within_fp16():
+    hidden, weight = torch.full((4096, 4), 40.0), torch.zeros(2, 4)
+    _, _, gradient = with_gradients(
+        lambda h, w: linear_cross_entropy(h, w, None, torch.ones(4096).long(), chunks=1, dtype=torch.float16, on_card=True),
+        hidden,
+        weight,
+    )
+    torch.testing.assert_close(gradient, torch.tensor([[81920.0], [-81920.0]]).expand(2, 4))
+
+
+def test_autocast_outside_changes_nothing():
+    *tensors, targets = samples(20, 8, 30, False, torch.float32)
+    alone = with_gradients(fused(targets, 3, dtype=torch.bfloat16), *tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = with_gradients(fused(targets, 3, dtype=torch.bfloat16), *tensors)
+    assert all(torch.equal(a, b) for a, b in zip(alone, inside, strict=True))
+
+
+def test_what_is_frozen_costs_nothing():
+    hidden, weight, bias, targets = samples(12, 8, 30, True, torch.float32)
+    options = {"chunks": 3, "dtype": torch.float32, "on_card": False}
+    _, of_hidden, of_weight, of_bias = in_chunks(hidden, weight, bias, targets, wanted=(True, False, False), **options)
+    assert (of_weight, of_bias) == (None, None)
+    leaf = hidden.clone().requires_grad_()
+    linear_cross_entropy(leaf, weight, bias, targets, chunks=3).backward()
+    assert torch.equal(leaf.grad, of_hidden)
+    assert weight.grad is None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        linear_cross_entropy(leaf, weight, None, targets, chunks=3).backward()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert sum(counts.get(name, 0) for name in ("aten::mm", "aten::addmm", "aten::addmm_")) == 6, "two products a chunk"
+
+
+def test_a_second_backward_is_refused():
+    hidden, weight, _, targets = samples(6, 4, 10, False, torch.float32)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, None, targets, chunks=2)
+    loss.backward()
+    with pytest.raises(AssertionError, match="twice"):
+        loss.backward()
+
+
+def test_ligers_own_words(monkeypatch):
+    """The call, against liger's public signature; its kernels need a GPU (tests/gpu)."""
+    asked = {}
+
+    class LigerFusedLinearCrossEntropyLoss:
+        def __init__(self, **options):
+            asked.update(options)
+
+        def __call__(self, lin_weight, _input, target, bias=None):
+            return plain(target)(_input, lin_weight, bias)
+
+    module = ModuleType("liger_kernel.transformers")
+    module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
+    *tensors, targets = samples(20, 8, 30, True, torch.float32)
+    found = with_gradients(lambda *x: liger_cross_entropy(*x, targets, dtype=torch.float32), *tensors)
+    for ours, theirs in zip(found, with_gradients(plain(targets), *tensors), strict=True):
+        assert distance(ours, theirs) <= 1e-6
+    assert asked == {"ignore_index": -100, "reduction": "sum", "accum_dtype": torch.float32}
+
+
+def job_of(folder, config=TINY_LLAMA, **training):
+    job = tiny_job(folder, "causal-lm", **training)
+    job.job.model.config.clear()
+    job.job.model.config.update(config)
+    return job
+
+
+def both(folder, config=TINY_LLAMA, options=None, training=None, **tables):
+    """A run with the fused loss and one without."""
+    job = job_of(folder / "data", config, **(training or {}))
+    profiles = {"with": tiny_profile(**tables, fused_loss=options or {}), "without": tiny_profile(**tables)}
+    return [train_tiny(plan_for(profile, job), folder / name) for name, profile in profiles.items()]
+
+
+def eval_losses(heard):
+    return [row["eval_loss"] for row in heard.rows if "eval_loss" in row]
+
+
+def evidence_of(heard):
+    return next(evidence for entry, evidence in heard.found if entry.name == "fused_loss")
+
+
+@pytest.mark.parametrize(
+    ("config", "tables", "tolerance"),
+    [
+        (TINY_LLAMA, {}, 1e-5),
+        (GPT2, {}, 1e-5),
+        (GEMMA, {}, 1e-5),
+        (PHI, {"optimizer": {}, "checkpointing": {}}, 1e-5),
+        (TINY_LLAMA, LORA, 1e-5),
+        (GEMMA, LORA, 1e-5),
+        (TINY_LLAMA, BF16, 1e-4),
+        (GPT2, BF16, 1e-4),
+        (TINY_LLAMA, O2, 1e-4),
+        (GEMMA, O2, 1e-4),
+        (PHI, {"precision": {"dtype": "bf16", "level": "O2", "full_eval": True}}, 1e-4),
+        (TINY_LLAMA, LORA | BF16, 1e-4),
+        (GEMMA, LORA | O2, 1e-4),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) and "model_type" not in value else None,
+)
+def test_a_run_with_it_is_the_run_without(config, tables, tolerance, tmp_path):
+    ours, theirs = both(tmp_path, config, **tables, training={"max_steps": 5})
+    assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
+    assert eval_losses(ours) == pytest.approx(eval_losses(theirs), rel=tolerance)
+    assert eval_losses(ours)
+    assert evidence_of(ours).status == "active", evidence_of(ours).seen
+    folders = [tmp_path / name / "run/final" for name in ("with", "without")]
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {name: x.dtype for name, x in first.items()} == {name: x.dtype for name, x in second.items()}
+    # Adam makes steps of the learning rate out of noise where a gradient is about 0
+    apart = math.sqrt(sum(float((first[name] - second[name]).square().sum()) for name in first))
+    assert apart <= (1e-4 if tolerance < 1e-4 else 3e-2) * math.sqrt(sum(float(x.square().sum()) for x in second.values()))
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
+    ids = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for model in models]
+    assert logits[0].shape == (1, 12, 300), "the output layer is itself again"
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-3 if tolerance < 1e-4 else 3e-2)
+
+
+def test_checkpoints_hold_the_whole_model(tmp_path):
+    ours, _ = both(tmp_path, GPT2, training={"max_steps": 2, "save_steps": 1})
+    states = [load_file(tmp_path / name / "run/checkpoint-1/model.safetensors") for name in ("with", "without")]
+    assert list(states[0]) == list(states[1])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "with/run/checkpoint-1")
+    assert model(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits.shape == (1, 3, 300)
+    assert "forward" not in vars(ours.run.inner_model.get_output_embeddings())
+
+
+def test_prompts_and_another_cut(tmp_path):
+    """Masked prompts, and as many chunks as tokens: more than some micro-batches have."""
+    job = job_of(tmp_path / "data")
+    data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
+    object.__setattr__(job.job, "data", data)
+    plans = [plan_for(tiny_profile(cut={}, **tables), job) for tables in ({"fused_loss": {"chunks": 200}}, {})]
+    ours, theirs = (train_tiny(plan, tmp_path / str(number)) for number, plan in enumerate(plans))
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert eval_losses(ours) == pytest.approx(eval_losses(theirs), rel=1e-5)
+
+
+class Widest(TorchDispatchMode):
+    """The most rows of a tensor that is as wide as the vocabulary."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.rows = words, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] == self.words:
+                self.rows = max(self.rows, x.numel() // self.words)
+        return out
+
+
+def attached(model, **options):
+    """The plugin's recipe on `model`, as hwopt.build applies it."""
+    plugin, recipe = FusedLoss(FusedLoss.Options(backend="torch", **options)), Recipe()
+    plugin.apply(recipe, Context(CPU, {}, None, None))
+    run = SimpleNamespace(
+        recipe=recipe, loss=recipe.loss, inner_model=recipe.model_steps[0](model, SimpleNamespace(recipe=recipe))
+    )
+    return plugin, run
+
+
+def tiny(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(load_config(None, config))
+
+
+def test_logits_of_a_micro_batch_never_exist():
+    ids = torch.randint(0, 300, (8, 62))
+    with Widest(300) as whole:
+        cross_entropy(tiny(TINY_LLAMA)(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
+    assert whole.rows == 496
+    _, run = attached(tiny(TINY_LLAMA), chunks=10)
+    with Widest(300) as chunked:
+        loss, count = run.loss(run.inner_model(input_ids=ids), ids)
+        loss.backward()
+    assert chunked.rows == 50
+    assert int(count) == 496
+
+
+def test_tied_weights_get_both_gradients():
+    ids = torch.randint(0, 300, (2, 9))
+    config = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model, (_, run) = tiny(config), attached(tiny(config), chunks=4)
+    assert run.inner_model.lm_head.weight is run.inner_model.transformer.wte.weight
+    cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten(), reduction="sum").backward()
+    run.loss(run.inner_model(input_ids=ids), ids)[0].backward()
+    for (name, ours), theirs in zip(run.inner_model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_evidence():
+    plugin, run = attached(tiny(TINY_LLAMA), chunks=10)
+    run.last_step_batch = SimpleNamespace(sizes=[(4, 32), (4, 20)])
+    ran = {"FusedLinearCrossEntropy": 2, "aten::scatter_add_": 20}
+    run.observation = Observation(operators=ran)
+    evidence = plugin.evidence(run)
+    assert evidence.status == "active"
+    assert "128 tokens in 10 chunks, so logits of 13 at once" in evidence.seen
+    run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
+    assert "liger chose" in plugin.evidence(run).seen
+    run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
+    assert plugin.evidence(run).status == "inactive", "somebody makes whole logits after all"
+    run.observation = Observation(operators={"FusedLinearCrossEntropy": 1})
+    assert plugin.evidence(run).status == "inactive", "a micro-batch went another way"
+    run.observation = Observation()
+    assert plugin.evidence(run).status == "unknown"
+    run.recipe.final_steps[0](run.inner_model, run)
+    assert plugin.evidence(run).status == "inactive"
+    run.loss = cross_entropy
+    assert plugin.evidence(run).status == "inactive"
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
+def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
+    tables = {"adapter": {"always": True, "r": 4, "target": list(targets)}, "fused_loss": {}}
+    with pytest.raises(PluginError, match=r"output layer of PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target"):
+        train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
+
+
+def test_a_model_that_goes_around_its_output_layer():
+    _, run = attached(tiny(TINY_LLAMA), chunks=2)
+    with pytest.raises(PluginError, match="gives 300 values a token where its output layer takes 32"):
+        run.loss(SimpleNamespace(logits=torch.zeros(1, 4, 300)), torch.zeros(1, 4, dtype=torch.long))
+
+
+def context(hardware=CPU, software=(), kind="causal-lm", **facts):
+    known = ModelFacts("tiny", "llama", "LlamaForCausalLM", 10_000, 2, 32, 300, 64, True, True, True, True, 0.0)
+    job = SimpleNamespace(task=SimpleNamespace(kind=kind))
+    return Context(hardware, dict.fromkeys(software, "0.8.5"), ModelFacts(**{**vars(known), **facts}), job)
+
+
+def decided(*args, options=None, **more):
+    return FusedLoss(FusedLoss.Options(**(options or {}))).probe(context(*args, **more))
+
+
+def test_which_backend():
+    for hardware, software in ((CPU, ["liger-kernel"]), (T4, []), (P100, ["liger-kernel"])):
+        auto, asked = decided(hardware, software), decided(hardware, software, options={"backend": "liger"})
+        assert (auto.kind, auto.options[0].backend, auto.options[0].chunks) == ("choose", "torch", 10)
+        assert (asked.kind, asked.options[0].backend) == ("fallback", "torch")
+    assert "needs compute capability 7.0, found 6.0" in decided(P100, ["liger-kernel"], options={"backend": "liger"}).reason
+    assert "pip install 'hwopt[kernels]'" in decided(T4, options={"backend": "liger"}).reason
+    liger = decided(T4, ["liger-kernel"])
+    assert (liger.kind, liger.options[0].backend, liger.options[0].chunks) == ("choose", "liger", "auto")
+    assert "0.8.5" in liger.reason
+    assert decided(T4, ["liger-kernel"], options={"backend": "liger"}).kind == "apply"
+    assert decided(T4, ["liger-kernel"], options={"backend": "torch"}).options[0].backend == "torch"
+    assert decided(T4, ["liger-kernel"], options={"chunks": 4}).options[0] == FusedLoss.Options(backend="torch", chunks=4)
+    assert decided(options={"backend": "torch", "chunks": 4}).kind == "apply"
+    assert decided(vocab_size=262_144).options[0].chunks == 16
+    assert decided(vocab_size=10).options[0].chunks == 1
+
+
+def test_skips():
+    assert "text-classification" in decided(kind="text-classification").reason
+    assert decided(kind="text-classification").kind == "skip"
+    capped = decided(logit_transform="its logits are changed")
+    assert (capped.kind, capped.reason) == ("skip", "LlamaForCausalLM does more than a product: its logits are changed")
+    assert FusedLoss.leaner(None, context(kind="text-classification")) == []
+    assert FusedLoss.leaner(None, context(logit_transform="its logits are changed")) == []
+    assert FusedLoss.leaner(FusedLoss.Options(), context()) == []
+    assert [offer.options for offer in FusedLoss.leaner(None, context())] == [FusedLoss.Options()]
+
+
+@pytest.mark.parametrize(
+    ("config", "seen"),
+    [
+        (SIZES | {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 16}, "final_logit_softcapping = 30.0"),
+        (SIZES | {"model_type": "cohere"}, "logit_scale = 0.0625"),
+        (SIZES | {"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        (GEMMA | {"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0"),
+        (SIZES | {"model_type": "biogpt"}, "cannot be seen"),
+        (GEMMA, None),
+        (TINY_LLAMA, None),
+        (GPT2, None),
+        (PHI, None),
+        (SIZES | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}, None),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_models_do_to_their_logits(config, seen, tmp_path):
+    facts = [facts_of(load_config(None, config), "causal-lm", "tiny", tmp_path) for _ in range(2)]
+    assert facts[0] == facts[1], "the second one is from the cache"
+    if seen is None:
+        assert facts[0].logit_transform is None
+    else:
+        assert seen in facts[0].logit_transform
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tables", [O2, LORA | BF16], ids=["all", "lora"])
+def test_the_planner_sees_what_it_saves(tables, tmp_path):
+    config = TINY_LLAMA | {"vocab_size": 20_000}
+    job, peaks = job_of(tmp_path / "data", config), []
+    for chosen in ({"fused_loss": {}}, {}):
+        plan = plan_for(tiny_profile(**tables, **chosen), job)
+        trace = traced(plan, 64, 2)
+        for what, scaled in (("train", trace.train), ("eval", trace.eval)):
+            predicted, real = scaled.at(16, 64).peak().bytes, measured(plan, Shape(16, 64), 2, what)
+            assert predicted == pytest.approx(real, rel=0.01), what
+            peaks.append(predicted)
+    with_it, without = peaks[:2], peaks[2:]
+    assert with_it[0] < 0.5 * without[0]
+    assert with_it[1] < 0.5 * without[1]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"backend": "triton"}', '{"chunks": 0}', '{"chunks": "all"}', '{"backend": "liger", "chunks": 4}', '{"chunk": 4}']
+)
+def test_bad_options(text):
+    with pytest.raises(ValidationError):
+        FusedLoss.Options.model_validate_json(text)
+
+
+def test_the_refusal_of_chunks_says_what_to_leave_out():
+    with pytest.raises(ValidationError, match="liger chooses its own: leave out chunks, or the backend"):
+        FusedLoss.Options.model_validate_json('{"backend": "liger", "chunks": 4}')
