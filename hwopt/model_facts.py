@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
 
 
-
 @dataclass(frozen=True)
 class ModelFacts:
     """Everything a plugin may ask of a model before it exists."""

@@ -142,18 +142,19 @@ def check_contract_of(
     options: Mapping[str, Any] | None = None,
     registry: Registry | None = None,
     kind: str = "text-classification",
+    beside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Plan:
     """Drive the plugin `name` through a tiny real run, and assert what every plugin promises. Returns the plan.
 
-    `kind` is the task's ("causal-lm" where the plugin would skip a classification). Its decision is pure and has a reason; it
-    writes only what `slots` names; the run trains and saves; what it preserves holds against a run without it ("bits": equal
-    losses, "rounding": close ones); its evidence is not `inactive`.
+    `kind` is the task's ("causal-lm" where the plugin would skip a classification), `beside` the tables of plugins that it
+    needs. Its decision is pure and has a reason; it writes only what `slots` names; the run trains and saves; what it preserves
+    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`.
     """
     registry = registry or Registry()
     plugin = registry.plugin(name)
     job = tiny_job(folder / "data", kind)
-    base = tiny_profile() if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
-    profile = tiny_profile(**{name: dict(options or {})})
+    base = tiny_profile(**(beside or {})) if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
+    profile = tiny_profile(**(beside or {}), **{name: dict(options or {})})
     plan, again = plan_for(profile, job, registry), plan_for(profile, job, registry)
     entry = next(entry for entry in plan.entries if entry.name == name)
     assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], "probe() must be pure"
