@@ -312,9 +312,10 @@ def blaming(entry: Entry) -> Iterator[None]:
 def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
     ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
-    for entry in [entry for entry in ordered if entry.place == "--set"]:  # has no place among the tables of a file
+    for entry in list(ordered):
         stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
-        followers = [other for other in stage if entry.name in other.plugin.after]
+        # inherited tables keep their place: one of `--set`, or of the profile that extends theirs, could not stand before them
+        followers = [other for other in stage if entry.name in other.plugin.after and not stands_below(entry, other)]
         if followers and ordered.index(followers[0]) < ordered.index(entry):
             ordered.remove(entry)
             ordered.insert(ordered.index(followers[0]), entry)
@@ -327,6 +328,14 @@ def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
                     f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
                 )
     return tuple(ordered)
+
+
+def stands_below(entry: Entry, other: Entry) -> bool:
+    """Whether its table stands below the other's in one file."""
+    (file, _, line), (other_file, _, other_line) = entry.place.rpartition(":"), other.place.rpartition(":")
+    if not (file and file == other_file and line.isdigit() and other_line.isdigit()):
+        return entry.place == other.place != "--set"  # no file to look at: as they were given
+    return int(line) > int(other_line)
 
 
 def refuse_conflicts(entries: tuple[Entry, ...]) -> None:

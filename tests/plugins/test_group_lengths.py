@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.errors import InputError
+from hwopt.registry import Registry
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+
+GroupLengths = Registry().plugin("group_lengths")
+
+
+def grouped(*arguments, **options):
+    from hwopt_plugins.group_lengths import grouped as function
+
+    return function(*arguments, **options)
+
+
+def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(4, 0.9, samples), 1, 512).astype(int)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(1, 64), st.integers(0, 5), st.floats(0, 1))
+def test_every_sample_once(lengths, rows, epoch, noise):
+    assert sorted(grouped(lengths, 0, epoch, rows, noise=noise)) == list(range(len(lengths)))
+
+
+@given(st.integers(2, 40), st.integers(1, 400))
+def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, samples):
+    """Only the smaller group at the end may have been taken out of the line."""
+    lengths = long_tailed(samples)
+    order = grouped(lengths, 0, 0, rows, noise=0.0)
+    line = sorted(lengths)
+    left = samples % rows
+    last = sorted(lengths[order[samples - left :]]) if left else []
+    if left:
+        at = next(at for at in range(0, samples, rows) if line[at : at + left] == last)
+        line = line[:at] + line[at + left :]
+    groups = sorted(sorted(lengths[order[at : at + rows]].tolist()) for at in range(0, samples - left, rows))
+    assert groups == sorted(line[at : at + rows] for at in range(0, len(line), rows))
+
+
+def test_the_same_seed_and_epoch_give_the_same_order_another_epoch_another_one():
+    lengths = long_tailed(500)
+    assert (grouped(lengths, 3, 1, 16) == grouped(lengths, 3, 1, 16)).all()
+    assert (grouped(lengths, 3, 1, 16) != grouped(lengths, 3, 2, 16)).any()
+    assert (grouped(lengths, 3, 1, 16) != grouped(lengths, 4, 1, 16)).any()
+    first, second = ({frozenset(grouped(lengths, 3, e, 16)[at : at + 16]) for at in range(0, 496, 16)} for e in (0, 1))
+    assert len(first & second) < 3, "noise makes other groups in each epoch"
+
+
+def test_neighbouring_steps_do_not_correlate():
+    """Mega-batches that are sorted whole make waves: there the correlation is near 1."""
+    lengths = long_tailed(64 * 400)
+    found = []
+    for seed in range(5):
+        means = lengths[grouped(lengths, seed, 0, 64)].reshape(400, 64).mean(1)
+        found.append(np.corrcoef(means[:-1], means[1:])[0, 1])
+    assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of what is uncorrelated
+
+
+def test_padding_goes():
+    lengths = long_tailed(64 * 100)
+
+    def computed(order):
+        return sum(max(lengths[order[at : at + 64]]) * 64 for at in range(0, len(order), 64))
+
+    random = np.random.default_rng(0).permutation(len(lengths))
+    assert sum(lengths) / computed(grouped(lengths, 0, 0, 64)) > 0.85
+    assert sum(lengths) / computed(random) < 0.35
+
+
+def test_in_a_run(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
+    heard = train_tiny(plan_for(tiny_profile(group_lengths={}, cut={}), job), tmp_path)
+    evidence = {entry.name: evidence for entry, evidence in heard.found}["group_lengths"]
+    assert evidence.status == "active", evidence
+    lengths = heard.run.train_loader.sampler.lengths
+    seen = [sample for step in heard.run.train_loader.sampler for sample in step.samples][:40]
+    assert sorted(seen) == list(range(40))
+    assert np.std([lengths[sample] for sample in seen[:8]]) < np.std(lengths)
+
+
+@pytest.mark.parametrize("noise", [-0.1, 1.5, "much"])
+def test_bad_options(noise, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"plugins\.group_lengths\.noise"):
+        plan_for(tiny_profile(group_lengths={"noise": noise}), tiny_job(tmp_path))

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.errors import PluginError
+from hwopt.registry import Registry
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+
+Quantize = Registry().plugin("quantize")
+TINY_GEMMA = {
+    "model_type": "gemma3_text",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "sliding_window": 16,
+}
+MODELS = {"llama": TINY_LLAMA, "gemma3": TINY_GEMMA}
+
+
+def job_of(folder: Path, config: dict[str, Any]) -> Any:
+    job = tiny_job(folder / "data", "causal-lm", max_steps=4, learning_rate=1e-2)
+    model = job.job.model.model_copy(update={"config": config})
+    return type(job)(**{**vars(job), "job": job.job.model_copy(update={"model": model})})
+
+
+def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
+    return tiny_profile(
+        adapter={"always": True, "r": 4, "kind": kind}, quantize={"bits": bits, "dtype": "fp32"}, precision=precision, optimizer={}
+    )
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(("kind", "bits"), [("lora", 4), ("dora", 4), ("lora", 8)])
+def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, kind: str, bits: int, tmp_path: Path) -> None:
+    """What is saved computes what was trained: the packed base and its adapter, without a second rounding."""
+    plan = plan_for(tables(kind, bits, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
+    kept: dict[str, Any] = {}
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+
+    def look(trained: Any, run: Any) -> Any:  # the last step of all runs first
+        trained.eval()
+        with torch.no_grad():
+            kept["logits"] = trained(input_ids=tokens).logits.clone()
+        return trained
+
+    plan.recipe.final_steps.append(look)
+    heard = train_tiny(plan, tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float32)
+    saved.eval()
+    with torch.no_grad():
+        again = saved(input_ids=tokens).logits
+    # LLM.int8() rounds the activations too, in training alone
+    assert torch.allclose(again, kept["logits"], atol=1e-5 if bits == 4 else 0.05), (again - kept["logits"]).abs().max()
+    statuses = {entry.name: evidence for entry, evidence in heard.found}
+    assert statuses["quantize"].status == statuses["adapter"].status == "active", statuses
+    assert heard.losses[-1] < heard.losses[0]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
+    """It opens on the model that it was trained on, and has the keys of an adapter of a plain base."""
+    plan = plan_for(tables(kind, 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
+    train_tiny(plan, tmp_path)
+    folder = tmp_path / "run" / "final" / "adapter"
+    plain = plan_for(tiny_profile(adapter={"always": True, "r": 4, "kind": kind}), job_of(tmp_path, TINY_LLAMA))
+    train_tiny(plain, tmp_path / "plain")
+    other = tmp_path / "plain" / "run" / "final"
+    keys = load_file(folder / "adapter_model.safetensors").keys()
+    assert keys == load_file(other / "adapter" / "adapter_model.safetensors").keys()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():  # peft reads a property that transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(other), str(folder))
+    assert any("lora_B" in name and bool(p.any()) for name, p in opened.named_parameters())
+
+
+def test_half_weights_around_packed_ones(tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job_of(tmp_path, TINY_LLAMA))
+    heard = train_tiny(plan, tmp_path)
+    assert {evidence.status for _, evidence in heard.found} == {"active"}, heard.found
+    dtypes = {p.dtype for p in heard.run.inner_model.parameters()}
+    assert dtypes == {torch.float32}, "restored and dequantized at the end"
+    assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_packed_weights_take_half_a_byte(tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
+    seen: dict[str, Any] = {}
+
+    def look(run: Any) -> None:
+        seen["bytes"] = sum(p.numel() for p in run.inner_model.parameters() if p.dtype == torch.uint8)
+        seen["weights"] = [m.in_features * m.out_features for m in run.inner_model.modules() if type(m).__name__ == "Linear4bit"]
+
+    plan.recipe.prepared_steps.append(look)
+    train_tiny(plan, tmp_path)
+    assert len(seen["weights"]) == 14
+    assert seen["bytes"] * 2 == sum(seen["weights"])
+
+
+def test_without_an_adapter_there_is_nothing_to_train(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
+        plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
+    with pytest.raises(PluginError, match="which is skipped: .* unless always = true"):
+        plan_for(tiny_profile(adapter={}, quantize={}), tiny_job(tmp_path, "causal-lm"))
+
+
+def test_its_place_among_the_tables(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"move the table \[plugins.quantize\] below \[plugins.adapter\]"):
+        plan_for(tiny_profile(quantize={}, adapter={"always": True}), tiny_job(tmp_path, "causal-lm"))
+
+
+def test_a_small_card_trains_a_model_of_seven_billion_by_plan(tmp_path: Path) -> None:
+    """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not without its 4 bit."""
+    from hwopt import api
+
+    config = (
+        "{ model_type = 'llama', vocab_size = 32000, hidden_size = 4096, num_hidden_layers = 32, num_attention_heads = 32, "
+        "intermediate_size = 11008, max_position_embeddings = 4096 }"
+    )
+    job = [f"model.config={config}", "task.kind=causal-lm", "data.train=none.txt", "data.max_length=512"]
+
+    def planned(*changes: str) -> Any:
+        plan = api.resolve("rtx3070_8gb_qlora", assignments=[*job, *changes], hardware="profile", cache=tmp_path)
+        return api.with_memory(plan, planned, cache=tmp_path)
+
+    memory = planned().memory
+    assert memory.tier == "traced"
+    assert memory.fits
+    assert 3.4 < memory.parts["weights"] < 4.2, "6.5 billion weights in .516 bytes, the embeddings in two"
