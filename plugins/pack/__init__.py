@@ -227,7 +227,7 @@ def flash_reason(context: Context) -> str:
     """Why the flash kernel cannot be taken; "" where it can."""
     if context.hardware.device_type != "cuda":
         return "; the flash kernel needs a GPU"
-    if not context.has("flash_attn"):
+    if not context.has("flash-attn"):
         return "; the flash kernel needs the package flash-attn"
     if not context.hardware.can("bf16"):
         return f"; the flash kernel needs compute capability 8.0: {context.hardware.can('bf16').reason}"

@@ -36,7 +36,10 @@ def job_of(folder: Path, config: dict[str, Any]) -> Any:
 
 def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
     return tiny_profile(
-        adapter={"always": True, "r": 4, "kind": kind}, quantize={"bits": bits, "dtype": "fp32"}, precision=precision, optimizer={}
+        adapter={"always": True, "r": 4, "kind": kind},
+        quantize={"bits": bits, "dtype": "fp32"},
+        precision=precision,
+        optimizer={},
     )
 
 

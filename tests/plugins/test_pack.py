@@ -1,0 +1,257 @@
+"""C3: packed rows give the logits, the loss and the gradients of rows with one document each."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from hwopt.errors import PluginError
+from hwopt.job import make_job
+from hwopt.microbatch import Collate, Step, cut_in_order
+from hwopt.registry import Registry
+from hwopt.testing import TINY_BERT, TINY_LLAMA, WORDS, plan_for, tiny_profile, train_tiny, write_samples
+from hwopt.toml_files import Document
+
+Pack = Registry().plugin("pack")
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+}
+ENCODER = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODERS = {
+    "llama": TINY_LLAMA,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "gemma3_text": SMALL | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8},
+}
+ENCODERS = {
+    "bert": TINY_BERT,
+    "roberta": ENCODER | {"type_vocab_size": 1},
+    "distilbert": {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 64,
+        "max_position_embeddings": 64,
+        "dropout": 0,
+        "attention_dropout": 0,
+        "seq_classif_dropout": 0,
+    },
+    "electra": ENCODER,
+}
+
+
+def job_of(folder: Path, model_type: str, config: dict[str, Any], kind: str, **training: Any) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 32}
+    for name, number, seed in (("train", 41, 0), ("eval", 12, 1)):
+        if kind == "causal-lm":
+            words = random.Random(seed)
+            texts = [words.choices(WORDS, k=words.randint(3, 24)) for _ in range(number)]
+            rows = [json.dumps({"q": " ".join(text[:2]), "a": " ".join(text[2:])}) for text in texts]
+            (folder / f"{name}.jsonl").write_text("\n".join(rows))
+            data |= {"prompt": "q", "completion": "a"}
+        else:
+            write_samples(folder / f"{name}.jsonl", number, seed=seed)
+    settings = {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1} | training
+    model = {"config": {"model_type": model_type, **config}}
+    return make_job(Document("a job", {"model": model, "data": data, "task": {"kind": kind}, "training": settings}))
+
+
+def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
+    """Those of the first step, by parameter, and its loss."""
+    found: dict[str, Any] = {}
+
+    def look(run: Any) -> None:
+        if not found:
+            found.update({name: p.grad.clone() for name, p in run.inner_model.named_parameters() if p.grad is not None})
+
+    plan.recipe.events["gradients"].append(look)
+    found["loss"] = train_tiny(plan, folder).losses
+    return found
+
+
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+def test_gradients_and_losses_are_those_of_rows_with_one_document(model_type: str, tmp_path: Path) -> None:
+    """Uneven documents, a partial last step, positions and sliding windows of their own."""
+    kind = "causal-lm" if model_type in DECODERS else "text-classification"
+    job = job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind)
+    tables = {"batch": {"train": 4, "accumulation": 4}}
+    packed = gradients_of(plan_for(tiny_profile(**tables, pack={}), job), tmp_path / "packed")
+    plain = gradients_of(plan_for(tiny_profile(**tables), job), tmp_path / "plain")
+    assert packed.pop("loss") == pytest.approx(plain.pop("loss"), rel=1e-5)
+    whole = torch.cat([gradient.flatten() for gradient in plain.values()]).norm()
+    difference = torch.cat([(packed[name] - plain[name]).flatten() for name in plain]).norm()
+    assert difference <= 1e-6 * whole
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bert"])
+def test_logits_of_a_packed_row_are_those_of_its_documents(model_type: str, tmp_path: Path) -> None:
+    kind = "causal-lm" if model_type in DECODERS else "text-classification"
+    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind))
+    seen: dict[str, Any] = {}
+
+    def look(run: Any) -> None:
+        collate, store = run.train_loader.dataset.collate, run.train_loader.dataset.store
+        chosen = [3, 11, 7, 20]
+        samples, counts = [store.row(i) for i in chosen], [int(store.counts[i]) for i in chosen]
+        run.inner_model.eval()
+        packed = next(collate.one_row(samples, counts).micro_batches())[0].inputs
+        together = run.model(**packed).logits.detach()
+        each = [
+            run.model(**next(collate.alone(*pair).micro_batches())[0].inputs).logits.detach() for pair in zip(samples, counts, strict=True)
+        ]
+        run.inner_model.train()
+        seen["pair"] = (together, torch.cat(each, 1 if together.ndim == 3 else 0))
+
+    plan.recipe.prepared_steps.append(look)
+    train_tiny(plan, tmp_path)
+    together, each = seen["pair"]
+    assert torch.allclose(together, each, atol=1e-5)
+
+
+def test_a_leak_would_be_seen(tmp_path: Path) -> None:
+    """A model that is given no positions of its documents lets them see each other, and is refused before step 1."""
+    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", "llama", TINY_LLAMA, "causal-lm"))
+
+    def forget_positions(model: Any, run: Any) -> Any:
+        forward = model.forward
+        model.forward = lambda position_ids=None, **inputs: forward(**inputs)
+        return model
+
+    plan.recipe.model_steps.append(forget_positions)
+    with pytest.raises(PluginError, match="does not tell documents in one row apart .* remove \\[plugins.pack\\]"):
+        train_tiny(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "kind", "why"),
+    [
+        ("llama", TINY_LLAMA, "text-classification", "reads its label from the end of the row"),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "takes no position ids"),
+        ("deberta-v2", ENCODER, "text-classification", "takes no position ids and mask of its own"),
+    ],
+)
+def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path, model_type, config, kind))
+    entry = next(entry for entry in plan.entries if entry.name == "pack")
+    assert entry.decision == "skip"
+    assert why in entry.reason
+
+
+@pytest.mark.parametrize("model_type", ["albert", "mpnet"])
+def test_refused_when_its_outputs_show_it(model_type: str, tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, ENCODER, "text-classification"))
+    with pytest.raises(PluginError, match="does not tell documents in one row apart"):
+        train_tiny(plan, tmp_path)
+
+
+def test_adapters_and_the_ladder_go_with_it(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "data", "bert", TINY_BERT, "text-classification")
+    adapter = {"always": True, "r": 4}
+    packed = train_tiny(plan_for(tiny_profile(adapter=adapter, pack={}), job), tmp_path / "packed")
+    plain = train_tiny(plan_for(tiny_profile(adapter=adapter), job), tmp_path / "plain")
+    assert packed.losses == pytest.approx(plain.losses, rel=1e-5)
+    saved = [load_file(tmp_path / name / "run" / "final" / "model.safetensors") for name in ("packed", "plain")]
+    assert saved[0].keys() == saved[1].keys()
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(60, 200))
+def test_every_document_once_and_no_row_too_long(lengths: list[int], width: int) -> None:
+    from hwopt_plugins.pack import shared_rows
+
+    rows = shared_rows(lengths, width)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert max(sum(lengths[index] for index in row) for row in rows) <= width
+
+
+def test_a_document_longer_than_a_row() -> None:
+    from hwopt_plugins.pack import shared_rows
+
+    with pytest.raises(ValueError, match="longer than 10 tokens"):
+        shared_rows([3, 11], 10)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nearly_all_computed_tokens_are_real(seed: int) -> None:
+    """C2's lengths (log-normal, cut at 512), 16 x 8 a step: at least .98 of what is computed."""
+    collate = packed(rows=16)
+    drawn = np.clip(np.random.default_rng(seed).lognormal(4, 0.9, 128), 2, 512).astype(int)
+    batch = collate(Step(0, 0, tuple(range(128)), 128), [sample_of(length) for length in drawn], [1] * 128)
+    assert batch.tokens == drawn.sum()
+    assert batch.tokens / sum(rows * width for rows, width in batch.sizes) >= 0.98
+    assert max(rows * width for rows, width in batch.sizes) <= 16 * drawn.max(), "no more tokens at once than without"
+
+
+def packed(rows: int, **options: Any) -> Any:
+    from hwopt_plugins.pack.collate import PackedCollate
+
+    settings = {"width": None, "flat": False, "decoder": False, "first_position": 0} | options
+    return PackedCollate(Collate(cut_in_order, rows, pad_id=0, mask="prebuilt_mask"), **settings)
+
+
+def sample_of(length: int) -> dict[str, Any]:
+    return {"input_ids": np.full(length, length), "labels": np.array(length % 2)}
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 3))
+def test_micro_batches_of_any_rung_hold_every_document_once(lengths: list[int], rows: int, rung: int) -> None:
+    """Labels, positions and masks go with their documents, however the rows are cut."""
+    collate = packed(rows)
+    batch = collate(Step(0, 0, tuple(range(len(lengths))), len(lengths)), [sample_of(n) for n in lengths], [1] * len(lengths))
+    seen = []
+    for micro_batch, _ in batch.micro_batches(rung):
+        ids, mask = micro_batch.inputs["input_ids"], micro_batch.inputs["attention_mask"]
+        starts = micro_batch.inputs["document_starts"]
+        assert len(starts) == len(micro_batch.targets)
+        flat, positions = ids.flatten(), micro_batch.inputs["position_ids"].flatten()
+        for start, label in zip(starts.tolist(), micro_batch.targets.tolist(), strict=True):
+            length = int(flat[start])
+            seen.append(length)
+            assert label == length % 2
+            assert flat[start : start + length].tolist() == [length] * length
+            assert positions[start : start + length].tolist() == list(range(length))
+            row, column = divmod(start, ids.shape[1])
+            attended = mask[row, 0, column].nonzero().flatten().tolist()
+            assert attended == list(range(column, column + length))
+    assert sorted(seen) == sorted(lengths)
+    assert batch.rows == len(lengths)
+
+
+def test_flat_rows_have_no_mask_to_pay_for() -> None:
+    """With the flash kernel a micro-batch is one row, as long as all of its documents."""
+    batch = packed(rows=4, flat=True, decoder=True)(
+        Step(0, 0, tuple(range(9)), 9), [{"input_ids": np.full(n, n), "labels": np.full(n, n)} for n in range(1, 10)], [1] * 9
+    )
+    assert [rows for rows, _ in batch.sizes] == [1] * len(batch.sizes)
+    assert sum(width for _, width in batch.sizes) >= batch.tokens
+    assert "attention_mask" not in next(batch.micro_batches())[0].inputs
+
+
+def test_the_flash_kernel_is_taken_where_it_is(tmp_path: Path) -> None:
+    from hwopt.hardware import described, detect_host
+    from hwopt.plugin import Context
+
+    job = job_of(tmp_path, "llama", TINY_LLAMA, "causal-lm")
+    model = plan_for(tiny_profile(), job).model
+    host = detect_host()
+
+    def asked(capability: tuple[int, int], software: dict[str, str]) -> Any:
+        return Pack(Pack.Options()).probe(Context(described("a card", capability, 24.0, host), software, model, job.job))
+
+    assert asked((8, 0), {"flash-attn": "2.8"}).options[0].kernel == "flash"
+    assert asked((8, 0), {}).options[0].kernel == "mask"
+    assert "needs the package flash-attn" in asked((8, 0), {}).reason
+    assert "needs compute capability 8.0" in asked((7, 5), {"flash-attn": "2.8"}).reason
