@@ -44,12 +44,31 @@ GRID: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 2),
     "sdpa": (True, False),
     "fused_loss": (False, True),
+    "zero": (None, None, None, "1 none", "2 none", "2 optimizer", "3 none"),
+    "quantize": (None, None, 4, 8),
+    "pack": (False, False, True),
 }
 
 
 def draw(seed: int, count: int) -> list[dict[str, Any]]:
     chosen = random.Random(seed)
-    return [{key: chosen.choice(values) for key, values in GRID.items()} for _ in range(count)]
+    return [possible({key: chosen.choice(values) for key, values in GRID.items()}) for _ in range(count)]
+
+
+def possible(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without what its other parts exclude (docs/conflicts.md)."""
+    decoder = config["model"] in DECODERS
+    if not config["adapter"]:
+        config["quantize"] = None
+    if config["quantize"] == 8:
+        config["adapter"] = "lora"
+    if config["quantize"]:
+        config["zero"] = None
+    if config["zero"]:
+        config["precision"] = config["precision"].replace("O2", "O1")
+        config["optimizer"] = "adamw_torch_fused"
+    config["fused_loss"] = config["fused_loss"] and decoder and config["zero"] != "3 none"
+    return config
 
 
 def shape_of(config: dict[str, Any]) -> tuple[int, int]:
@@ -69,10 +88,6 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
     return MODELS[config["model"]] | names.get(config["model"], usual) | grouped | heads
 
 
-def has_fused_loss(config: dict[str, Any]) -> bool:
-    return bool(config["fused_loss"]) and config["model"] in DECODERS
-
-
 def profile_of(config: dict[str, Any]) -> str:
     rows, _ = shape_of(config)
     dtype, _, level = config["precision"].partition(" ")
@@ -80,8 +95,15 @@ def profile_of(config: dict[str, Any]) -> str:
     if config["adapter"]:
         tables += ["[plugins.adapter]", f'kind = "{config["adapter"]}"', "always = true"]
     tables += ["[plugins.precision]", f'dtype = "{dtype}"', f'level = "{level or "O1"}"']
-    if has_fused_loss(config):
+    if config["quantize"]:
+        tables.insert(tables.index("[plugins.precision]"), f"[plugins.quantize]\nbits = {config['quantize']}")
+    if config["fused_loss"]:
         tables += ["[plugins.fused_loss]"]
+    if config["pack"]:
+        tables += ["[plugins.pack]"]
+    if config["zero"]:
+        stage, offload = config["zero"].split()
+        tables += ["[plugins.zero]", f"stage = {stage}", f'offload = "{offload}"']
     if config["sdpa"]:
         tables += ["[plugins.sdpa]"]
     if config["checkpointing"]:
@@ -95,6 +117,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured bytes of a training step and an evaluation."""
     from hwopt import api
     from hwopt.memory.measured import measured
+    from hwopt.memory.planner import bucket_bytes, held_part
     from hwopt.memory.rehearsal import Shape
     from hwopt.memory.tracer import traced
 
@@ -107,11 +130,11 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
     began = time.perf_counter()
-    trace = traced(plan, width, 2)
+    trace, beside = held_part(plan, traced(plan, width, 2)), bucket_bytes(plan)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        found[f"predicted_{what}"] = scaled.at(rows, width).peak().bytes
+        found[f"predicted_{what}"] = scaled.at(rows, width).peak().bytes + beside
         found[f"measured_{what}"] = measured(plan, Shape(rows, width), 2, what)
     return found
 
@@ -146,7 +169,7 @@ def main() -> None:
 
     where = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     print(f"seed {options.seed}, {where}, {date.today()}")
-    named = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "fused loss")
+    named = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
     print(f"| {' | '.join((*named, 'predicted MiB', 'measured MiB', 'off', 'eval'))} |")
     print("|---" * (len(named) + 4) + "|")
     rows = []
@@ -154,8 +177,17 @@ def main() -> None:
         found = in_process(config)
         rows.append(config | found)
         name = f"{config['model']} {config['hidden']} x {config['layers']}"
-        fused = "yes" if has_fused_loss(config) else None
-        chosen = (config["precision"], config["optimizer"], config["checkpointing"], config["adapter"], fused)
+        base = f"{config['quantize']} bit" if config["quantize"] else None
+        other = ", ".join(name for name in ("fused_loss", "pack") if config[name])
+        chosen = (
+            config["precision"],
+            config["optimizer"],
+            config["checkpointing"],
+            config["adapter"],
+            base,
+            config["zero"],
+            other,
+        )
         what = " | ".join(str(option or "-") for option in chosen)
         if "failed" in found:
             print(f"| {name} | {' x '.join(map(str, shape_of(config)))} | {what} | failed: {found['failed']} | | | |", flush=True)

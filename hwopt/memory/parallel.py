@@ -8,7 +8,7 @@ that the highest point may be another one. Where weights are spread, the largest
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hwopt.memory.rehearsal import spec_of
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, traced
 from hwopt.model_facts import ModelFacts
-from hwopt.plan import Plan
+from hwopt.plan import Plan, write_recipe
 from hwopt.plugin import MemorySpec
 
 STATES = ("weights", "gradients", "optimizer_state", "masters")
@@ -78,10 +78,19 @@ class Comparison:
         }
 
 
+def without_engine(plan: Plan) -> Plan:
+    """`plan` without the plugin that brings an engine and spreads by itself, if there is one."""
+    entries = tuple(entry for entry in plan.entries if entry.author != plan.recipe.author_of("engine"))
+    if len(entries) == len(plan.entries):
+        return plan
+    return replace(plan, entries=entries, recipe=write_recipe(entries, plan.context))
+
+
 def compared(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
-    """Every scheme for a plan whose memory is known (`plan.memory`)."""
+    """Every scheme for a plan whose memory is known (`plan.memory`); one that the plan has itself is taken out of it first."""
     memory = plan.memory
     assert memory is not None, "asked for"
+    plan = without_engine(plan)
     trace = trace_of(plan, memory, cache)
     steps = None
     if trace is not None:

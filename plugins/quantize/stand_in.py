@@ -18,7 +18,8 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
         ctx.layer = layer
         ctx.x = x if layer.bits == 8 else None  # kept for a gradient of the weight that is never asked for
-        return functional.linear(x, layer.dequantize(), bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, layer.dequantize(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -294,10 +294,10 @@ class Zero(Plugin):
         if stage == 3:
             kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
             spec.held["weights"] = kept
-            if context.world_size > 1 or kept == 0:
-                # gathered while they are used, at least the largest, which is the embedding
-                largest = context.model.vocab_size * context.model.hidden_size
-                spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET)
+            # gathered while they are used, at least the largest, which is the embedding
+            largest = context.model.vocab_size * context.model.hidden_size
+            gathers = context.world_size > 1 or kept == 0
+            spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
 
     @classmethod
     def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:

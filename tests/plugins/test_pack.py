@@ -110,9 +110,8 @@ def test_logits_of_a_packed_row_are_those_of_its_documents(model_type: str, tmp_
         run.inner_model.eval()
         packed = next(collate.one_row(samples, counts).micro_batches())[0].inputs
         together = run.model(**packed).logits.detach()
-        each = [
-            run.model(**next(collate.alone(*pair).micro_batches())[0].inputs).logits.detach() for pair in zip(samples, counts, strict=True)
-        ]
+        alone = [next(collate.alone(*pair).micro_batches())[0].inputs for pair in zip(samples, counts, strict=True)]
+        each = [run.model(**inputs).logits.detach() for inputs in alone]
         run.inner_model.train()
         seen["pair"] = (together, torch.cat(each, 1 if together.ndim == 3 else 0))
 
