@@ -16,6 +16,7 @@ from hwopt.build import Run, build
 from hwopt.demo import demo_document
 from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, shorten
 from hwopt.hardware import detect, detect_software, limited
+from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
@@ -179,7 +180,7 @@ def execute(
     `replan` gives the plan with further assignments; with it, a run that does not fit ends with the lines that would save memory.
     On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
     """
-    refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware)
+    refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     rank, _ = rank_and_world(os.environ)
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     try:

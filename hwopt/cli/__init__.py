@@ -18,6 +18,7 @@ from hwopt.errors import exit_code_of, nearest
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
     "plan": "Show what `run` would do, also for a card that is not there.",
+    "export": "Write what the plan says as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",
     "detect": "Show the machine, and what each plugin could do on it.",

@@ -91,8 +91,10 @@ def process_group(device_type: str) -> Iterator[None]:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         else:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Accelerate knows DeepSpeed by the environment alone, and forgets it where a CPU is asked for
-        with environment({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}), warnings.catch_warnings():
+        # Accelerate knows DeepSpeed by the environment alone, forgets it where a CPU is asked for, and refuses a configuration
+        # beside the settings of a launcher, which agree with the plan by now
+        asked: dict[str, str | None] = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}
+        with environment(asked | {"ACCELERATE_CONFIG_DS_FIELDS": None}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
             try:
                 yield

@@ -1,0 +1,73 @@
+"""`hwopt export`: a plan as the files of Accelerate's launcher and of DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import rich_click as click
+
+from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers
+
+
+@click.command(
+    help="Write what the plan says as a file for `accelerate launch --config_file` or as DeepSpeed's JSON; running from it makes "
+    "the same plan."
+)
+@job_options
+@profile_option
+@click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed"]), required=True, help="Whose file.")
+@click.option(
+    "--hardware",
+    type=click.Choice(["profile", "detected"]),
+    default="detected",
+    show_default=True,
+    help="Plan for this machine, or the card.",
+)
+@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes that the ranks are spread over.")
+@click.option(
+    "--deepspeed-config-file", metavar="FILE", help="To accelerate: point to this DeepSpeed JSON instead of spelling it out."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="The file to write; default: the screen.")
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+def export(
+    job: Path | None,
+    profile: str,
+    assignments: tuple[str, ...],
+    memory_limit: str | None,
+    strict: bool,
+    format_: Literal["accelerate", "deepspeed"],
+    hardware: Literal["profile", "detected"],
+    world_size: int,
+    nodes: int,
+    deepspeed_config_file: str | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    quiet_libraries()
+    from hwopt import api
+    from hwopt.interop import files
+    from hwopt.memory.communication import Ranks
+
+    quiet_transformers()
+    ranks = Ranks(world_size, nodes)
+    if output is not None:
+        files.refuse_taken(output, force)  # before the work, not after
+    plan = api.resolve(
+        profile,
+        job,
+        assignments=assignments,
+        hardware="detected" if profile == "auto" else hardware,
+        strict=strict,
+        memory_limit=memory_limit,
+        world_size=ranks.number,
+    )
+    text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
+    for remark in files.remarks(plan):
+        click.echo(remark, err=True)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        files.write(output, text, force)
+        click.echo(f"written: {output}", err=True)

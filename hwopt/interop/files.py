@@ -1,0 +1,51 @@
+"""The text of an exported file, and where it goes. Nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from hwopt.errors import InputError, StorageError
+from hwopt.interop.accelerate import launcher_config, launcher_yaml
+from hwopt.interop.deepspeed import engine_config, no_deepspeed
+from hwopt.plan import Plan
+from hwopt.registry import Registry
+
+
+def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:
+    """`plan` in the words of `to`. Raises InputError where it has nothing to say in them."""
+    if to == "deepspeed" and deepspeed_file is not None:
+        raise InputError("--deepspeed-config-file goes with --to accelerate; name the JSON that is written with --output")
+    config = engine_config(plan)
+    if config is None and (to == "deepspeed" or deepspeed_file is not None):
+        raise no_deepspeed(plan, Registry())
+    if to == "deepspeed":
+        return json.dumps(config, indent=2) + "\n"
+    return launcher_yaml(launcher_config(plan, nodes, deepspeed_file), plan.profile.name)
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """What the reader of a file would not see: where the plan is not what was asked for."""
+    for note in plan.notes:
+        yield f"note: {note}"
+    for entry in plan.entries:
+        if entry.decision != "apply":
+            yield f"{entry.name}: {entry.decision}: {entry.reason}"
+
+
+def refuse_taken(path: Path, force: bool) -> None:
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; give the name of a file in it")
+    if path.exists() and not force:
+        raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
+
+
+def write(path: Path, text: str, force: bool) -> None:
+    """Raises InputError where `path` is taken, StorageError where it cannot be written."""
+    refuse_taken(path, force)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
