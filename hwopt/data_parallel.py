@@ -109,10 +109,10 @@ def ended_with(code: int, rank: int) -> HwoptError:
     return error
 
 
-def make_equal(model: torch.nn.Module) -> None:
+def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """The first rank's weights on all ranks: whatever made them differ must not stay."""
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.data, 0)
+        dist.broadcast(tensor.data, 0, group=group)
 
 
 def bucketed(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

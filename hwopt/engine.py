@@ -6,11 +6,13 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.ladder import Ladder
@@ -27,6 +29,8 @@ class Engine:
     """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
     takes_turns = False
     """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
+    keeps_masters = False
+    """Whether it makes the model's weights half under a half precision, and keeps fp32 masters of them itself."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -117,10 +121,18 @@ class Engine:
         self.scheduler.step()
         self.drop()
 
-    def _measure_and_clip(self) -> None:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of the step's gradients."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of the step's whole gradient, of which this rank holds `gradients`."""
         norms = torch._foreach_norm(gradients)
-        self.norm = norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+    def _measure_and_clip(self) -> None:
+        gradients = self.gradients()
+        self.norm = norm = self.norm_of(gradients)
         torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, which equals nothing
         self.skipped.add_(self.found_inf)
         if self.scaler is not None:
@@ -137,3 +149,49 @@ class Engine:
             self.optimizer.step()
         elif not self.found_inf.item():  # one host read a step: such an optimizer must not be called
             self.optimizer.step()
+
+
+class TakingTurns(Engine):
+    """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
+
+    can_redo = False
+    takes_turns = True
+    hosts: dist.ProcessGroup
+    """All ranks, by the network of their hosts; whoever derives from this makes it."""
+
+    def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """As many as on the rank that has most of them: the smallest one again, without weight."""
+        own = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
+        most = torch.tensor(len(own))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.hosts)
+        smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
+        own += [replace(smallest, share=0.0)] * (int(most) - len(own))
+        return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every parameter whole, in the host's memory, the trained ones in fp32. Empty on all ranks but the first; all call it."""
+        raise NotImplementedError(f"{type(self).__name__} has no full_weights()")
+
+    def full_shape(self, parameter: Any) -> torch.Size:
+        """Of a parameter of which this rank may hold a part."""
+        return torch.Size(parameter.shape)
+
+    def whole_model(self) -> Any:
+        """The model with plain parameters: in the host's memory on the first rank, without any memory on the others."""
+        weights = self.full_weights()
+        model = self.run.inner_model
+        plain: dict[int, torch.nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                key = id(parameter)
+                if key not in plain:
+                    value = weights.get(f"{prefix}.{name}" if prefix else name)
+                    if value is None:
+                        value = torch.empty(self.full_shape(parameter), device="meta")
+                    plain[key] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad and value.is_floating_point())
+                module._parameters[name] = plain[key]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.cpu()
+        return model

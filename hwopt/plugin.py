@@ -131,7 +131,10 @@ class MemorySpec:
     state_bytes: float = 8.0
     master_bytes: float = 0.0
     held: dict[str, float] = field(default_factory=dict)
-    """Kind of memory ("weights" …) -> the part of it that lies on this device, where that is not all."""
+    """Kind of memory ("weights" …) -> the part of it that lies on this device, where that is not all.
+
+    "update": of what only the optimizer's update uses.
+    """
     buffers: float = 0.0
     """Bytes that are held beside what a trace of the stand-ins shows."""
     stand_ins: dict[str, Any] = field(default_factory=dict)

@@ -240,7 +240,7 @@ class Precision(Plugin):
         if not matmuls:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
         in_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
-        half_weights = dtype != "fp32" and (self.options.level == "O2" or run.recipe.engine is not None)  # engines keep masters
+        half_weights = dtype != "fp32" and (self.options.level == "O2" or run.engine.keeps_masters)
         as_told = in_half == half_weights and set(stepped) == {"float32"}
         scaled = (scale is not None) == (dtype == "fp16")
         return Evidence.active(seen) if here and as_told and scaled else Evidence.inactive(seen)

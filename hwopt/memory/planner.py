@@ -114,7 +114,8 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
 def held_part(plan: Plan, trace: Trace) -> Trace:
     """What of `trace` lies on one device, as the plan's plugins say."""
     held = spec_of(plan).held
-    return replace(trace, train=trace.train.held(held), eval=trace.eval.held(held)) if held else trace
+    in_update = held.pop("update", None)
+    return replace(trace, train=trace.train.held(held, in_update), eval=trace.eval.held(held))
 
 
 def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> MemoryPlan:

@@ -125,10 +125,9 @@ class Scaled:
             self.base, sizes=self.base.sizes * self.sizes.factor(*ratios), flops=self.base.flops * self.flops.factor(*ratios)
         )
 
-    def held(self, shares: Mapping[str, float]) -> Scaled:
-        """The same where only a part of some kinds (name -> share) lies on the device."""
-        shared = np.array([shares.get(kind, 1.0) for kind in KINDS])[self.base.kinds]
-        return replace(self, base=replace(self.base, sizes=self.base.sizes * shared))
+    def held(self, shares: Mapping[str, float], in_update: float | None = None) -> Scaled:
+        """The same where only a part of some kinds (name -> share) lies on the device, and of what only the update uses."""
+        return replace(self, base=self.base.spread(dict.fromkeys(KINDS, 1.0) | shares, in_update))
 
     def most_rows(self, width: int, budget: float) -> int:
         """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""

@@ -89,7 +89,8 @@ def identity(plan: Plan, width: int, labels: int) -> str:
     ]
     job = [plan.job.task.kind, len(plan.job.data.text), labels, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.compute_capability]
-    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, has_several(plan)]
+    ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold its rank's part
+    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, has_several(plan), ranks]
     return fingerprint(
         [FORMAT, ROWS, vars(second(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
     )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwopt.engine import Engine
+from hwopt.engine import TakingTurns
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(TakingTurns):
     """Gradients are averaged by DeepSpeed, and so weighed by the number of ranks; it clips, and leaves out what overflows."""
 
-    can_redo = False
-    takes_turns = True
+    keeps_masters = True
 
     def __init__(self, run: Any) -> None:
         self.named = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
@@ -29,15 +27,6 @@ class ZeroEngine(Engine):
 
     def make_state(self) -> None:
         """DeepSpeed has made it already."""
-
-    def micro_batches(self, batch: Any, rung: int) -> Iterator[tuple[Any, bool]]:
-        """As many as on the rank that has most of them: the smallest one again, without weight."""
-        own = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
-        most = torch.tensor(len(own))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.hosts)
-        smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
-        own += [replace(smallest, share=0.0)] * (int(most) - len(own))
-        return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
 
     def before(self, last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
@@ -89,8 +78,10 @@ class ZeroEngine(Engine):
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         set_masters(self.named, snapshot)
 
+    def full_shape(self, parameter: Any) -> torch.Size:
+        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter and buffer whole, in the host's memory; the trained ones in fp32. Empty on all ranks but the first."""
         trained = self.snapshot()
         found: dict[str, Tensor] = {}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
@@ -103,22 +94,6 @@ class ZeroEngine(Engine):
             if self.run.is_main and id(parameter) in first:  # tied ones have several names
                 found[name] = trained[first[id(parameter)]]
         return found
-
-    def whole_model(self) -> Any:
-        """The model in the host's memory, on the first rank with its weights: plain parameters without DeepSpeed."""
-        weights = self.full_weights()
-        model = self.run.inner_model
-        plain: dict[int, torch.nn.Parameter] = {}
-        for prefix, module in model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
-                key = id(parameter)
-                if key not in plain:
-                    value = weights.get(f"{prefix}.{name}" if prefix else name, torch.empty(0))
-                    plain[key] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad and value.is_floating_point())
-                module._parameters[name] = plain[key]
-        return model.cpu()
 
 
 def prepared(run: Any) -> tuple[Any, Any]:

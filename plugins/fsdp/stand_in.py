@@ -1,0 +1,85 @@
+"""What FSDP holds on a device, on tensors that no collective can run on: for the memory planner.
+
+Everything has its whole size here; the planner takes the part of a rank (`Fsdp.memory`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwopt.engine import Engine
+from hwopt_plugins.fsdp.engine import DTYPES, layer_classes
+
+
+class StandIn(Engine):
+    """Each module computes with copies of its parameters, the gathered ones, which backward makes again if they are freed."""
+
+    def __init__(self, run: Any, reshard_after_forward: bool) -> None:
+        super().__init__(run)
+        self.dtype = DTYPES.get(run.recipe.accelerator.get("mixed_precision", "no"), torch.float32)
+        self.reshard_after_forward = reshard_after_forward
+        self.own: dict[torch.nn.Module, dict[str, Any]] = {}  # of the modules that run now
+        self.sources: dict[int, Tensor] = {}  # address of a gathered copy -> its parameter
+        self.unit, self.trained_unit = largest_unit(run.inner_model)
+        for module in run.inner_model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self.gather)
+                module.register_forward_hook(self.release)
+        run.model = self.forward
+
+    def forward(self, **inputs: Any) -> Any:
+        whole_unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            outputs = self.run.inner_model(**inputs)
+        del whole_unit_and_next
+        return outputs
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        whole_unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
+        its_gradients = torch.empty(self.trained_unit, dtype=self.dtype)
+        on_their_way = torch.empty(self.trained_unit, dtype=torch.float32)
+        super().backward(loss, share)
+        del whole_unit_and_next, its_gradients, on_their_way
+
+    def gather(self, module: torch.nn.Module, _: Any) -> None:
+        self.own[module] = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in self.own[module].items():
+            copy: Any = self.whole(parameter)
+            self.sources[copy.untyped_storage()._cdata] = parameter
+            module._parameters[name] = copy
+
+    def release(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        for name, parameter in self.own.pop(module).items():
+            copy: Any = module._parameters[name]
+            del self.sources[copy.untyped_storage()._cdata]
+            module._parameters[name] = parameter
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return parameter.clone() if parameter.dtype == self.dtype else parameter.to(self.dtype)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps: of a copy that is freed, where it came from."""
+        parameter = self.sources.get(tensor.untyped_storage()._cdata)
+        if parameter is None or not self.reshard_after_forward:
+            return tensor
+        return parameter, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        parameter, *view = kept
+        return self.whole(parameter.detach()).as_strided(*view)
+
+
+def largest_unit(model: Any) -> tuple[int, int]:
+    """(elements, trained elements) of the largest part that is whole at once: a layer, the embedding, or what is in neither."""
+    names = layer_classes(model)
+    layers = [list(module.parameters()) for module in model.modules() if type(module).__name__ in names]
+    units = [*layers, list(model.get_input_embeddings().parameters())]
+    inside = {id(p) for unit in units for p in unit}
+    units.append([p for p in model.parameters() if id(p) not in inside])
+    largest = max(units, key=lambda unit: sum(p.numel() for p in unit))
+    return sum(p.numel() for p in largest), sum(p.numel() for p in largest if p.requires_grad)

@@ -1,0 +1,84 @@
+"""FSDP on two real GPUs against one that holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.testing import write_samples
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 4000,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+PROFILE = """name = "ranks"
+[plugins.precision]
+dtype = "{dtype}"
+[plugins.optimizer]
+[plugins.checkpointing]
+[plugins.batch]
+train = 4
+effective = 24
+eval = 8
+[plugins.cut]
+"""
+
+
+def run(folder: Path, name: str, ranks: int, profile: str) -> Path:
+    (folder / f"{name}.toml").write_text(profile)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in LLAMA.items())
+    (folder / "job.toml").write_text(
+        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 64\n'
+        '[task]\nkind = "causal-lm"\n[training]\nmax_steps = 12\nlearning_rate = 1e-4\nlogging_steps = 1\neval_steps = 5\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hwopt", "run", "job.toml", "--profile", f"./{name}.toml", "--name", name]
+        + (["--processes", str(ranks)] if ranks > 1 else []),
+        cwd=folder,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder / "runs" / name
+
+
+def rows(folder: Path, key: str) -> list[Any]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in found if key in row]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2), ("fp16", 1e-2)])
+@pytest.mark.parametrize("options", ["", 'reshard_after_forward = false\nreduce = "step"\n'], ids=["spread", "whole"])
+def test_two_devices_train_the_model_of_one(dtype: str, tolerance: float, options: str, tmp_path: Path) -> None:
+    write_samples(tmp_path / "train.jsonl", 100)
+    write_samples(tmp_path / "dev.jsonl", 20, seed=1)
+    profile = PROFILE.format(dtype=dtype)
+    one, two = run(tmp_path, "one", 1, profile), run(tmp_path, "two", 2, f"{profile}[plugins.fsdp]\n{options}")
+    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=tolerance)
+    ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (two, one))
+    assert ours.keys() == theirs.keys()
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).double().norm()
+    assert difference / torch.cat([value.flatten() for value in theirs.values()]).double().norm() <= tolerance
+    found = {row["name"]: row["status"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
+    assert {found[name] for name in ("fsdp", "precision", "optimizer", "checkpointing")} == {"active"}, found
+    if not options:
+        assert max(rows(two, "peak_memory_gib")) < max(rows(one, "peak_memory_gib"))
