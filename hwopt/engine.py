@@ -6,7 +6,7 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -125,7 +125,7 @@ class Engine:
         """What this rank holds of the step's gradients."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm_of(self, gradients: list[Tensor]) -> Tensor:
         """The norm of the step's whole gradient, of which this rank holds `gradients`."""
         norms = torch._foreach_norm(gradients)
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -169,7 +169,7 @@ class TakingTurns(Engine):
         return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the host's memory, the trained ones in fp32. Empty on all ranks but the first; all call it."""
+        """Every parameter whole, in the host's memory, the trained ones in fp32; empty but on the first rank. All call it."""
         raise NotImplementedError(f"{type(self).__name__} has no full_weights()")
 
     def full_shape(self, parameter: Any) -> torch.Size:

@@ -29,6 +29,11 @@ TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that 
     ('[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"', "pack", "sdpa"),
     ('[plugins.adapter]\nalways = true\nkind = "dora"\n[plugins.quantize]\nbits = 8', "quantize", "adapter"),
     ("[plugins.zero]\nstage = 2\n[plugins.fsdp]", "zero", "fsdp"),
+    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.fsdp]', "fsdp", "precision"),
+    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.fsdp]', "fsdp", "optimizer"),
+    ('[plugins.compile]\nscope = "model"\n[plugins.fsdp]', "fsdp", "compile"),
+    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.fsdp]", "fsdp", "quantize"),
+    ("[plugins.fused_loss]\n[plugins.fsdp]", "fsdp", "fused_loss"),
 ]
 FOR_A_CARD = {"paged_adamw_8bit", "plugins.compile", "plugins.fsdp"}
 """What would be skipped or replaced on a CPU."""

@@ -127,7 +127,7 @@ class Scaled:
 
     def held(self, shares: Mapping[str, float], in_update: float | None = None) -> Scaled:
         """The same where only a part of some kinds (name -> share) lies on the device, and of what only the update uses."""
-        return replace(self, base=self.base.spread(dict.fromkeys(KINDS, 1.0) | shares, in_update))
+        return replace(self, base=self.base.spread({**dict.fromkeys(KINDS, 1.0), **shares}, in_update))
 
     def most_rows(self, width: int, budget: float) -> int:
         """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""

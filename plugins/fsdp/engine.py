@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class FsdpEngine(TakingTurns):
         local = [p.grad.to_local() for p in self.parameters if p.grad is not None]
         return [gradient for gradient in local if gradient.numel()]
 
-    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm_of(self, gradients: list[Tensor]) -> Tensor:
         squared = super().norm_of(gradients).square() if gradients else torch.zeros_like(self.norm)
         dist.all_reduce(squared)
         return squared.sqrt()

@@ -33,7 +33,7 @@ class StandIn(Engine):
         self.bucket: Tensor | None = None
         if stage == 3:  # which keeps both from the beginning to the end
             self.bucket = torch.zeros(bucket, dtype=self.dtype)
-            self.gradients = [self.partition(group, self.dtype) for group in self.groups]
+            self.own_gradients = [self.partition(group, self.dtype) for group in self.groups]
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self.keep)
 
@@ -66,7 +66,7 @@ class StandIn(Engine):
     def flat_gradients(self, number: int) -> Tensor:
         """This rank's part of those of a group."""
         if self.stage == 3:
-            return self.gradients[number]
+            return self.own_gradients[number]
         kept = [self.kept.pop(p).flatten() for p in self.groups[number] if p in self.kept]
         return torch.cat(kept)[: self.masters[number].numel()]
 
