@@ -1,21 +1,113 @@
-"""C2, tokens: what a step of 16 x 8 computes on real lengths, cut by length against random micro-batches of 16.
+"""C2: what steps of 16 x 8 compute on real lengths, in each way of laying out their samples; and how long that takes.
 
-    python benchmarks/padding.py TOKENIZER FILE --text premise --text hypothesis [--max-length 512]
+    python benchmarks/padding.py TOKENIZER FILE --text premise --text hypothesis [--max-length 512] [--time 20]
 
-TOKENIZER is a hub name or folder; FILE a csv, tsv or jsonl.
+TOKENIZER is a hub name or folder; FILE a csv, tsv or jsonl. random: micro-batches of 16 as they come. trainer: transformers'
+grouping by length (its own function), micro-batches of 16. cut, grouped + cut, packed: hwopt's plugins. real: of the computed
+tokens, those that are no padding. --time: forward and backward passes of that many steps of each way, spread over the epoch,
+with TOKENIZER's own model, as real tokens a second over those of `trainer`; in turn, 5 rounds, median, least and most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModel, AutoTokenizer
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hwopt.randomness import shuffled
 from hwopt.registry import Registry
 from hwopt.tables import columns, read_table
+
+ROWS, STEP, ROUNDS = 16, 128, 5
+Layout = list[list[list[int]]]
+"""Of a step: micro-batches of rows of the lengths of their documents."""
+
+
+def module_of(plugin: str) -> Any:
+    return sys.modules[Registry().plugin(plugin).__module__]
+
+
+def in_turn(step: Sequence[int]) -> Layout:
+    return [[[length] for length in step[at : at + ROWS]] for at in range(0, len(step), ROWS)]
+
+
+def by_cut(step: Sequence[int]) -> Layout:
+    groups = module_of("cut").cut_by_length(step, ROWS, tokens=None, overhead_tokens=256)
+    return [[[step[index]] for index in group] for group in groups]
+
+
+def packed(step: Sequence[int]) -> Layout:
+    """As the plugin's collate: rows of twice the longest sample, as many tokens in a micro-batch as 16 of the longest."""
+    width = 2 * max(step)
+    rows = [[step[index] for index in row] for row in module_of("pack").shared_rows(step, width)]
+    most = ROWS * max(step) // width
+    return [rows[at : at + most] for at in range(0, len(rows), most)]
+
+
+def layouts(lengths: np.ndarray) -> dict[str, list[Layout]]:
+    """Every whole step of an epoch in every way; the same samples in all, each once."""
+    orders = {
+        "random": shuffled(lengths, 0, 0),
+        "trainer": get_length_grouped_indices(lengths.tolist(), STEP, generator=torch.Generator().manual_seed(0)),
+        "grouped": module_of("group_lengths").grouped(lengths, 0, 0, STEP),
+    }
+    ways = {
+        "random": ("random", in_turn),
+        "trainer": ("trainer", in_turn),
+        "cut": ("random", by_cut),
+        "grouped + cut": ("grouped", by_cut),
+        "packed": ("random", packed),
+    }
+    whole = range(0, len(lengths) // STEP * STEP, STEP)
+    return {name: [way(lengths[orders[order][at : at + STEP]].tolist()) for at in whole] for name, (order, way) in ways.items()}
+
+
+def tokens(steps: list[Layout]) -> tuple[int, int]:
+    """(real, computed)"""
+    parts = [[sum(row) for row in part] for step in steps for part in step]
+    return sum(map(sum, parts)), sum(len(part) * max(part) for part in parts)
+
+
+def seconds(model: Any, steps: list[Layout]) -> float:
+    """Of the forward and backward passes; packed documents under a mask of their own."""
+    begun = time.perf_counter()
+    for part in (part for step in steps for part in step):
+        width = max(map(sum, part))
+        numbers = torch.zeros(len(part), width, dtype=torch.long)
+        for filled, row in zip(numbers, part, strict=True):
+            filled[: sum(row)] = torch.repeat_interleave(torch.arange(1, len(row) + 1), torch.tensor(row))
+        mask = numbers.ne(0).long()
+        if any(len(row) > 1 for row in part):
+            mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & numbers.ne(0)[:, None, None, :]
+            mask |= torch.eye(width, dtype=torch.bool)  # padding sees itself, so that no row of the softmax is empty
+        output = model(input_ids=torch.ones_like(numbers), attention_mask=mask).last_hidden_state
+        output.mean().backward()
+        model.zero_grad(set_to_none=True)
+    return time.perf_counter() - begun
+
+
+def speeds(model: Any, ways: dict[str, list[Layout]], number: int) -> dict[str, Any]:
+    """Real tokens a second of `number` steps of each way, over those of the Trainer's grouping: [median, least, most]."""
+    model.train()
+    chosen = {name: [steps[at] for at in np.linspace(0, len(steps) - 1, number).astype(int)] for name, steps in ways.items()}
+    chosen["trainer again"] = chosen["trainer"]
+    for steps in chosen.values():
+        seconds(model, steps[:1])
+    names, rounds = list(chosen), []
+    for turn in range(ROUNDS):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        rounds.append({name: tokens(chosen[name])[0] / seconds(model, chosen[name]) for name in order})
+    ratios = {name: [each[name] / each["trainer"] for each in rounds] for name in names if name != "trainer"}
+    return {name: [round(f(found), 2) for f in (statistics.median, min, max)] for name, found in ratios.items()}
 
 
 def main() -> None:
@@ -24,22 +116,22 @@ def main() -> None:
     arguments.add_argument("file")
     arguments.add_argument("--text", action="append", required=True)
     arguments.add_argument("--max-length", type=int, default=512)
+    arguments.add_argument("--time", type=int, default=0, metavar="STEPS")
     options = arguments.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     texts = columns(read_table(options.file), options.text, options.file)
     lengths = np.array([len(ids) for ids in tokenizer(*texts, truncation=True, max_length=options.max_length)["input_ids"]])
-    import sys
-
-    module = sys.modules[Registry().plugin("cut").__module__]
-    order = shuffled(lengths, 0, 0)
-    real = plain = cut = 0
-    for begin in range(0, len(order) - 127, 128):
-        step = lengths[order[begin : begin + 128]].tolist()
-        real += sum(step)
-        plain += module.padded_tokens(step, [range(at, at + 16) for at in range(0, 128, 16)])
-        cut += module.padded_tokens(step, module.cut_by_length(step, 16, tokens=None, overhead_tokens=256))
-    figures = {"real/random": real / plain, "real/cut": real / cut, "fewer tokens": plain / cut}
-    print(json.dumps({"file": options.file, "samples": len(lengths)} | {k: round(v, 3) for k, v in figures.items()}))
+    if len(lengths) < STEP:
+        arguments.error(f"{options.file} has {len(lengths)} samples, less than a step of {STEP}")
+    ways = layouts(lengths)
+    counted = {name: tokens(steps) for name, steps in ways.items()}
+    print(json.dumps({"file": options.file, "samples": len(lengths), "torch": torch.__version__}))
+    print(json.dumps({"real": {name: round(real / computed, 3) for name, (real, computed) in counted.items()}}))
+    _, plain = counted["random"]
+    print(json.dumps({"fewer tokens than random": {name: round(plain / computed, 2) for name, (_, computed) in counted.items()}}))
+    if options.time:
+        model = AutoModel.from_pretrained(options.tokenizer, dtype=torch.float32)
+        print(json.dumps({"real tokens a second over trainer": speeds(model, ways, options.time)}))
 
 
 if __name__ == "__main__":

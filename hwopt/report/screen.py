@@ -38,7 +38,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
     if hardware.memory_limit_gib is not None:
         device += ", limited by --memory-limit"
-    say(console, "profile", f"{plan.profile.name} — {plan.profile.content.summary}")
+    say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
     say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
     say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
     say(console, "batch", describe_batch(plan))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from hwopt import api
 from hwopt.errors import DoesNotFitError
 from hwopt.hardware import GIB
 from hwopt.testing import Recorder, write_samples
+
+Limit = Callable[[float], AbstractContextManager[None]]
 
 BERT_BASE = {"model_type": "bert", "vocab_size": 2000, "num_labels": 2}
 GEMMA = {
@@ -28,19 +30,6 @@ GEMMA = {
     "max_position_embeddings": 1024,
 }
 CARDS = {"rtx3070_8gb": (8, BERT_BASE), "rtx3090_24gb": (24, GEMMA), "t4_16gb": (16, BERT_BASE)}
-
-
-@contextmanager
-def limited_to(gib: float) -> Iterator[None]:
-    """The allocator's limit of the process; the rest of the card is out of reach."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def assignments(folder: Path, config: dict[str, object], samples: int = 600) -> list[str]:
@@ -59,7 +48,7 @@ def assignments(folder: Path, config: dict[str, object], samples: int = 600) -> 
 
 
 @pytest.mark.parametrize("profile", CARDS)
-def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path) -> None:
+def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path, limited_to: Limit) -> None:
     gib, config = CARDS[profile]
     with limited_to(gib):
         plan = api.resolve(profile, assignments=assignments(tmp_path, config), cache=tmp_path / "cache")
@@ -75,7 +64,7 @@ def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_a_real_shortage_is_survived(tmp_path: Path) -> None:
+def test_a_real_shortage_is_survived(tmp_path: Path, limited_to: Limit) -> None:
     """A micro-batch far over the limit, in training and in evaluation: the run ends well, with no step lost."""
     given = [
         *assignments(tmp_path, BERT_BASE),
@@ -91,7 +80,7 @@ def test_a_real_shortage_is_survived(tmp_path: Path) -> None:
     assert heard.run.step == heard.run.total_steps
 
 
-def test_a_shortage_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
+def test_a_shortage_in_evaluation_leaves_training_alone(tmp_path: Path, limited_to: Limit) -> None:
     given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=4", "plugins.batch.eval=100000", "data.max_length=512"]
     with limited_to(3):
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
@@ -101,7 +90,7 @@ def test_a_shortage_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
     assert heard.run.step == heard.run.total_steps
 
 
-def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path) -> None:
+def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path, limited_to: Limit) -> None:
     given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=auto", "plugins.batch.effective=512"]
     with limited_to(8):
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache", memory_limit="8GiB")
@@ -111,7 +100,7 @@ def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path) -> None:
     assert not any("out of memory" in warning for warning in heard.warnings)
 
 
-def test_what_does_not_fit_at_all_says_so(tmp_path: Path) -> None:
+def test_what_does_not_fit_at_all_says_so(tmp_path: Path, limited_to: Limit) -> None:
     given = [*assignments(tmp_path, GEMMA), "plugins.adapter.enabled=false"]
     with limited_to(2):
         plan = api.resolve("rtx3090_24gb", assignments=given, cache=tmp_path / "cache")
