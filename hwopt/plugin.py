@@ -137,6 +137,8 @@ class MemorySpec:
     """
     buffers: float = 0.0
     """Bytes that are held beside what a trace of the stand-ins shows."""
+    host: float = 0.0
+    """Bytes of this rank that lie in the host's memory instead."""
     stand_ins: dict[str, Any] = field(default_factory=dict)
     """Recipe slot -> what takes its place where tensors are fake: a callable that allocates the same bytes.
 

@@ -299,7 +299,7 @@ def test_data_that_is_not_there_is_planned_with_the_most_that_is_allowed(tmp_pat
 @pytest.mark.filterwarnings("ignore")
 def test_more_ranks_than_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="64 ranks for 40 training samples"):
-        plan_memory(planned(tmp_path, BERT, {}, world_size=64), tmp_path / "cache")
+        plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), tmp_path / "cache")
 
 
 def test_auto_needs_the_size_of_a_step(tmp_path: Path) -> None:

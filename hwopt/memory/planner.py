@@ -32,6 +32,8 @@ ERRORS = {
 """What each tier states about itself (docs/memory.md has the measurements)."""
 
 MOST_LENGTH = 1 << 17
+HOST_SHARE = 0.85
+"""Of the host's memory, for what is offloaded; data, libraries and the system take the rest. A round number."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class MemoryPlan:
     time: Prediction | None = None
     changes: tuple[Change, ...] = ()
     note: str = ""
+    host_gib: float = 0.0
+    """What is offloaded to the host's memory, of all ranks on this machine."""
+    host_free_gib: float | None = None
+    """What the host has for it; None for a card that is not in this machine."""
+
+    @property
+    def host_fits(self) -> bool:
+        return self.host_free_gib is None or self.host_gib <= self.host_free_gib
 
     @property
     def margin_gib(self) -> float:
@@ -80,10 +90,10 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.margin_gib >= 0
+        return self.margin_gib >= 0 and self.host_fits
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib}
+        return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib, "host_fits": self.host_fits}
 
 
 def reserve_gib(hardware: Hardware) -> float:
@@ -142,6 +152,7 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> Memo
         if trace.one_width
         else min(trace.train.most_width(shape.rows, budget, most), trace.eval.most_width(plan.batch.eval, budget, most)),
         time=predict(plan, trace.train, lengths.train),
+        **host_part(plan),
     )
 
 
@@ -163,7 +174,16 @@ def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> Me
         largest_eval=None,
         largest_max_length=None,
         note=why,
+        **host_part(plan),
     )
+
+
+def host_part(plan: Plan) -> dict[str, Any]:
+    """What is offloaded, against the host's memory without what the process itself and the system need of it."""
+    hardware = plan.hardware
+    here = hardware.source == "detected" and hardware.device_type != "cpu"
+    offloaded = spec_of(plan).host * min(plan.world_size, max(1, hardware.count)) / GIB
+    return {"host_gib": offloaded, "host_free_gib": HOST_SHARE * hardware.cpu_memory_gib if here else None}
 
 
 def bucket_bytes(plan: Plan) -> int:

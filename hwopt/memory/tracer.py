@@ -189,7 +189,8 @@ class Child:
 
 
 def _report(sender: Any, plan: Plan, labels: int, name: str, shape: Shape) -> None:
-    torch.set_num_threads(1)  # a forked process has none of its parent's
+    gc.freeze()  # the parent's garbage may be a process group, which would wait for threads that a forked process does not have
+    torch.set_num_threads(1)  # nor any of these
     warnings.simplefilter("ignore")
     try:
         answer: Any = timelines(plan, labels, name, shape)

@@ -26,8 +26,9 @@ def show_memory(console: Console, plan: Plan) -> None:
     say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}")
     say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
     word, style = ("fits", "bold green") if memory.fits else ("DOES NOT FIT", "bold red")
-    free = f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} of them in reserve"
-    say(console, word, f"{free}, {abs(memory.margin_gib):.2f} {'left' if memory.fits else 'missing'}", style)
+    say(console, word, f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} of them in reserve, {margin(memory)}", style)
+    if memory.host_gib:
+        say(console, "host", describe_host(memory))
     if memory.largest_train is not None:
         say(console, "most that fits", describe_most(memory))
     if memory.time is not None:
@@ -54,7 +55,7 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         memory = plan.memory
         assert memory is not None, "asked for"
         skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
-        fits = f"{'yes' if memory.fits else 'no'}, {gib(abs(memory.margin_gib))} {'left' if memory.fits else 'missing'}"
+        fits = f"{'yes' if memory.fits else 'no'}, {margin(memory)}" + ("" if memory.host_fits else ", too little on the host")
         sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} a step"
         most = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
         total = "?" if memory.time is None else span(memory.time.total or memory.time.step)
@@ -62,6 +63,17 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
     columns = ("profile", "card", "peak", "fits", "micro-batch", "most rows", "time", "not as the profile says")
     console.print(table(columns, rows, folded=7))
     say(console, "time", "of the whole training where the data was read, else of a step; predicted by roofline")
+
+
+def margin(memory: MemoryPlan) -> str:
+    return f"{gib(abs(memory.margin_gib))} {'left' if memory.margin_gib >= 0 else 'missing'}"
+
+
+def describe_host(memory: MemoryPlan) -> str:
+    said = f"{gib(memory.host_gib)} more in the host's memory"
+    if memory.host_free_gib is None:
+        return said
+    return f"{said}, which has {gib(memory.host_free_gib)} for it" + ("" if memory.host_fits else ": NOT ENOUGH")
 
 
 def describe_most(memory: MemoryPlan) -> str:

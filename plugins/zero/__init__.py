@@ -36,6 +36,8 @@ COMBINATIONS: tuple[tuple[Level, Offload], ...] = (  # cheapest first
 )
 BUCKET = 1 << 24
 """Elements that are reduced at once; DeepSpeed's 5e8 are a gigabyte."""
+OFFLOADED_BYTES = 18
+"""In the host's memory, of a trained parameter: masters, their gradients and AdamW's two moments in fp32, its weight in half."""
 LIVE = 1 << 26
 """Elements of gathered weights that stage 3 keeps; DeepSpeed's 1e9 would hold a model of a billion parameters whole."""
 
@@ -82,7 +84,7 @@ def process_group(device_type: str) -> Iterator[None]:
 
     alone: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    level = logger.level
+    level, linear = logger.level, torch.nn.functional.linear
     logger.setLevel("ERROR")
     with environment({} if "RANK" in os.environ else alone):
         if device_type == "cpu":  # gloo needs no kernel of DeepSpeed's own, which takes half a minute to compile
@@ -100,16 +102,20 @@ def process_group(device_type: str) -> Iterator[None]:
                 yield
             finally:
                 logger.setLevel(level)
+                torch.nn.functional.linear = linear  # stage 3 puts its own there, for good
                 end_process_group()
 
 
 def end_process_group() -> None:
     """So that another run in this process can make its own."""
+    import torch.distributed as dist
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
-    groups._release_process_group_references()  # Accelerate has ended the group itself already
+    groups._release_process_group_references()
     comm.cdb = None
+    if dist.is_initialized():  # a run that was not built to its end
+        dist.destroy_process_group()
 
 
 def free_port() -> int:
@@ -293,6 +299,8 @@ class Zero(Plugin):
             bucket=BUCKET,
         )
         spec.master_bytes = 4.0
+        if on_host and offload != "none":
+            spec.host += OFFLOADED_BYTES * spec.trained / context.world_size
         if stage == 3:
             kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
             spec.held["weights"] = kept

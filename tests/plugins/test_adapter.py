@@ -72,7 +72,12 @@ def trained(model, steps=3):
         model.train()(input_ids=IDS).logits.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return SimpleNamespace(inner_model=model, optimizer=optimizer, rank=0)
+    return run_of(model, optimizer)
+
+
+def run_of(model, optimizer):
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    return SimpleNamespace(inner_model=model, optimizer=optimizer, rank=0, engine=SimpleNamespace(parameters=stepped))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -83,7 +88,7 @@ def test_only_adapter_and_head_learn(build, heads, kind):
     assert classification_heads(build()) == heads
     plugin, _, model = classifier(build, kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    untouched = SimpleNamespace(inner_model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    untouched = run_of(model, torch.optim.AdamW(model.parameters()))
     assert plugin.evidence(untouched).status == "inactive", "no gradient yet"
     assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "one step is enough to see it"
     run = trained(model)

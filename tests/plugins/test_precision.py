@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
+from hwopt.engine import Engine
 from hwopt.hardware import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.adapter import add_adapter, save_and_merge
@@ -106,7 +107,10 @@ def build(recipe, model):
     for wrap in recipe.optimizer_wraps:
         optimizer = wrap(optimizer, None)
     scaler = recipe.scaler() if recipe.scaler else None
-    return SimpleNamespace(inner_model=model, optimizer=optimizer, scaler=scaler, losses=[], recipe=recipe)
+    run = SimpleNamespace(inner_model=model, optimizer=optimizer, scaler=scaler, losses=[], recipe=recipe)
+    run.device, run.scheduler, run.training = torch.device("cpu"), None, SimpleNamespace(max_grad_norm=1.0)
+    run.engine = Engine(run)
+    return run
 
 
 def train(recipe, model, steps=30):
@@ -262,7 +266,7 @@ def test_evidence():
     assert o1.evidence(observed(full)).status == "unknown"
     fp16 = Precision(Precision.Options(dtype="fp16"))
     assert fp16.evidence(observed(full, c10_Half=40)).status == "inactive", "no scaler"
-    full.scaler = torch.amp.GradScaler("cpu")
+    full.engine.scaler = torch.amp.GradScaler("cpu")
     assert "loss scale 65536" in fp16.evidence(full).seen
     assert fp16.evidence(full).status == "active"
 

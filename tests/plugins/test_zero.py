@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hwopt import api
 from hwopt.errors import InputError, PluginError
+from hwopt.memory.planner import plan_memory
 from hwopt.registry import Registry
-from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+from hwopt.report.memory import describe_host
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 Zero = Registry().plugin("zero")
 STAGES = [(1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
@@ -135,6 +139,46 @@ def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_does_not_go_together(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not go with stage"):
         plan_for(tiny_profile(zero=options), tiny_job(tmp_path))
+
+
+# memory
+
+
+def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
+    """The plan of a decoder of some 70 M parameters on a card that is not there."""
+    (folder / "mine.toml").write_text(
+        f'name = "mine"\n[card]\nmatch = ["a card"]\nmemory_gib = {memory_gib}\ncompute_capability = "8.6"\n'
+        f'[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 1\n[plugins.optimizer]\n[plugins.zero]\n{zero}'
+    )
+    write_samples(folder / "train.jsonl", 30)
+    config = TINY_LLAMA | {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "vocab_size": 1000}
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
+    job = [f"model.config={{ {pairs} }}", "task.kind=causal-lm", f"data.train={folder / 'train.jsonl'}", "data.max_length=32"]
+    return api.resolve(str(folder / "mine.toml"), assignments=job, hardware="profile", cache=folder / "cache")
+
+
+def test_auto_takes_the_cheapest_that_fits_and_says_what_the_one_before_would_need(tmp_path: Path) -> None:
+    chosen = {}
+    for memory_gib in (4.0, 1.5, 0.6):  # in the last one nothing fits
+        entry = next(e for e in resolved(tmp_path, memory_gib, "").entries if e.name == "zero")
+        chosen[memory_gib] = (entry.options.stage, entry.options.offload), entry.reason
+    assert [options for options, _ in chosen.values()] == [(0, "none"), (2, "optimizer"), (3, "parameters")]
+    assert "the one before would need" not in chosen[4.0][1]
+    assert "the one before would need 1." in chosen[1.5][1]
+    assert "on one device nothing is spread" in chosen[1.5][1]
+
+
+def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> None:
+    plan = resolved(tmp_path, 8.0, 'stage = 2\noffload = "optimizer"\n')
+    elsewhere = plan_memory(plan, tmp_path / "cache")
+    assert elsewhere.host_gib == pytest.approx(18 * plan.model.parameters / 2**30, rel=1e-3)
+    assert elsewhere.fits  # nobody knows that machine's memory
+    for cpu_memory_gib, fits in ((2.0, True), (1.0, False)):
+        hardware = replace(plan.hardware, source="detected", cpu_memory_gib=cpu_memory_gib)
+        memory = plan_memory(replace(plan, hardware=hardware), tmp_path / "cache")
+        assert (memory.fits, memory.margin_gib > 0) == (fits, True)
+        assert ("NOT ENOUGH" in describe_host(memory)) is not fits
+    assert plan_memory(resolved(tmp_path, 8.0, 'stage = 2\noffload = "none"\n'), tmp_path / "cache").host_gib == 0
 
 
 # two real ranks
