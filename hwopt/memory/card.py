@@ -36,6 +36,9 @@ FULL_PRECISION = (
 """Operations that CUDA's autocast computes in fp32; the CPU's computes most of them in whatever comes."""
 
 
+OF_TWO_TENSORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
+
+
 def allocates_like(hardware: Hardware) -> int:
     return GRANULARITY if hardware.device_type == "cuda" else 1
 
@@ -168,10 +171,18 @@ def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> i
     return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
 
 
+def promoted(one: Any, other: Any, **_: Any) -> int:
+    """Copies of operands in the dtype that both have in common, which a CPU's kernels make whole and CUDA's in registers."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return 0
+    common = torch.result_type(one, other)
+    return sum(tensor.numel() * common.itemsize for tensor in (one, other) if tensor.dim() and tensor.dtype != common)
+
+
 def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
     """What kernels of `hardware` allocate inside, by operator."""
     if hardware.device_type != "cuda":
-        return {}
+        return dict.fromkeys(OF_TWO_TENSORS, promoted)
     return {
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
