@@ -40,8 +40,8 @@ def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def quantized(layer: Any, bits: int, double: bool, dtype: Any, device: Any) -> Any:
-    """`layer` with its weight packed, on `device`."""
+def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: Any) -> Any:
+    """`layer` with its weight packed, on the run's device."""
     import torch
     from bitsandbytes import nn
     from torch._subclasses.fake_tensor import FakeTensor
@@ -49,7 +49,7 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, device: Any) -> A
     if isinstance(layer.weight.data, FakeTensor):
         from hwopt_plugins.quantize.stand_in import PackedLinear
 
-        return PackedLinear(layer, bits, double, dtype)
+        return PackedLinear(layer, bits, double, dtype, on_host=run.plan.hardware.device_type == "cpu")
     settings: dict[str, Any] = {"bias": layer.bias is not None, "device": "meta"}
     shape = layer.in_features, layer.out_features
     if bits == 4:
@@ -61,9 +61,9 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, device: Any) -> A
     else:
         packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, **settings)
         weight = nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
-    packed.weight = weight.to(device)
+    packed.weight = weight.to(run.device)
     if layer.bias is not None:
-        packed.bias = torch.nn.Parameter(layer.bias.data.to(device), requires_grad=False)
+        packed.bias = torch.nn.Parameter(layer.bias.data.to(run.device), requires_grad=False)
     return packed.train(layer.training)
 
 
@@ -73,7 +73,7 @@ def quantize(model: Any, run: Any, *, bits: int, double: bool, dtype: str) -> An
 
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     for parent, name, layer in frozen_linears(model):
-        setattr(parent, name, quantized(layer, bits, double, compute, run.device))
+        setattr(parent, name, quantized(layer, bits, double, compute, run))
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()

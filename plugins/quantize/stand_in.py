@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 64
+OUTLIER = 6.0
 
 
 class Product(torch.autograd.Function):
@@ -16,22 +17,46 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
-        ctx.layer = layer
-        ctx.x = x if layer.bits == 8 else None  # kept for a gradient of the weight that is never asked for
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, layer.dequantize(), bias)
+        ctx.layer, ctx.dtype = layer, x.dtype
+        if layer.bits == 4:
+            with torch.autocast(x.device.type, enabled=False):
+                return functional.linear(x, layer.dequantize(x.dtype), bias)
+        ctx.x = x  # for a gradient of the weight that is never asked for
+        if layer.on_host and layer.training:  # bitsandbytes has no fast kernel there
+            return functional.linear(x, layer.dequantize(x.dtype), bias)
+        return int8_product(x, layer, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient @ ctx.layer.dequantize(), None, None
+        return gradient.to(ctx.dtype) @ ctx.layer.dequantize(ctx.dtype), None, None
+
+
+def int8_product(x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
+    """Rows rounded to 8 bit, whole products in 32, which are scaled back: on a CPU in steps, on a GPU in one."""
+    half = x.to(torch.float16)
+    outliers = half.abs() >= OUTLIER
+    largest = half.abs().amax(-1, keepdim=True).float()
+    rows = torch.round(half * (127.0 / largest)).to(torch.int8) if layer.on_host else torch.empty_like(half, dtype=torch.int8)
+    del half, outliers
+    shape = (*rows.shape[:-1], layer.out_features)
+    whole = torch.empty(shape, dtype=torch.int32)
+    if layer.on_host:
+        scaled = whole * (largest * layer.get_buffer("scales")) * 6.2e-5
+        if bias is not None:
+            scaled += bias
+    else:
+        scaled = torch.empty(shape, dtype=torch.float16)
+    return scaled.to(x.dtype)
 
 
 class PackedLinear(torch.nn.Module):
     W_q = True
     """PEFT asks layers that have it to `dequantize` themselves."""
 
-    def __init__(self, layer: torch.nn.Linear, bits: int, double: bool, dtype: torch.dtype) -> None:
+    def __init__(self, layer: torch.nn.Linear, bits: int, double: bool, dtype: torch.dtype, on_host: bool) -> None:
+        """`dtype`: what 4-bit weights are multiplied in. `on_host`: as on a CPU, which has other kernels."""
         super().__init__()
+        self.on_host = on_host
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bits, self.nested, self.compute_dtype = bits, double and bits == 4, dtype
         size = layer.weight.numel()
@@ -40,16 +65,15 @@ class PackedLinear(torch.nn.Module):
         self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8 if self.nested else torch.float32))
         self.bias = layer.bias
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight, (out_features, in_features)."""
         scales = torch.empty_like(self.get_buffer("scales"), dtype=torch.float32) if self.nested else None
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype or self.compute_dtype)
         del scales
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bits == 8:
-            self.compute_dtype = x.dtype
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        result: Tensor = Product.apply(x.to(self.compute_dtype), self, bias)
-        return result.to(x.dtype)
+        dtype = x.dtype if self.bits == 8 else self.compute_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        result: Tensor = Product.apply(x.to(dtype), self, bias)
+        return result if self.bits == 8 else result.to(x.dtype)
