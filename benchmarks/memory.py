@@ -117,7 +117,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured bytes of a training step and an evaluation."""
     from hwopt import api
     from hwopt.memory.measured import measured
-    from hwopt.memory.planner import bucket_bytes, held_part
+    from hwopt.memory.planner import bucket_bytes, held_part, training_step
     from hwopt.memory.rehearsal import Shape
     from hwopt.memory.tracer import traced
 
@@ -133,8 +133,9 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     trace, beside = held_part(plan, traced(plan, width, 2)), bucket_bytes(plan)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
-    for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        found[f"predicted_{what}"] = scaled.at(rows, width).peak().bytes + beside
+    step = training_step(plan, Shape(rows, width), trace, 2, None)
+    for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
+        found[f"predicted_{what}"] = timeline.peak().bytes + beside
         found[f"measured_{what}"] = measured(plan, Shape(rows, width), 2, what)
     return found
 

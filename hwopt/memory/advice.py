@@ -123,7 +123,7 @@ class Advisor:
         target = target // 8 * 8 or target
         trace = held_part(plan, traced(plan, memory.width, self.lengths.labels, self.cache / "memory"))
         width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
-        then = from_trace(plan, Shape(memory.rows, width), self.lengths, trace)
+        then = from_trace(plan, Shape(memory.rows, width), self.lengths, trace, trace.train.at(memory.rows, width))
         share = share_cut(self.lengths, target)
         cost = "cuts texts" if share is None else f"cuts {share:.0%} of the texts"
         saved = highest(memory) - highest(then)

@@ -14,8 +14,8 @@ from hwopt.memory import closed_form
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.rehearsal import Shape, spec_of
 from hwopt.memory.roofline import Prediction, predict
-from hwopt.memory.timeline import KINDS, Peak
-from hwopt.memory.tracer import NotTraceable, Trace, traced
+from hwopt.memory.timeline import KINDS, Peak, Timeline
+from hwopt.memory.tracer import NotTraceable, Trace, traced, traced_at
 from hwopt.memory.tried import most_rows, remember
 from hwopt.plan import Plan
 
@@ -116,21 +116,34 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     rows, width = largest_micro_batch(plan, lengths.longest)
     shape = Shape(rows, width)
     try:
-        return from_trace(plan, shape, lengths, held_part(plan, traced(plan, width, lengths.labels, cache / "memory")))
+        trace = held_part(plan, traced(plan, width, lengths.labels, cache / "memory"))
+        return from_trace(plan, shape, lengths, trace, training_step(plan, shape, trace, lengths.labels, cache / "memory"))
     except NotTraceable as error:
         return from_closed_form(plan, shape, lengths, f"it could not be traced: {error}")
 
 
 def held_part(plan: Plan, trace: Trace) -> Trace:
     """What of `trace` lies on one device, as the plan's plugins say."""
-    held = spec_of(plan).held
-    in_update = held.pop("update", None)
-    return replace(trace, train=trace.train.held(held, in_update), eval=trace.eval.held(held))
+    shares, in_update = shares_of(plan)
+    return replace(trace, train=trace.train.held(shares, in_update), eval=trace.eval.held(shares))
 
 
-def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> MemoryPlan:
+def shares_of(plan: Plan) -> tuple[dict[str, float], float | None]:
+    """(kind of memory -> the part of it on one device, the part of what only the update uses), where that is not all."""
+    shares = dict(spec_of(plan).held)
+    return shares, shares.pop("update", None)
+
+
+def training_step(plan: Plan, shape: Shape, trace: Trace, labels: int, cache: Path | None) -> Timeline:
+    """One of `shape`. A plugin's collate may lay out few rows otherwise than many: with one, that very shape is traced."""
+    if plan.recipe.collate is None:
+        return trace.train.at(shape.rows, shape.width)
+    return traced_at(plan, shape, labels, cache).spread(*shares_of(plan))
+
+
+def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
     buckets = bucket_bytes(plan)
-    peak = with_buckets(trace.train.at(shape.rows, shape.width).peak(), buckets)
+    peak = with_buckets(step.peak(), buckets)
     eval_peak = trace.eval.at(plan.batch.eval, shape.width).peak().bytes + buckets
     reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
     budget = (free - reserve) * GIB - buckets

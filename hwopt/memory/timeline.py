@@ -62,7 +62,7 @@ class Timeline:
 
     def spread(self, shares: Mapping[str, float], in_update: float | None = None) -> Timeline:
         """With `shares` of the sizes by kind, and `in_update` of those of all that is used in the optimizer's update only."""
-        share = np.array([shares[kind] for kind in KINDS])[self.kinds]
+        share = np.array([shares.get(kind, 1.0) for kind in KINDS])[self.kinds]
         if in_update is not None:
             before, there = np.split(self.operands, self.ends[self.update - 1 : self.update])
             storages = np.arange(len(self.sizes))
@@ -127,7 +127,7 @@ class Scaled:
 
     def held(self, shares: Mapping[str, float], in_update: float | None = None) -> Scaled:
         """The same where only a part of some kinds (name -> share) lies on the device, and of what only the update uses."""
-        return replace(self, base=self.base.spread({**dict.fromkeys(KINDS, 1.0), **shares}, in_update))
+        return replace(self, base=self.base.spread(shares, in_update))
 
     def most_rows(self, width: int, budget: float) -> int:
         """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""

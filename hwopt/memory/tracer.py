@@ -41,7 +41,7 @@ from hwopt.model_facts import load_config
 from hwopt.plan import Plan
 from hwopt.tokenizer import planned_config
 
-FORMAT = 1
+FORMAT = 2
 """Of the files in the cache; counts up with every change of what a trace says."""
 ROWS = 8
 """That are traced; any other number follows."""
@@ -65,20 +65,31 @@ class Trace:
 def traced(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Trace:
     """The trace of `plan` around rows of `width` tokens, from `cache` where an equal one was made. Raises NotTraceable."""
     path = None if cache is None else cache / f"{identity(plan, width, labels)}.npz"
+    return arranged(kept(path, lambda: in_children(plan, width, labels)), width)
+
+
+def traced_at(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) -> Timeline:
+    """A training step of that very shape: a plugin's collate may lay out few rows otherwise than many. Raises NotTraceable."""
+    path = None if cache is None else cache / f"{identity(plan, shape.width, labels, shape.rows)}-exact.npz"
+    return kept(path, lambda: Child(plan, labels, "exact", shape).answer())["train.exact"]
+
+
+def kept(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
+    """What is in `path`, or what `make` makes, put there."""
     if path is not None and path.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError):  # cut short: made again
-            return arranged(load(path), width)
-    found = in_children(plan, width, labels)
+            return load(path)
+    found = make()
     if path is not None:
         with contextlib.suppress(OSError):  # quickly made again
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_suffix(f".{os.getpid()}.npz")
             save(staged, found)
             staged.replace(path)
-    return arranged(found, width)
+    return found
 
 
-def identity(plan: Plan, width: int, labels: int) -> str:
+def identity(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
     """Of all that a trace depends on."""
     model, training = plan.job.model, plan.training
     config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
@@ -92,7 +103,7 @@ def identity(plan: Plan, width: int, labels: int) -> str:
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold its rank's part
     batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, has_several(plan), ranks]
     return fingerprint(
-        [FORMAT, ROWS, vars(second(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
+        [FORMAT, rows, vars(second(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
     )
 
 

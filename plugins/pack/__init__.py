@@ -169,7 +169,7 @@ class Pack(Plugin):
 
     class Options(PluginOptions):
         width: int | None = Field(
-            default=None, gt=0, description="Tokens of a row at most; twice the longest sample of the step where left out."
+            default=None, gt=0, description="Tokens of a row at most; about twice the longest sample of the step where left out."
         )
         kernel: Literal["auto", "mask", "flash"] = Field(
             default="auto", description='"mask": documents are masked apart; "flash": the flash-attn package, without a mask.'

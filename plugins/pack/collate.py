@@ -21,7 +21,7 @@ class PackedCollate:
 
     padded: Collate
     width: int | None
-    """Of a row at most; twice the longest sample of the step where None."""
+    """Of a row at most; where None twice the longest sample of the step, a little less where the micro-batch is an odd one."""
     flat: bool
     """One row a micro-batch, as long as all of its rows: the kernel needs no mask."""
     decoder: bool
@@ -31,7 +31,8 @@ class PackedCollate:
         lengths = [len(sample["input_ids"]) for sample in samples]
         longest = max(lengths)
         tokens = self.padded.most_rows * longest
-        width = tokens if self.flat else max(self.width or min(2 * longest, tokens), longest)
+        about_two = tokens // -(-self.padded.most_rows // 2)
+        width = tokens if self.flat else max(self.width or about_two, longest)
         return self.filled(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
 
     def one_row(self, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
