@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-TWO_RANKS = [
-    *LAUNCH,
-    *("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-    *("--main_process_port", "0", "-m", "hwopt"),
-]
+PLAINLY = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+
+
+def of_ranks(number: int) -> list[str]:
+    return [*LAUNCH, *PLAINLY, "--num_processes", str(number), "-m", "hwopt"]
+
+
 PROFILE = """name = "ranks"
 [plugins.precision]
 PRECISION
@@ -61,15 +63,16 @@ def rows(folder: Path, key: str) -> list[float]:
     return [row[key] for row in found if key in row]
 
 
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
-def test_two_ranks_train_the_model_of_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("text-classification", 2), ("causal-lm", 2), ("text-classification", 4)])
+def test_ranks_train_the_model_of_one(kind: str, ranks: int, tmp_path: Path) -> None:
+    """The effective batch is the profile's on any number of them; four have one or two samples each in the partial step."""
     write_job(tmp_path, kind)
     one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
-    two = start(TWO_RANKS, tmp_path, "two")
-    assert json.loads((two / "plan.json").read_text())["world_size"] == 2
-    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=1e-5)
-    assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=1e-5)
-    ours, theirs = load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")
+    several = start(of_ranks(ranks), tmp_path, "several")
+    assert json.loads((several / "plan.json").read_text())["world_size"] == ranks
+    assert rows(several, "loss") == pytest.approx(rows(one, "loss"), rel=1e-5)
+    assert rows(several, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=1e-5)
+    ours, theirs = load_file(several / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")
     # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
     names = [name for name in theirs if not name.endswith("key.bias")]
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
@@ -80,7 +83,7 @@ def test_half_weights_on_two_ranks(tmp_path: Path) -> None:
     """Evaluations before and amid the training must leave DDP's hooks on the half weights alone."""
     write_job(tmp_path, "text-classification", 'dtype = "bf16"\nlevel = "O2"\n')
     one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
-    two = start(TWO_RANKS, tmp_path, "two")
+    two = start(of_ranks(2), tmp_path, "two")
     assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=2e-2)
     assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=2e-2)
 

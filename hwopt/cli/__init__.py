@@ -6,6 +6,7 @@ Plain click where start-up counts (the list of commands, profiles, plugins), ric
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,13 @@ class Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         self.typed = tuple(args)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of a listing went away; there is nobody left to flush to either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -81,9 +89,6 @@ def run_command(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except BrokenPipeError:  # the reader of a listing went away
-        sys.stderr.close()
-        return 0
     except BaseException as error:
         from hwopt import signals
         from hwopt.processes import leave_note

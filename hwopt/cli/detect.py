@@ -20,8 +20,6 @@ def detect(format_: str) -> None:
     if format_ == "json":
         click.echo(json.dumps(asdict(found), indent=2, default=str))
         return
-    from rich.console import Console
+    from hwopt.report.screen import Terminal, show_survey
 
-    from hwopt.report.screen import show_survey
-
-    show_survey(Console(), found)
+    show_survey(Terminal(), found)

@@ -53,13 +53,11 @@ def plan(
     format_: str,
 ) -> None:
     quiet_libraries()
-    from rich.console import Console
-
     from hwopt import api
     from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side
     from hwopt.report.parallel import show_parallel
-    from hwopt.report.screen import show_plan, show_values
+    from hwopt.report.screen import Terminal, show_plan, show_values
 
     quiet_transformers()
     ranks = Ranks(world_size, nodes or 1)
@@ -86,7 +84,7 @@ def plan(
             document["parallel"] = comparison.to_dict()
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
         return
-    console = Console()
+    console = Terminal()
     if len(plans) > 1:
         show_side_by_side(console, plans)
         for plan, comparison in zip(plans, parallel, strict=False):

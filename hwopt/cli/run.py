@@ -44,12 +44,10 @@ def run(
             if ending.message:
                 click.echo(ending.message, err=True)
             return ending.exit_code
-    from rich.console import Console
-
     from hwopt import api, signals
     from hwopt.launcher import rank_and_world
     from hwopt.report.memory import show_forecast
-    from hwopt.report.screen import Screen, show_plan
+    from hwopt.report.screen import Screen, Terminal, show_plan
 
     quiet_transformers()
     rank, world_size = rank_and_world(os.environ)
@@ -70,7 +68,7 @@ def run(
     stem = "job" if job is None else job.stem
     default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
     folder = api.run_folder(output_dir, name, default)
-    console = Console()
+    console = Terminal()
     if rank == 0:
         if plan.hardware.device_type == "cuda":
             plan = api.with_memory(plan, resolved)

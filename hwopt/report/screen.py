@@ -6,6 +6,7 @@ With a terminal the line stays in place; without one (a log file, a notebook's c
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,14 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2
 
 def say(console: Console, label: str, text: str, style: str = "bold") -> None:
     console.print(Text.assemble((f"{label}: ", style), text))
+
+
+class Terminal(Console):
+    """A console whose reader may go away (`| head`): what follows is said to nobody, and nothing ends."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 class Screen(Listener):

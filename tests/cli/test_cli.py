@@ -256,6 +256,29 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
     assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
 
 
+@pytest.mark.parametrize("command", ["plan", "plan --format json", "run"])
+def test_a_reader_that_goes_away_ends_nothing(command: str, tmp_path: Path) -> None:
+    """As in `hwopt plan | head -1`; a run is trained to its end."""
+    write_job(tmp_path, max_steps=2)
+    with subprocess.Popen(
+        [sys.executable, "-m", "hwopt", *command.split(), "--profile", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    if command == "run":
+        status = next((tmp_path / "runs").glob("*/status.json"))
+        assert json.loads(status.read_text())["exit_code"] == 0
+        assert (status.parent / "final" / "model.safetensors").is_file()
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "file").write_text("")
