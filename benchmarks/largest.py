@@ -119,7 +119,7 @@ def main() -> None:
     import torch
 
     real = torch.cuda.is_available()
-    print("| method | layers | parameters | planned peak GiB | evaluation GiB | free GiB | trains | an eighth more |")
+    print("| method | layers | parameters | planned peak GiB | evaluation GiB | host GiB | trains | an eighth more |")
     print("|---|---|---|---|---|---|---|---|")
     rows = []
     for method in METHODS:
@@ -132,11 +132,11 @@ def main() -> None:
                 continue
             plan, memory = found
             row = {"method": method, "layers": layers, "parameters": plan.model.parameters, "peak_gib": memory.peak_gib}
-            row |= {"eval_peak_gib": memory.eval_peak_gib, "free_gib": memory.free_gib}
+            row |= {"eval_peak_gib": memory.eval_peak_gib, "host_gib": memory.host_gib, "free_gib": memory.free_gib}
             if real:
                 row |= {"trains": runs(profile, layers, options), "more": runs(profile, layers + max(1, layers // 8), options)}
         rows.append(row)
-        figures = f"{row['peak_gib']:.2f} | {row['eval_peak_gib']:.2f} | {row['free_gib']:.2f}"
+        figures = f"{row['peak_gib']:.2f} | {row['eval_peak_gib']:.2f} | {row['host_gib']:.1f}"
         truth = f"{'yes' if row['trains'] else 'NO'} | {'yes' if row['more'] else 'no'}" if real else "|"
         print(f"| {method} | {layers} | {row['parameters'] / 1e9:.2f} B | {figures} | {truth} |", flush=True)
     if options.json:

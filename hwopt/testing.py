@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hwopt import api
 from hwopt.hardware import detect, detect_software
@@ -134,6 +140,49 @@ def train_tiny(plan: Plan, folder: Path) -> Recorder:
     recorder = Recorder()
     api.execute(plan, folder / "run", recorder, cache=folder / "cache")
     return recorder
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts so many ranks of what follows it (`-m hwopt …`, or a script)."""
+    settings = {
+        "num_processes": ranks,
+        "num_machines": 1,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+        "main_process_port": 0,
+    }
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", *given]
+
+
+def finished(command: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`command`, run on CPUs in `folder` to its end."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def logged(run: Path, key: str) -> list[float]:
+    """What the run in this folder has logged under `key`, in its order."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row[key] for row in rows if key in row]
+
+
+def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of two models' weights over that of `theirs`.
+
+    Without key.bias: its true gradient is 0, and Adam turns the rounding noise there into steps of the learning rate.
+    """
+    assert ours.keys() == theirs.keys()
+    names = [name for name in theirs if not name.endswith("key.bias")]
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
+    return float(difference / torch.cat([theirs[name].flatten() for name in names]).double().norm())
 
 
 def check_contract_of(

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hwopt.testing import write_samples
+from hwopt.testing import apart, logged, write_samples
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2")
 
@@ -61,11 +60,6 @@ def run(folder: Path, name: str, ranks: int, profile: str) -> Path:
     return folder / "runs" / name
 
 
-def rows(folder: Path, key: str) -> list[Any]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in found if key in row]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2), ("fp16", 1e-2)])
 @pytest.mark.parametrize("options", ["", 'reshard_after_forward = false\nreduce = "step"\n'], ids=["spread", "whole"])
 def test_two_devices_train_the_model_of_one(dtype: str, tolerance: float, options: str, tmp_path: Path) -> None:
@@ -73,12 +67,10 @@ def test_two_devices_train_the_model_of_one(dtype: str, tolerance: float, option
     write_samples(tmp_path / "dev.jsonl", 20, seed=1)
     profile = PROFILE.format(dtype=dtype)
     one, two = run(tmp_path, "one", 1, profile), run(tmp_path, "two", 2, f"{profile}[plugins.fsdp]\n{options}")
-    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=tolerance)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=tolerance)
     ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (two, one))
-    assert ours.keys() == theirs.keys()
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).double().norm()
-    assert difference / torch.cat([value.flatten() for value in theirs.values()]).double().norm() <= tolerance
+    assert apart(ours, theirs) <= tolerance
     found = {row["name"]: row["status"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
     assert {found[name] for name in ("fsdp", "precision", "optimizer", "checkpointing")} == {"active"}, found
     if not options:
-        assert max(rows(two, "peak_memory_gib")) < max(rows(one, "peak_memory_gib"))
+        assert max(logged(two, "peak_memory_gib")) < max(logged(one, "peak_memory_gib"))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,18 @@ from hwopt.hardware import described, detect_host
 from hwopt.memory.planner import plan_memory
 from hwopt.model_facts import load_config
 from hwopt.registry import Registry
-from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, write_samples
+from hwopt.testing import (
+    TINY_BERT,
+    TINY_LLAMA,
+    apart,
+    finished,
+    launcher,
+    logged,
+    plan_for,
+    tiny_job,
+    tiny_profile,
+    write_samples,
+)
 
 Fsdp = Registry().plugin("fsdp")
 CARD = described("a card", (8, 6), 24.0, detect_host())
@@ -195,8 +205,6 @@ engine.sharded = on_hosts
 Fsdp.probe = lambda self, context: Decision.apply("between CPUs")
 sys.exit(main())
 """
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines", "1"]
-LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--num_processes"]
 ALONE = [sys.executable, "-m", "hwopt"]
 PROFILE = """name = "ranks"
 {adapter}[plugins.precision]
@@ -232,15 +240,11 @@ class Folder:
     def run(self, name: str, ranks: int = 1, fsdp: str = "", code: int = 0, half: bool = False, **training: Any) -> Path:
         (self.folder / "ranks.toml").write_text(self.profile + (f"[plugins.fsdp]\n{fsdp}" if ranks > 1 else ""))
         given = [part for key, value in training.items() for part in ("--set", f"training.{key}={value}")]
-        command = ALONE if ranks == 1 else [*LAUNCH, str(ranks), "on_hosts.py"]
-        done = subprocess.run(
+        command = ALONE if ranks == 1 else [*launcher(ranks), "on_hosts.py"]
+        done = finished(
             [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given],
-            cwd=self.folder,
-            env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HALF": "1" if half else ""},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            self.folder,
+            HALF="1" if half else "",
         )
         folder = self.folder / "runs" / name
         said = done.stdout[-2000:] + done.stderr[-3000:]
@@ -248,28 +252,19 @@ class Folder:
         return folder
 
 
-def apart(ours: Path, theirs: Path) -> float:
-    """The difference over the norm; key.bias has a true gradient of 0, whose rounding noise Adam turns into steps."""
-    a, b = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
-    assert a.keys() == b.keys()
-    assert {value.dtype for value in a.values()} == {torch.float32}
-    names = [name for name in b if not name.endswith("key.bias")]
-    difference = torch.cat([(a[name] - b[name]).flatten() for name in names]).double().norm()
-    return float(difference / torch.cat([b[name].flatten() for name in names]).double().norm())
-
-
-def rows(folder: Path, key: str) -> list[float]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in found if key in row]
+def weights(folder: Path) -> dict[str, Any]:
+    found = load_file(folder / "model.safetensors")
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    return found
 
 
 def check_equal(ours: Path, theirs: Path, saved: tuple[str, ...] = ("checkpoint-14", "final")) -> None:
     assert json.loads((ours / "plan.json").read_text())["world_size"] > 1
     for key, steps in (("loss", 20), ("grad_norm", 20), ("eval_loss", 3)):
-        assert len(rows(ours, key)) == steps
-        assert rows(ours, key) == pytest.approx(rows(theirs, key), rel=1e-5), key
+        assert len(logged(ours, key)) == steps
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=1e-5), key
     for name in saved:
-        assert apart(ours / name, theirs / name) <= 1e-6
+        assert apart(weights(ours / name), weights(theirs / name)) <= 1e-6
         configs = [json.loads((run / name / "config.json").read_text()) for run in (ours, theirs)]
         assert configs[0] == configs[1]
     found = {row["name"]: row["status"] for row in json.loads((ours / "evidence.json").read_text())["plugins"]}
@@ -317,8 +312,8 @@ def test_tied_weights_and_adapters(tmp_path: Path) -> None:
 def test_half_weights_under_a_loss_scaler_keep_fp32_shards(tmp_path: Path) -> None:
     made = Folder(tmp_path, "causal-lm", TINY_LLAMA)
     one, two = made.run("one", max_steps=6), made.run("two", 2, half=True, max_steps=6)
-    assert 0 < apart(two / "final", one / "final") <= 3e-3
-    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=1e-3)
+    assert 0 < apart(weights(two / "final"), weights(one / "final")) <= 3e-3
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-3)
     seen = {row["name"]: row["seen"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
     assert "0 of" in seen["precision"]  # matmuls in fp32, which this profile asked for
     assert "the optimizer steps on {'float32'" in seen["precision"]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,22 @@ from hwopt.errors import InputError, PluginError
 from hwopt.memory.planner import plan_memory
 from hwopt.registry import Registry
 from hwopt.report.memory import describe_host
-from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+from hwopt.testing import (
+    TINY_BERT,
+    TINY_LLAMA,
+    apart,
+    finished,
+    launcher,
+    logged,
+    plan_for,
+    tiny_job,
+    tiny_profile,
+    train_tiny,
+    write_samples,
+)
 
 Zero = Registry().plugin("zero")
 STAGES = [(1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
-
-
-def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The difference over the norm; key.bias has a true gradient of 0, whose rounding noise Adam turns into steps."""
-    names = [name for name in theirs if not name.endswith("key.bias")]
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).double().norm()
-    return float(difference / torch.cat([theirs[name].flatten() for name in names]).double().norm())
 
 
 def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> Any:
@@ -183,8 +187,6 @@ def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> N
 
 # two real ranks
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
-LAUNCH += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "hwopt"]
 PROFILE = """name = "ranks"
 [plugins.precision]
 dtype = "fp32"
@@ -200,22 +202,9 @@ offload = "{offload}"
 
 
 def started(command: list[str], folder: Path, name: str, *arguments: str) -> Path:
-    done = subprocess.run(
-        [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *arguments],
-        cwd=folder,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    done = finished([*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *arguments], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return folder / "runs" / name
-
-
-def rows(folder: Path, key: str) -> list[float]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in found if key in row]
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +228,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path) -> None:
     """20 steps of uneven micro-batches, as many on one rank as on the other only because they are told."""
     (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
-    two, one = started(LAUNCH, alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
+    two, one = started([*launcher(2), "-m", "hwopt"], alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
     assert json.loads((two / "plan.json").read_text())["world_size"] == 2
-    assert rows(two, "loss") == pytest.approx(rows(one, "loss"), rel=1e-5)
-    assert rows(two, "eval_loss") == pytest.approx(rows(one, "eval_loss"), rel=1e-5)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
+    assert logged(two, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-5)
     assert apart(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
     found = json.loads((two / "evidence.json").read_text())["plugins"]
     assert {row["status"] for row in found} == {"active"}, found
