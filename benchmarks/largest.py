@@ -28,7 +28,7 @@ METHODS = {  # tables behind those of precision, batch and sdpa, each on top of 
     "LoRA": "[plugins.adapter]\nalways = true\n[plugins.checkpointing]\n",
     "QLoRA": "[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.checkpointing]\n",
 }
-MOST_LAYERS = 512
+MOST_LAYERS = 256
 
 
 def model_of(layers: int) -> str:

@@ -29,6 +29,8 @@ from hwopt.launcher import rank_and_world
 NOTES = "HWOPT_LAUNCH_NOTES"
 """The environment variable that makes a process one of these ranks: the folder for their notes."""
 FOLDER_NOTE = "run-folder"
+RANKS_OF_A_CORE = 4
+"""At most, without CUDA devices: enough to try several ranks on a small machine."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ def ranks_to_start(asked: str, environment: Mapping[str, str]) -> int:
     if 0 < devices < number:
         raise InputError(
             f"--processes {asked}: each needs a CUDA device of its own, and there are {devices}; give {devices} or fewer"
+        )
+    most = RANKS_OF_A_CORE * cpu_cores()
+    if not devices and number > most:
+        raise InputError(
+            f"--processes {asked}: on the {cpu_cores()} core(s) of this machine they would starve; give {most} or fewer"
         )
     return number
 

@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -161,11 +162,34 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
         return model.model_validate_json(json.dumps(table, default=_not_json), strict=True)
     except ValidationError as error:
         found = problems or Problems()
-        for problem in error.errors(include_url=False):
-            found.add(_describe(model, document, at, dict(problem)))
+        for problem in _of_values(model, error):
+            found.add(_describe(model, document, at, problem))
         if problems is None:
             found.raise_if_any()
         return None
+
+
+def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[str, Any]]:
+    """The problems of `error`, one a value: pydantic has one for each thing that a value could have been."""
+    alternatives: dict[str, list[dict[str, Any]]] = {}
+    for details in error.errors(include_url=False):
+        problem: dict[str, Any] = dict(details)
+        field = str(details["loc"][0]) if len(details["loc"]) > 1 else ""
+        if field in model.model_fields and _is_plain_union(model.model_fields[field].annotation):
+            alternatives.setdefault(field, []).append(problem)
+        else:
+            yield problem
+    for field, problems in alternatives.items():
+        # a value of the right type that breaks a rule is told the rule alone
+        rules = [problem for problem in problems if not problem["type"].endswith(("_type", "_error"))]
+        wanted = ", or ".join(str(problem["msg"]).removeprefix("Input should be ") for problem in rules or problems)
+        yield problems[0] | {"loc": (field,), "type": "literal_error", "ctx": {"expected": wanted}}
+
+
+def _is_plain_union(annotation: Any) -> bool:
+    """Of values, not of tables or lists."""
+    parts = [part for part in getattr(annotation, "__args__", ()) if part is not type(None)]
+    return get_origin(annotation) in (Union, UnionType) and len(parts) > 1
 
 
 def _not_json(value: object) -> Any:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from hwopt import processes
 from hwopt.cli import run_command
 from hwopt.errors import InputError
 from hwopt.processes import NOTES, Ending, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
@@ -229,6 +230,9 @@ def test_ranks_that_found_different_names_free_agree(tmp_path: Path) -> None:
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [ranks_to_start(asked, {}) for asked in ("1", "01", "3", "auto")] == [1, 1, 3, 1]
+    monkeypatch.setattr(processes, "cpu_cores", lambda: 2)
+    with pytest.raises(InputError, match=r"--processes 64: .* 2 core\(s\) .* give 8 or fewer"):
+        ranks_to_start("64", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [ranks_to_start(asked, {}) for asked in ("1", "2", "auto")] == [1, 2, 2]
     with pytest.raises(InputError, match="--processes 3: .* there are 2"):

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
 from hwopt.errors import InputError
 from hwopt.job import make_job
-from hwopt.toml_files import Document, key_lines, parse_assignment, parse_toml
+from hwopt.toml_files import Document, key_lines, parse_assignment, parse_toml, validate
 
 GOOD = b"""[model]
 name = "somewhere/some-model"
@@ -146,3 +148,22 @@ def test_a_document_places_what_it_does_not_know() -> None:
     document = Document("x.toml", {}, {("a",): 4})
     assert document.place(("a", "b", "c")) == "x.toml:4"
     assert document.place(("z",)) == "x.toml"
+
+
+class Alternatives(BaseModel):
+    rows: Literal["auto"] | Annotated[int, Field(gt=0)] | None = None
+    level: Literal["auto"] | Literal[0, 1, 2] = 0
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"rows": "many"}, "rows: expected 'auto', or a valid integer, got 'many'."),
+        ({"rows": 0}, "rows: expected greater than 0, got 0."),
+        ({"level": 3}, "level: expected 'auto', or 0, 1 or 2, got 3."),
+    ],
+)
+def test_a_value_that_could_be_several_things_is_one_problem(table: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        validate(Alternatives, Document("here", table))
+    assert str(caught.value).splitlines() == [f"here: {said}"]
