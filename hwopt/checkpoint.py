@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from hwopt.errors import StorageError
+from hwopt.storage import staged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hwopt.build import Run
-
-
-@contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `target` when the block ends well, and vanishes when it does not."""
-    staging = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        staging.mkdir(parents=True)
-        yield staging
-        old = target.with_name(f".{target.name}.old")
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # a full disk comes as either
-        reason = getattr(error, "strerror", None) or error
-        raise StorageError(f"{target} could not be written: {reason}. Free some space and run again.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` whole or not at all."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write at the same time
-    try:
-        with open(staging, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, default=str)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def save_checkpoint(run: Run) -> None:

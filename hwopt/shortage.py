@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hwopt.checkpoint import write_json
 from hwopt.errors import StorageError
 from hwopt.hardware import GIB
+from hwopt.storage import write_json
 from hwopt.telemetry import peak_memory_gib
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from hwopt import observe
-from hwopt.checkpoint import write_json
 from hwopt.errors import StorageError
+from hwopt.storage import write_json
 from hwopt.telemetry import Listener, Row
 
 if TYPE_CHECKING:

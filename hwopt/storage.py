@@ -1,0 +1,153 @@
+"""Folders that are whole or not there: written beside their place, listed, renamed once everything is on the disk.
+
+A folder is whole when its manifest lists exactly the files that lie in it, with their sizes and SHA-256. A process that is killed
+at any moment, or a disk that is full, leaves the folder that was there before; what is left half-done `recover` puts away.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from hwopt.errors import StorageError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the manifest; a reader refuses one that it does not know."""
+GIB = 2**30
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `target` when the block ends well, and vanishes when it does not.
+
+    What `target` was before goes only when the new one is whole and in its place. Raises StorageError where it cannot be written.
+    """
+    staging, old = beside(target)
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        seal(staging)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        staging.rename(target)
+        to_disk(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:  # a full disk comes as either
+        raise StorageError(said(target, error, size_of(staging))) from error
+    finally:
+        with suppress(OSError):  # as the next run does
+            recover(target)
+
+
+def beside(target: Path) -> tuple[Path, Path]:
+    """(where `target` is written, where what it was before goes)"""
+    return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.old")
+
+
+def recover(target: Path) -> None:
+    """Put away what a process that was killed while it wrote `target` has left behind."""
+    staging, old = beside(target)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    for left in (staging, old):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of `folder`, with everything in it on the disk."""
+    files = {}
+    for path in files_in(folder):
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        to_disk(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8")
+    to_disk(manifest)
+    for place in sorted({path.parent for path in files_in(folder)} | {folder}):
+        to_disk(place)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a folder that `staged` has written; "" where it is whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = {str(name): (int(facts["bytes"]), str(facts["sha256"])) for name, facts in manifest["files"].items()}
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} is of format {manifest['format']}, and this version reads {FORMAT}"
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    try:
+        found = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
+        for name in sorted(listed.keys() | found.keys()):
+            if name not in found:
+                return f"{name} is missing"
+            if name not in listed:
+                return f"{name} is not listed in its {MANIFEST}"
+            size, checksum = listed[name]
+            if found[name].stat().st_size != size:
+                return f"{name} has {found[name].stat().st_size:,} bytes instead of {size:,}"
+            if sha256(found[name]) != checksum:
+                return f"{name} was changed"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return ""
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files below `folder` but its manifest."""
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk; Windows cannot be asked about folders."""
+    if path.is_dir() and os.name == "nt":
+        return
+    number = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_in(folder) if path.is_file()) if folder.is_dir() else 0
+
+
+def said(path: Path, error: OSError | SafetensorError, written: int) -> str:
+    """The message of a write that failed after so many bytes."""
+    message = f"{path} could not be written: {getattr(error, 'strerror', None) or error}"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        free = shutil.disk_usage(path.parent).free
+        message += f" (after {written / GIB:.3f} GiB, {free / GIB:.3f} GiB are free)"
+    return f"{message}. Free some space and run again."
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` whole or not at all."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write at the same time
+    try:
+        with open(staging, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, default=str)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
