@@ -198,7 +198,7 @@ def test_a_signal_while_ranks_start(folder: Path) -> None:
     while process.poll() is None and len(running(" early ")) < 3:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    assert end(process)[0] in (130, -signal.SIGINT)  # a shell calls both 130: Python ends so where nothing hears it yet
+    assert end(process)[0] == 130
     assert not running(" early ")
     assert not (folder / "runs").exists()
 

@@ -72,11 +72,7 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of docs/exit-codes.md."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        code = run_command(arguments)
-    except KeyboardInterrupt:  # while the message of another end was made
-        code = 130
-    sys.exit(code)
+    sys.exit(run_command(arguments))
 
 
 def run_command(arguments: list[str]) -> int:
