@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 WIDE = 2048
 METHODS = {  # tables behind those of precision, batch and sdpa, each on top of the one before unless it says otherwise
@@ -57,17 +57,17 @@ def card_of(name: str) -> str:
     return "[card]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in facts.items())
 
 
-def planned(profile: Path, layers: int, options: argparse.Namespace, hardware: str) -> Any:
+def planned(profile: Path, layers: int, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> Any:
     from hwopt import api
 
     job = [f"model.config={model_of(layers)}", "task.kind=causal-lm", "data.train=none.txt", f"data.max_length={options.length}"]
-    plan = api.resolve(str(profile), assignments=job, hardware=hardware, memory_limit=options.memory_limit)  # type: ignore[arg-type]
+    plan = api.resolve(str(profile), assignments=job, hardware=hardware, memory_limit=options.memory_limit)
     from hwopt.memory import planner
 
     return plan, planner.plan_memory(plan, api.cache_folder())
 
 
-def largest(profile: Path, options: argparse.Namespace, hardware: str) -> tuple[int, Any]:
+def largest(profile: Path, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> tuple[int, Any]:
     """(layers, their memory plan) of the deepest model that fits; (0, …) where not even one layer does."""
     low, high, best = 0, 2, None
     while high <= MOST_LAYERS and (found := planned(profile, high, options, hardware))[1].fits:

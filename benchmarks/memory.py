@@ -136,7 +136,8 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     step = training_step(plan, Shape(rows, width), trace, 2, None)
     for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
-        # torch's profiler now and then loses a release, which then counts for ever: the smaller of two is the right one
+        # torch's profiler does not see what another thread releases (gloo's, of what it has reduced), which then counts for
+        # ever; of two readings the smaller has lost less
         found[f"measured_{what}"] = min(measured(plan, Shape(rows, width), 2, what) for _ in range(2))
     return found
 

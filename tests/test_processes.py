@@ -85,13 +85,13 @@ def status(folder: Path, name: str) -> int | None:
     return found
 
 
-def running(word: str) -> list[str]:
-    """The command lines of processes in which `word` stands."""
+def running(word: str, folder: Path) -> list[str]:
+    """The command lines in which `word` stands, of processes in `folder`: other tests' runs may have the same names."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            if word in line:
+            if word in line and Path(process.cwd()) == folder.resolve():
                 found.append(line)
     return found
 
@@ -161,7 +161,7 @@ def test_what_ends_a_run_is_said_once(folder: Path) -> None:
     assert (code, status(folder, "killed")) == (9, 9), said
     assert said.startswith("error: rank 1 was killed (SIGKILL)")
     assert len(said.splitlines()) == 1
-    assert not running(" killed "), "nor its data-loading workers"
+    assert not running(" killed ", folder), "nor its data-loading workers"
 
     code, said = end(diverged)
     assert (code, status(folder, "diverged")) == (5, 5), said
@@ -182,24 +182,24 @@ def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
     processes = {name: start(folder, *RUN, "--name", name, *LONG) for name in cases}
     for name, process in processes.items():
         until_step(process)
-        assert len(running(f" {name} ")) == 3
+        assert len(running(f" {name} ", folder)) == 3
     for name, (number, _) in cases.items():
         os.killpg(processes[name].pid, number)  # as a terminal does
     for name, (_, code) in cases.items():
         found, said = end(processes[name])
         assert (found, status(folder, name)) == (code, code), said
         assert said.strip() in ("", name)
-        assert not running(f" {name} ")
+        assert not running(f" {name} ", folder)
 
 
 def test_a_signal_while_ranks_start(folder: Path) -> None:
     """They have no handlers yet."""
     process = start(folder, *RUN, "--name", "early")
-    while process.poll() is None and len(running(" early ")) < 3:
+    while process.poll() is None and len(running(" early ", folder)) < 3:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     assert end(process)[0] == 130
-    assert not running(" early ")
+    assert not running(" early ", folder)
     assert not (folder / "runs").exists()
 
 

@@ -111,7 +111,8 @@ def deepspeed_section(plan: Plan) -> dict[str, Any]:
 
 def fsdp_section(plan: Plan) -> dict[str, Any]:
     plugin = engine_plugin(plan, "fsdp_plugin")
-    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)  # type: ignore[union-attr]
+    assert plugin is not None, "only asked for where the plan has FSDP"
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
     name = getattr(policy, "__name__", type(policy).__name__)
     if name not in WRAP_POLICIES:
         author = plan.recipe.author_of("accelerator['fsdp_plugin']")
