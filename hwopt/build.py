@@ -103,7 +103,8 @@ class Run:
         weights: dict[str, Tensor] = self.inner_model.state_dict()
         for step in self.recipe.export_steps:
             weights = step(weights, self)
-        return weights
+        exported: dict[str, Tensor] = self.engine.exported(weights)
+        return exported
 
 
 @contextmanager

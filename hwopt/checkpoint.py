@@ -35,7 +35,7 @@ def save_checkpoint(run: Run) -> None:
 def save_final(run: Run) -> Path:
     """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`."""
     target, extras = run.folder / "final", run.extras
-    model = run.inner_model
+    model = run.engine.whole_model()
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:

@@ -6,6 +6,7 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -91,6 +92,14 @@ class Engine:
         """What the loss is multiplied with at present; None where it is not."""
         return None if self.scaler is None else self.scaler.scale(torch.ones_like(self.norm))
 
+    def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`weights` of the model whole and in the precision that is trained, on the first rank. All ranks call it."""
+        return weights
+
+    def whole_model(self) -> Any:
+        """The model with plain parameters, once training is over. All ranks call it."""
+        return self.run.inner_model
+
     def snapshot(self) -> dict[str, Tensor]:
         """On the first rank, what is trained, in the precision that is trained, in the host's memory. All ranks call it."""
         if not self.run.is_main:
@@ -151,7 +160,7 @@ class Engine:
             self.optimizer.step()
 
 
-class TakingTurns(Engine):
+class TakingTurns(Engine, ABC):
     """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
 
     can_redo = False
@@ -168,9 +177,13 @@ class TakingTurns(Engine):
         own += [replace(smallest, share=0.0)] * (int(most) - len(own))
         return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
 
+    @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
         """Every parameter whole, in the host's memory, the trained ones in fp32; empty but on the first rank. All call it."""
-        raise NotImplementedError(f"{type(self).__name__} has no full_weights()")
+
+    def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = self.full_weights()
+        return {name: found.get(name, value) for name, value in weights.items()}
 
     def full_shape(self, parameter: Any) -> torch.Size:
         """Of a parameter of which this rank may hold a part."""

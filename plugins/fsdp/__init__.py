@@ -65,21 +65,11 @@ def make_stand_in(reshard_after_forward: bool, run: Any) -> Any:
     return StandIn(run, reshard_after_forward)
 
 
-def full_weights(weights: dict[str, Any], run: Any) -> dict[str, Any]:
-    """`weights` whole, on the first rank; all ranks call it."""
-    found: dict[str, Any] = run.engine.full_weights()
-    return {name: found.get(name, value) for name, value in weights.items()}
-
-
-def whole_model(model: Any, run: Any) -> Any:
-    return run.engine.whole_model()
-
-
 class Fsdp(Plugin):
     name = "fsdp"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    slots = ("process", "accelerator", "engine", "export_steps", "final_steps")
+    slots = ("process", "accelerator", "engine")
     conflicts = (
         Conflict(
             "precision",
@@ -135,8 +125,6 @@ class Fsdp(Plugin):
         recipe.process.append(environment_kept)
         recipe.accelerator["fsdp_plugin"] = partial(accelerate_plugin, self.options.reshard_after_forward)
         recipe.engine = partial(make_engine, self.options.reduce)
-        recipe.export_steps.append(full_weights)
-        recipe.final_steps.append(whole_model)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         part = 1 / context.world_size

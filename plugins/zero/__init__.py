@@ -99,21 +99,11 @@ def make_stand_in(run: Any, **settings: Any) -> Any:
     return StandIn(run, **settings)
 
 
-def full_weights(weights: dict[str, Any], run: Any) -> dict[str, Any]:
-    """`weights` whole and in the precision that is trained, on the first rank; all ranks call it."""
-    found: dict[str, Any] = run.engine.full_weights()
-    return {name: found.get(name, value) for name, value in weights.items()}
-
-
-def whole_model(model: Any, run: Any) -> Any:
-    return run.engine.whole_model()
-
-
 class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    slots = ("process", "accelerator", "engine", "export_steps", "final_steps")
+    slots = ("process", "accelerator", "engine")
     conflicts = (
         Conflict("fsdp", "both spread the same tensors over the ranks; keep one of them"),
         Conflict(
@@ -207,8 +197,6 @@ class Zero(Plugin):
         if not cuda:
             recipe.accelerator["kwargs_handlers"].append(backend_of_hosts)
         recipe.engine = make_engine
-        recipe.export_steps.append(full_weights)
-        recipe.final_steps.append(whole_model)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         stage, offload = int(self.options.stage), self.options.offload
