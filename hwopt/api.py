@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hwopt import auto_profile, signals
 from hwopt.build import Run, build
+from hwopt.data_parallel import ended_with
 from hwopt.demo import demo_document
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, shorten
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of
 from hwopt.hardware import detect, detect_software, limited
 from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
@@ -33,7 +33,10 @@ from hwopt.plan import resolve as resolve_plan
 from hwopt.processes import agreed
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
-from hwopt.report.journal import Journal, status_code, write_status
+from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
+from hwopt.resume import Checkpoint, checkpoint_in, newest, opened, refuse_another_run
+from hwopt.resume import peek as checkpoint_says
+from hwopt.run_folder import folder_to_go_on_in, owned, run_folder
 from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
@@ -74,11 +77,13 @@ def resolve(
     world_size: int = 1,
     registry: Registry | None = None,
     cache: Path | None = None,
+    before: Mapping[str, Any] | None = None,
 ) -> Plan:
     """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
 
     `assignments` are `key=value` texts as behind `--set`. `hardware="profile"` plans for the profile's card, which need not
-    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more.
+    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is what the checkpoint says that a
+    run goes on from (`checkpoint_says`): what was chosen then on such a machine is not chosen again.
     Raises InputError, PluginError or DataError with a message that says what to mend.
     """
     registry = registry or Registry()
@@ -108,7 +113,8 @@ def resolve(
 
     plan = resolved({})
     if plan.chose:
-        plan = planner.walk(plan, resolved, cache)
+        chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
+        plan = planner.walk(plan, resolved, cache, chosen_before)
     notes = [f"profile auto: {reason}"] if reason else []
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
@@ -145,28 +151,6 @@ def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Co
     return compared(plan, ranks, cache or cache_folder())
 
 
-RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
-"""Names that Windows keeps for devices."""
-
-
-def run_folder(output_dir: Path, name: str | None, default: str) -> Path:
-    """The folder of a new run, not made yet. Raises InputError for a name that leaves `output_dir` or is taken."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise InputError(f"--output-dir {output_dir}: is a file; give a folder")
-    if name is None:
-        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
-        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
-        return next(output_dir / free for free in names if not (output_dir / free).exists())
-    fit = name.isprintable() and not re.search(r'[<>:"/\\|?*]', name) and name.strip(" .") == name and 0 < len(name) <= 120
-    if not fit or name.startswith("-") or RESERVED.fullmatch(name.split(".")[0]):
-        raise InputError(
-            f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
-        )
-    if (output_dir / name).exists():
-        raise InputError(f"--name {name}: {output_dir / name} exists; give another name, or remove that folder")
-    return output_dir / name
-
-
 def execute(
     plan: Plan,
     folder: Path,
@@ -174,34 +158,118 @@ def execute(
     *,
     cache: Path | None = None,
     replan: Callable[[Sequence[str]], Plan] | None = None,
+    resume: bool | Path = False,
+    fresh: bool = False,
 ) -> Row:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
-    `replan` gives the plan with further assignments; with it, a run that does not fit ends with the lines that would save memory.
+    `resume`: go on from the newest whole checkpoint of `folder`, or from the checkpoint of that path. `fresh`: begin anew where
+    there was a run, which is kept beside it. `replan` gives the plan with further assignments; with it, a run that does not fit
+    ends with the lines that would save memory.
     On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
+    Raises FolderInUseError where another process trains in `folder`, InputError where `resume` is another run's.
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     rank, _ = rank_and_world(os.environ)
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
-    try:
-        with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder()) as run:
-            run.folder = folder = agreed(folder)
-            run.ran_out = partial(planner.held, plan, cache or cache_folder())
-            with reporting(run):
-                summary = train(run, heard)
-            set_status(folder, rank, 0, "done")
+    with contextlib.ExitStack() as stack:
+        own: list[Path] = []  # the run folder, once it is this run's
+
+        def settle(run: Run) -> None:
+            run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
+            settled(run, stack, resume=resume, fresh=fresh)
+            own.append(run.folder)
+
+        try:
+            with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder(), settle) as run:
+                run.ran_out = partial(planner.held, plan, cache or cache_folder())
+                with reporting(run):
+                    summary = train(run, heard)
+            if (code := signals.received()) is not None:  # while the end was written
+                raise signals.ending(code)
+            set_status(own, rank, 0, "done")
             return summary
-    except BaseException as error:
-        code = signals.received() or exit_code_of(error)
-        secondhand = isinstance(error, HwoptError) and error.secondhand and status_code(folder) is not None
-        if not secondhand:
-            set_status(folder, rank, code, str(error) or type(error).__name__)
-        if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
-            # takes seconds, in which a launcher may end this rank: the code is written already
-            error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
+        except Complete:
+            heard.said(run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
+            return summary_of(folder)
+        except BaseException as error:
+            code = signals.received() or exit_code_of(error)
+            secondhand = isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0]) is not None)
             if not secondhand:
-                set_status(folder, rank, code, str(error))
-        raise
+                set_status(own, rank, code, str(error) or type(error).__name__)
+            if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
+                # takes seconds, in which a launcher may end this rank: the code is written already
+                error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
+                if not secondhand:
+                    set_status(own, rank, code, str(error))
+            raise
+
+
+class Complete(Exception):
+    """There is nothing to go on with."""
+
+    exit_code = -1
+
+
+def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
+    """The first rank makes the folder its own, for as long as `stack` lasts, and finds where the run goes on; all ranks hear.
+
+    Sets run.folder, run.checkpoint and run.step. Raises what the first rank raises, on all of them.
+    """
+    found: Checkpoint | None = None
+    error: HwoptError | Complete | None = None
+    if run.is_main:
+        try:
+            stack.enter_context(owned(run.folder, resume=resume is not False, fresh=fresh))
+            found = going_on(run, resume)
+        except (HwoptError, Complete) as refused:
+            error = refused
+    code = 0 if error is None else error.exit_code
+    folder, path, code = agreed(run.folder, found.folder if found else None, code)
+    if error is not None:
+        raise error
+    if code == Complete.exit_code:
+        raise Complete
+    if code:
+        raise ended_with(code, 0)
+    if path is not None:
+        run.checkpoint = found or opened(path, verify=False)
+        run.step = run.checkpoint.step
+    run.folder = folder
+
+
+def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
+    """The checkpoint from which `run` goes on, of the same samples and steps; None: from the start."""
+    if resume is False:
+        return None
+    if isinstance(resume, Path) and resume.parent.absolute() != run.folder.absolute():
+        found: Checkpoint | None = opened(resume)
+    else:
+        found = newest(run.folder, run.warn)
+        if isinstance(resume, Path) and (found is None or found.folder.name != resume.name):
+            raise InputError(
+                f"--resume-from {resume}: {run.folder} has a newer checkpoint, {found.folder.name if found else 'none'}, which a "
+                "run from here would contradict. Give another --name, and the run goes on there; or --resume for the newest"
+            )
+    complete = status_code(run.folder) == 0
+    if complete and (found is None or resume is True) and steps_done(run.folder) >= run.total_steps:
+        raise Complete
+    if complete and found is None:
+        raise InputError(
+            f"{run.folder} is complete after {steps_done(run.folder):,} steps, and has no checkpoint to go on from to "
+            f"{run.total_steps:,}; begin anew with --fresh, which keeps it, or give another --name"
+        )
+    if found is None:
+        run.say(f"there is no checkpoint in {run.folder}: the run begins at its start")
+        return None
+    refuse_another_run(found, run.facts)
+    if found.step > run.total_steps:
+        raise InputError(
+            f"{found.folder} is of step {found.step:,}, and the job has {run.total_steps:,} steps only: raise "
+            "training.max_steps or training.num_train_epochs"
+        )
+    run.say(f"going on after step {found.step:,} of {run.total_steps:,}, from {found.folder}")
+    return found
 
 
 @contextlib.contextmanager
@@ -231,11 +299,22 @@ def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> 
     return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
 
 
-def set_status(folder: Path, rank: int, exit_code: int, message: str) -> None:
-    """Only in a run folder that was made; never hides the error that ended the run behind one of storage."""
-    if (rank == 0 or exit_code) and folder.is_dir():
+def set_status(own: Sequence[Path], rank: int, exit_code: int, message: str) -> None:
+    """Only in a run folder that is this run's; never hides the error that ended the run behind one of storage."""
+    if own and (rank == 0 or exit_code) and own[0].is_dir():
         with contextlib.suppress(StorageError):
-            write_status(folder, exit_code, message)
+            write_status(own[0], exit_code, message)
 
 
-__all__ = ["cache_folder", "execute", "find_job", "resolve", "run_folder", "spread_over_ranks", "with_memory"]
+__all__ = [
+    "cache_folder",
+    "checkpoint_in",
+    "checkpoint_says",
+    "execute",
+    "find_job",
+    "folder_to_go_on_in",
+    "resolve",
+    "run_folder",
+    "spread_over_ranks",
+    "with_memory",
+]

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hwopt import randomness
+from hwopt import randomness, signals
 from hwopt.data_parallel import DataParallelEngine, make_equal
 from hwopt.engine import Engine
 from hwopt.errors import HwoptError, PluginError
 from hwopt.hardware import GIB
 from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
 from hwopt.model_facts import load_config, no_search_for_packed_rows
+from hwopt.model_files import skeleton_of
 from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation
 from hwopt.recipe import Recipe
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hwopt.job import Training
+    from hwopt.resume import Checkpoint
 
 
 @dataclass
@@ -52,16 +54,26 @@ class Run:
     """What the screen should say before the run starts."""
     step: int = 0
     """Optimizer steps done."""
+    whole: bool = True
+    """Whether weights and optimizer are between two steps."""
     observation: Observation = field(default_factory=Observation)
     last_step_batch: StepBatch | None = None
     step_batch: StepBatch | None = None
     """Of the step that is being done."""
     warn: Callable[[str], None] = warnings.warn
+    say: Callable[[str], None] = lambda message: None
+    beat: Callable[[], None] = lambda: None
+    """Told that the run is alive."""
     ran_out: Callable[[int], None] = lambda rows: None
     """Told the rows that went through where the chosen ones did not."""
 
+    checkpoint: Checkpoint | None = None
+    """Where the run goes on."""
+
     # filled by build(), in this order
     inner_model: Any = None
+    skeleton: Any = None
+    """The model without its tensors: what is saved while it is trained."""
     model: Any = None
     optimizer: Any = None
     scheduler: Any = None
@@ -70,6 +82,8 @@ class Run:
     train_loader: Any = None
     eval_loader: Any = None
     loss: Callable[[Any, Tensor], tuple[Tensor, Any]] = field(init=False)
+    trained: list[str] = field(default_factory=list)
+    """The names of the parameters that the optimizer steps on, in its order."""
     steps_per_epoch: int = 0
     total_steps: int = 0
 
@@ -95,6 +109,18 @@ class Run:
         return self.rank == 0
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same where a run goes on, or it would not be the same run."""
+        train = self.prepared.train
+        return {
+            "task": self.task.kind,
+            "samples": f"{len(train):,} ({train.folder.name})",
+            "rows a step": self.batch.step,
+            "seed": self.training.seed,
+            "order": None if (order := self.recipe.order) is None else getattr(order, "__qualname__", type(order).__name__),
+        }
+
+    @property
     def epoch(self) -> float:
         return self.step / self.steps_per_epoch
 
@@ -107,11 +133,16 @@ class Run:
         return exported
 
 
+def anew(run: Run) -> None:
+    """Where nothing has to be settled: a run that begins at its first step."""
+
+
 @contextmanager
-def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
+def build(plan: Plan, folder: Path, cache: Path, settle: Callable[[Run], None] = anew) -> Iterator[Run]:
     """The run of `plan`; leaving the block leaves the plugins' process contexts in reverse order.
 
-    `folder` is where the run will write (it is not made here), `cache` holds tokenised data.
+    `folder` is where the run will write (it is not made here), `cache` holds tokenised data. `settle` is asked, once the ranks
+    can talk to each other, where the run goes on: it sets `run.folder`, `run.checkpoint` and `run.step`.
     """
     with ExitStack() as stack:
         for index, enter in enumerate(plan.recipe.process):
@@ -122,6 +153,7 @@ def build(plan: Plan, folder: Path, cache: Path) -> Iterator[Run]:
         run = prepare_data(plan, folder, cache, accelerator)
         build_model(run)
         build_optimizer(run)
+        settle(run)
         build_loaders(run)
         run.engine = make_engine(run)
         for step in plan.recipe.prepared_steps:
@@ -203,6 +235,7 @@ def build_model(run: Run) -> None:
     torch.manual_seed(randomness.mix(run.training.seed, randomness.WEIGHTS))
     config = load_config(job.model.name, job.model.config, job.model.revision)
     adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
+    run.skeleton = skeleton_of(run.inner_model)
 
 
 def adopt_model(run: Run, model: Any) -> None:
@@ -230,8 +263,11 @@ def build_optimizer(run: Run) -> None:
     run.steps_per_epoch = ceil(len(run.prepared.train) / run.batch.step)
     run.total_steps = run.training.max_steps or ceil(run.training.num_train_epochs * run.steps_per_epoch)
     make_optimizer = recipe.optimizer or torch.optim.AdamW
+    groups = parameter_groups(run.inner_model, run.training)
+    names = {id(parameter): name for name, parameter in run.inner_model.named_parameters()}
+    run.trained = [names[id(parameter)] for group in groups for parameter in group["params"]]
     with blaming("optimizer"):
-        optimizer = make_optimizer(parameter_groups(run.inner_model, run.training))
+        optimizer = make_optimizer(groups)
     run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
     for wrap in recipe.optimizer_wraps:
         with blaming("optimizer_wraps"):
@@ -323,6 +359,7 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
         dataset,
         sampler=sampler,
         batch_size=None,  # the sampler's items are whole steps
+        worker_init_fn=signals.in_worker,
         collate_fn=received,
         generator=torch.Generator(),  # or the loader would draw from the global one
         **dict(run.recipe.loader),

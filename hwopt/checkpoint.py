@@ -1,108 +1,165 @@
-"""Models on disk: written beside their place, renamed when whole, opened with `from_pretrained`."""
+"""Checkpoints: when they are due, and what goes into them. What they hold does not depend on the number of ranks."""
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
-from pathlib import Path
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
 
-from hwopt.errors import StorageError
-from hwopt.storage import staged
+from hwopt import resume, signals
+from hwopt.errors import InputError, StorageError
+from hwopt.tensors import HostCopies, mapped
+from hwopt.writer import require_space
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hwopt.best import BestWeights
     from hwopt.build import Run
+    from hwopt.writer import Writer
+
+SAVE = 1
+"""A wish; the exit codes of signals are above it."""
 
 
-def save_checkpoint(run: Run) -> None:
-    """`checkpoint-<step>/`: the model as it is now, openable with `from_pretrained`; then the oldest beyond the limit go."""
-    weights = run.state_dict()
-    if run.is_main:
-        with staged(run.folder / f"checkpoint-{run.step}") as folder:
-            _write(run, run.inner_model, weights, folder)
-        if limit := run.training.save_total_limit:
-            saved = sorted(run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
-            for old in saved[:-limit]:
-                shutil.rmtree(old, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
+class Checkpoints:
+    """The checkpoints of a run. `parts` are what the loop keeps beside the engine: state_dict(), load_state_dict(state)."""
+
+    def __init__(self, run: Run, writer: Writer, best: BestWeights, parts: Mapping[str, Any]) -> None:
+        self.run, self.writer, self.best = run, writer, best
+        self.parts = {"best": best, **parts} | {f"plugins/{number}": part for number, part in enumerate(run.recipe.state)}
+        self.saved_step = 0
+        """The last step of which there is a checkpoint; there is nothing to save before the first."""
+        self.saved_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Go on from the run's checkpoint, where it has one. All ranks call it. Raises InputError where it is another run's."""
+        checkpoint = self.run.checkpoint
+        if checkpoint is None:
+            return
+        state = checkpoint.state
+        try:
+            self.run.engine.load_state(state["engine"])
+        except ValueError as error:
+            raise InputError(
+                f"{checkpoint.folder} belongs to another model or optimizer: {error}. Give the job and the profile that it was "
+                "made with, or begin anew with --fresh"
+            ) from error
+        load_buffers(self.run.inner_model, state["buffers"])
+        ranks = state["ranks"]
+        own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
+        for name, part in self.parts.items():
+            if name in own:
+                part.load_state_dict(own[name])
+        self.saved_step = self.run.step
+
+    def wish(self) -> int:
+        """What this rank wants after a step: 0, SAVE, or the exit code of a signal that came."""
+        if code := signals.received():
+            return code
+        if not self.run.is_main:
+            return 0
+        self.writer.check()
+        minutes = self.run.training.save_minutes
+        return SAVE if minutes and time.monotonic() - self.saved_at >= 60 * minutes else 0
+
+    def due(self) -> bool:
+        """Whether this step is one of training.save_steps."""
+        steps = self.run.training.save_steps
+        return steps is not None and self.run.step % steps == 0
+
+    def save(self, all_ranks: bool = True) -> None:
+        """`checkpoint-<step>/`, written beside what comes next. All ranks call it, between two steps.
+
+        Without the others only the first rank can, where each rank holds the whole model.
+        """
+        run = self.run
+        if run.step == self.saved_step:
+            return
+        kept = HostCopies()
+        own = {name: part.state_dict() for name, part in self.parts.items()}
+        state = {
+            "engine": run.engine.state(kept),
+            "buffers": mapped(kept, persistent_buffers(run.inner_model)),
+            "ranks": run.engine.of_all_ranks(mapped(kept, own)) if all_ranks else [own],
+        }
+        weights = run.state_dict()
+        self.saved_step, self.saved_at = run.step, time.monotonic()
+        if run.is_main:
+            content = {
+                "step": run.step,
+                "facts": run.facts,
+                "machine": run.plan.machine,
+                "decided": run.plan.decided(),
+                "best_step": self.best.step,
+            }
+            self.writer.begin(resume.checkpoint_folder(run.folder, run.step), content, state, weights, kept, then=self.prune)
+
+    def save_what_is_left(self, all_ranks: bool) -> None:
+        """The last whole step of a run that cannot go on; never hides why."""
+        run = self.run
+        if not run.whole or not (all_ranks or run.world_size == 1 or (run.is_main and not run.engine.takes_turns)):
+            return
+        try:
+            self.save(all_ranks or run.world_size == 1)
+            self.writer.wait()
+        except (StorageError, RuntimeError) as error:
+            run.warn(f"what was learnt since step {self.saved_step} could not be saved: {error}")
+
+    def prune(self) -> None:
+        """The oldest beyond training.save_total_limit go, and best weights that no checkpoint speaks of any more."""
+        folder, limit = self.run.folder, self.run.training.save_total_limit
+        checkpoints = resume.in_folder(folder)
+        for old in checkpoints[limit:] if limit else []:
+            shutil.rmtree(old, ignore_errors=True)
+        spoken_of = {self.best.step} | {resume.peek(path).get("best_step") for path in resume.in_folder(folder)}
+        for step, path in resume.best_folders(folder).items():
+            if step not in spoken_of:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def require_space(self) -> None:
+        """Raise StorageError where the disk has no room for what the run will keep. Only the first rank asks."""
+        run = self.run
+        if run.is_main:
+            model, state = sizes(run)
+            training = run.training
+            saves = run.total_steps // training.save_steps if training.save_steps else (1 if training.save_minutes else 0)
+            kept = min(saves, (training.save_total_limit or saves) + 1)
+            best = 2 * model if run.eval_loader is not None else 0
+            there = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
+            what = f"the run, with {kept} checkpoint(s) of {(model + state) / 2**30:.3f} GiB"
+            require_space(run.folder, max(0, kept * (model + state) + best + model - there), what)
 
 
-def save_final(run: Run) -> Path:
-    """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`."""
-    target, extras = run.folder / "final", run.extras
-    model = run.engine.whole_model()
-    for step in reversed(run.recipe.final_steps):
-        model = step(model, run)
-    if run.is_main:
-        with staged(target) as folder:
-            if extras.is_dir():
-                shutil.copytree(extras, folder, dirs_exist_ok=True)
-            _write(run, model, model.state_dict(), folder)
-        shutil.rmtree(extras, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
-    return target
+def sizes(run: Run) -> tuple[int, int]:
+    """Bytes of a saved model, and of the training state beside it."""
+    adapter = hasattr(run.skeleton, "peft_config")
+    trained = [p for p in run.skeleton.parameters() if p.requires_grad]
+    model = sum(4 * p.numel() for p in (trained if adapter else run.skeleton.parameters()))
+    made = sum(
+        value.numel() * value.element_size()
+        for values in run.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
+    return model, max(made, 0 if made and run.world_size == 1 else sum(8 * p.numel() for p in trained))
 
 
-def _write(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
-    forward = model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
-    try:
-        model.save_pretrained(folder, state_dict=weights)
-    finally:
-        if forward is not None:
-            model.forward = forward
-    run.prepared.tokenizer.save_pretrained(folder)
-    config = folder / "config.json"
-    if config.is_file():  # an adapter alone has none
-        content = json.loads(config.read_text(encoding="utf-8"))
-        # transformers writes the dtype of the model in memory, which O2 keeps in half, and loads by it
-        content["dtype"] = dtype
-        content["use_cache"] = True  # off for training only; generation wants it
-        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def persistent_buffers(model: Any) -> dict[str, Tensor]:
+    """Those that a state dict has: running means and the like."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
-class BestWeights:
-    """Keeps the trained weights of the best evaluation, in one safetensors file of the run folder."""
-
-    def __init__(self, run: Run, metric: str, greater_is_better: bool) -> None:
-        self.run, self.metric = run, metric
-        self.sign = 1.0 if greater_is_better else -1.0
-        self.value: float | None = None
-        self.step = 0
-        self.file = run.folder / ".best.safetensors"
-
-    def consider(self, metrics: dict[str, float]) -> bool:
-        """Keep the current weights if `metrics` are the best so far (the later one of equals loses)."""
-        value = metrics[self.metric]
-        better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
-        if self.value is not None and not (better and math.isfinite(value)):
-            return False
-        self.value, self.step = value, self.run.step
-        last = self.run.step == self.run.total_steps
-        trained = {} if last else self.run.engine.snapshot()
-        if self.run.is_main and not last:
-            from safetensors.torch import save_file
-
-            staging = self.file.with_suffix(".partial")
-            try:
-                save_file(trained, staging)
-                staging.replace(self.file)
-            except (OSError, SafetensorError) as error:
-                raise StorageError(f"{self.file} could not be written: {error}") from error
-        return True
-
-    def restore(self) -> None:
-        """Put the best weights back into the model, unless they are the current ones."""
-        self.run.accelerator.wait_for_everyone()
-        if self.value is not None and self.step != self.run.step:
-            from safetensors.torch import load_file
-
-            self.run.engine.restore(load_file(self.file))
-        self.run.accelerator.wait_for_everyone()
-        if self.run.is_main:
-            self.file.unlink(missing_ok=True)
+@torch.no_grad()
+def load_buffers(model: Any, saved: Mapping[str, Tensor]) -> None:
+    for name, buffer in persistent_buffers(model).items():
+        if name in saved:
+            buffer.copy_(saved[name])

@@ -7,7 +7,7 @@ directly, and nothing is read back from the device where the optimizer takes `fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.ladder import Ladder
+from hwopt.tensors import filled, mapped
 
 if TYPE_CHECKING:
     from hwopt.build import Run
@@ -30,6 +31,8 @@ class Engine:
     """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
     takes_turns = False
     """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
+    hosts: dist.ProcessGroup | None = None
+    """All ranks, by the network of their hosts, where there are several."""
     keeps_masters = False
     """Whether it makes the model's weights half under a half precision, and keeps fp32 masters of them itself."""
 
@@ -38,6 +41,7 @@ class Engine:
         device = run.device
         self.optimizer, self.scheduler, self.scaler = run.optimizer, run.scheduler, run.scaler
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        self.names = run.trained
         # fp32 masters step in place of the model's half parameters, whose gradients must go too
         own = {id(p) for p in self.parameters}
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
@@ -53,18 +57,21 @@ class Engine:
         self.on_gradients = run.recipe.events["gradients"]
         self.on_updated = run.recipe.events["updated"]
 
-    def make_state(self) -> None:
+    def make_state(self, at_any_cost: bool = False) -> None:
         """The optimizer's state before step 1, so that the first update cannot be the one that runs out of memory.
 
-        An update that is left out changes no bit. Optimizers that take no `found_inf` make their state in step 1.
+        An update that is left out changes no bit. Optimizers that take no `found_inf` make their state in step 1, or here
+        by a step without gradients, `at_any_cost`: what it changes must be written over.
         """
-        if not self.takes_found_inf:
+        if not self.takes_found_inf and not at_any_cost:
             return
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.found_inf = torch.ones_like(self.found_inf)
+        if self.takes_found_inf:
+            self.optimizer.found_inf = torch.ones_like(self.found_inf)
         self.optimizer.step()
-        del self.optimizer.found_inf  # a GradScaler sets its own
+        if self.takes_found_inf:
+            del self.optimizer.found_inf  # a GradScaler sets its own
         self.drop()
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
@@ -92,6 +99,21 @@ class Engine:
         """What the loss is multiplied with at present; None where it is not."""
         return None if self.scaler is None else self.scaler.scale(torch.ones_like(self.norm))
 
+    def agree(self, wish: int) -> int:
+        """The greatest of what the ranks wish. All ranks call it."""
+        if self.hosts is None:
+            return wish
+        told = torch.tensor(wish)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
+        return int(told)
+
+    def of_all_ranks(self, value: Any) -> list[Any]:
+        """`value` of every rank. All ranks call it."""
+        found: list[Any] = [value] * self.run.world_size
+        if self.hosts is not None:
+            dist.all_gather_object(found, value, group=self.hosts)
+        return found
+
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`weights` of the model whole and in the precision that is trained, on the first rank. All ranks call it."""
         return weights
@@ -100,17 +122,104 @@ class Engine:
         """The model with plain parameters, once training is over. All ranks call it."""
         return self.run.inner_model
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """On the first rank, what is trained, in the precision that is trained, in the host's memory. All ranks call it."""
-        if not self.run.is_main:
-            return {}
-        return {str(number): p.detach().contiguous().cpu() for number, p in enumerate(self.parameters)}
+    def snapshot(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """On the first rank, what is trained, by name, whole and in the precision that is trained. All ranks call it.
+
+        `kept` makes the copies that later steps do not reach.
+        """
+        found = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            value = self.whole(parameter)
+            if self.run.is_main:
+                found[name] = kept(value)
+        return found
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put the tensors of a `snapshot` back, on every rank."""
-        for number, parameter in enumerate(self.parameters):
-            parameter.copy_(snapshot[str(number)])
+        """Put the tensors of a `snapshot` back, on every rank. Raises ValueError where they are not those of this model."""
+        if snapshot.keys() != set(self.names):
+            odd = sorted(snapshot.keys() ^ set(self.names))
+            raise ValueError(f"{len(odd)} parameters are trained in one and not in the other: {', '.join(odd[:4])}")
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if snapshot[name].shape != (shape := self.full_shape(parameter)):
+                raise ValueError(f"{name} is {tuple(snapshot[name].shape)}, and here {tuple(shape)}")
+            parameter.copy_(self.part(snapshot[name], parameter))
+
+    def whole(self, value: Any) -> Any:
+        """A tensor of which this rank may hold a part. All ranks call it."""
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def part(self, value: Tensor, like: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor, on the device of `like`."""
+        return value.to(like.device)
+
+    def full_shape(self, parameter: Any) -> torch.Size:
+        """Of a parameter of which this rank may hold a part."""
+        return torch.Size(parameter.shape)
+
+    def state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """All that decides the next steps: weights, the optimizer's state by name, loss scale. All ranks call it.
+
+        The same whatever the number of ranks; tensors only on the first one.
+        """
+        found = {
+            "parameters": self.snapshot(kept),
+            "optimizer": self.optimizer_state(kept),
+            "skipped": float(self.skipped),
+            "skipped_in_a_row": float(self.skipped_in_a_row),
+        }
+        return found if self.scaler is None else found | {"scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` was when the optimizer had stepped `run.step` times. All ranks call it.
+
+        Raises ValueError where it is another model's or another optimizer's.
+        """
+        self.load_optimizer_state(state["optimizer"])
+        self.restore(state["parameters"])
+        for event in self.on_updated:  # half weights are made of the masters that were read
+            event(self.run)
+        self.skipped.fill_(state["skipped"])
+        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        self.scheduler.last_epoch = self.run.step - 1
+        self.scheduler.step()
+
+    def optimizer_state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            states[name] = mapped(
+                kept, {key: self.whole(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
+            )
+        groups = [{key: value for key, value in group.items() if counts(key, value)} for group in self.optimizer.param_groups]
+        return {"class": type(self.optimizer).__name__, "states": states, "groups": groups}
+
+    @torch.no_grad()
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Whatever optimizer it is: its own first step makes the state, which is then written over."""
+        self.make_state(at_any_cost=True)
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            saved = state["states"].get(name)
+            if not saved:  # it has had no gradient yet
+                self.optimizer.state.pop(parameter, None)
+                continue
+            made = self.optimizer.state[parameter]
+            try:
+                if made.keys() != saved.keys():
+                    raise ValueError(f"there is {sorted(saved)} for {sorted(made)}")
+                for key, value in made.items():
+                    made[key] = self.filled(value, saved[key])
+            except ValueError as error:
+                raise ValueError(
+                    f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, {error}"
+                ) from error
+        for group, numbers in zip(self.optimizer.param_groups, state["groups"], strict=False):
+            group.update(numbers)
+
+    def filled(self, made: Any, saved: Any) -> Any:
+        """`saved` in the shape of `made`, of which this rank may hold a part."""
+        return filled(made, saved)
 
     def drop(self) -> None:
         """Forget the partial gradients of a step."""
@@ -160,13 +269,22 @@ class Engine:
             self.optimizer.step()
 
 
+USERS_OWN = ("lr", "initial_lr", "weight_decay", "eps")
+"""Numbers of a parameter group that come from the job, not from the steps that were made."""
+
+
+def counts(key: str, value: Any) -> bool:
+    """Whether a key of a parameter group is a number that steps change."""
+    return key not in USERS_OWN and isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 class TakingTurns(Engine, ABC):
     """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
 
     can_redo = False
     takes_turns = True
     hosts: dist.ProcessGroup
-    """All ranks, by the network of their hosts; whoever derives from this makes it."""
+    """Whoever derives from this makes it."""
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
         """As many as on the rank that has most of them: the smallest one again, without weight."""
@@ -184,10 +302,6 @@ class TakingTurns(Engine, ABC):
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         found = self.full_weights()
         return {name: found.get(name, value) for name, value in weights.items()}
-
-    def full_shape(self, parameter: Any) -> torch.Size:
-        """Of a parameter of which this rank may hold a part."""
-        return torch.Size(parameter.shape)
 
     def whole_model(self) -> Any:
         """The model with plain parameters: in the host's memory on the first rank, without any memory on the others."""

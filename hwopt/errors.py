@@ -53,6 +53,12 @@ class DoesNotFitError(HwoptError):
     exit_code = 7
 
 
+class FolderInUseError(HwoptError):
+    """Another process trains in the run folder."""
+
+    exit_code = 8
+
+
 class WorkerDiedError(HwoptError):
     """A data-loading worker or another rank died."""
 

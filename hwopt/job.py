@@ -101,8 +101,11 @@ class Training(Table):
     eval_steps: int | None = Field(default=None, ge=1)
     """Default: at the end of each epoch."""
     save_steps: int | None = Field(default=None, ge=1)
-    """Default: only the final model is saved."""
-    save_total_limit: int | None = Field(default=None, ge=1)
+    """A checkpoint every so many steps, beside those of save_minutes."""
+    save_minutes: float = Field(default=15.0, ge=0)
+    """A checkpoint every so many minutes; 0: never. At SIGTERM and SIGINT there is one in any case."""
+    save_total_limit: int = Field(default=2, ge=0)
+    """The newest ones are kept, the best weights apart from them; 0 keeps all."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)

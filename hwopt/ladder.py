@@ -15,6 +15,10 @@ QUIET_STEPS = 200
 """Steps without running out before one coarser cut is tried again; doubled each time that this fails."""
 
 
+KEPT = ("rung", "quiet", "patience", "trials", "times", "rescued")
+"""What a checkpoint has of a ladder."""
+
+
 @dataclass
 class Ladder:
     what: str
@@ -29,14 +33,30 @@ class Ladder:
     """Steps left in which running out means that growing back was too early."""
     times: int = 0
     """How often the device ran out of memory."""
+    rescued: int = 0
+    """How many of the rescues were called for."""
     rescues: list[Callable[[], str | None]] = field(default_factory=list)
     """What else saves memory, tried in order once every micro-batch is a single row: each says what it costs, or cannot help."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in KEPT}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Where a run goes on nothing is found out again: what saved memory then is on from the start."""
+        for name in KEPT:
+            setattr(self, name, int(state[name]))
+        for _ in range(min(self.rescued, len(self.rescues))):
+            if (cost := self.rescues.pop(0)()) is not None:
+                self.warn(f"{self.what.lower()} ran out of memory before: {cost}")
+        if self.rung:
+            self.warn(f"{self.what.lower()} ran out of memory before: micro-batches of 1/{2**self.rung} of the rows")
 
     def finer(self, floor: int, where: str, reason: str) -> None:
         """Go one rung down. Raises DoesNotFitError where every micro-batch is a single row already and nothing else helps."""
         self.times += 1
         if self.rung >= floor:
             while self.rescues:
+                self.rescued += 1
                 if (cost := self.rescues.pop(0)()) is not None:
                     self.warn(f"out of memory in {self.what.lower()} {where} with single rows: from here on {cost}. {reason}")
                     return

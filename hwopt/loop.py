@@ -17,72 +17,131 @@ from typing import Any
 
 import torch
 
-from hwopt import observe, randomness
+from hwopt import observe, randomness, signals
+from hwopt.best import BestWeights
 from hwopt.build import Run
-from hwopt.checkpoint import BestWeights, save_checkpoint, save_final
-from hwopt.errors import DoesNotFitError, InputError, WorkerDiedError, listing, nearest
+from hwopt.checkpoint import SAVE, Checkpoints
+from hwopt.errors import DoesNotFitError, InputError, NonFiniteError, WorkerDiedError, listing, nearest
 from hwopt.ladder import Ladder
 from hwopt.microbatch import StepBatch
+from hwopt.model_files import save_final
 from hwopt.shortage import Strain
 from hwopt.telemetry import Listener, Row, Telemetry
+from hwopt.writer import Writer
 
 
 def train(run: Run, listener: Listener) -> Row:
     """Train `run` to its last step, keep the best weights, write `final/`. Returns the summary.
 
-    Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError; the run folder stays whole in each case.
+    Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt;
+    the run folder stays whole in each case, and has a checkpoint of the last whole step.
     """
     run.warn = partial(listener.warned, run)
-    best = best_weights(run)
     telemetry = Telemetry(run)
-    listener.started(run)
-
     rescues: list[Callable[[], str | None]] = [partial(plugin.rescue, run) for plugin in run.plan.rescuers]
     training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
     evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
     strain = Strain(run.device)
     reseed = randomness.reseeder(run.device, run.training.seed)
-    metrics: Row = {}
-    with fitting("training", "plugins.batch.train"):
-        # What can run out does so before step 1: the optimizer's state, the longest samples.
+
+    with writing(run) as writer, fitting("training", "plugins.batch.train"):
+        best = best_weights(run, writer)
+        checkpoints = Checkpoints(run, writer, best, {"telemetry": telemetry, "training": training, "evaluation": evaluation})
+        listener.started(run)
+        # What can run out does so before step 1: the optimizer's state, the longest samples, the disk.
         with run.engine.together(training):
             run.engine.make_state()
+            checkpoints.require_space()
+        checkpoints.resume()
         try_evaluation(run, evaluation)
         run.model.train()
-        if run.plan.chose:
+        if run.plan.chose and run.checkpoint is None:
             try_training(run, telemetry, reseed, training)
 
-        for batch in step_batches(run, telemetry):
-            if run.step == 0:
-                with telemetry.aside(), observe.observing(run):
+        with signals.patience(), keeping(checkpoints):
+            wish = owed(run, listener, telemetry, evaluation, best)
+            for batch in step_batches(run, telemetry):
+                if telemetry.steps_here == 0:
+                    with telemetry.aside(), observe.observing(run):
+                        step(run, batch, telemetry, reseed, training)
+                    listener.evidence(run, observe.collect(run))
+                else:
                     step(run, batch, telemetry, reseed, training)
-                listener.evidence(run, observe.collect(run))
-            else:
-                step(run, batch, telemetry, reseed, training)
 
-            if row := telemetry.stepped(batch):
-                listener.row(run, row)
-                if shortage := strain.seen():
-                    training.strained(batch.floor, f"after step {run.step}", shortage)
-            if evaluates_now(run):
-                if row := telemetry.flush():
+                if row := telemetry.stepped(batch):
                     listener.row(run, row)
-                with telemetry.aside():
-                    metrics = evaluate(run, evaluation)
-                listener.row(run, metrics)
-                best.consider(metrics)
-            if saves_now(run):
-                with telemetry.aside():
-                    save_checkpoint(run)
+                    if shortage := strain.seen():
+                        training.strained(batch.floor, f"after step {run.step}", shortage)
+                wish = run.engine.agree(checkpoints.wish())
+                if evaluates_now(run) and wish <= SAVE:
+                    wish = max(wish, evaluate_and_keep(run, listener, telemetry, evaluation, best))
+                if wish or checkpoints.due():
+                    if row := telemetry.flush():
+                        listener.row(run, row)
+                    with telemetry.aside():
+                        checkpoints.save()
+                if wish > SAVE:
+                    break
 
+            if wish > SAVE:
+                stop(run, checkpoints, wish)
+            if row := telemetry.flush():
+                listener.row(run, row)
+            seconds = telemetry.seconds
+            writer.wait()
+            best.restore()
+            save_final(run)
+            summary = summarize(run, telemetry, seconds) | best.latest | best_of(best)
+            listener.finished(run, summary)
+    return summary
+
+
+@contextmanager
+def writing(run: Run) -> Iterator[Writer]:
+    writer = Writer(run)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+@contextmanager
+def keeping(checkpoints: Checkpoints) -> Iterator[None]:
+    """What was learnt so far is saved where training cannot go on."""
+    try:
+        yield
+    except (NonFiniteError, WorkerDiedError, DoesNotFitError) as error:
+        checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
+        raise
+
+
+def stop(run: Run, checkpoints: Checkpoints, code: int) -> None:
+    """End the run, saved, because a signal asked for it. All ranks call it, and wait for the one that writes."""
+    checkpoints.save()
+    checkpoints.writer.wait()
+    run.engine.agree(0)
+    raise signals.ending(code)
+
+
+def owed(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, best: BestWeights) -> int:
+    """The evaluation that a signal has cut short where this run goes on. Returns what `evaluate_and_keep` does."""
+    if run.step == 0 or not evaluates_now(run) or best.evaluated == run.step:
+        return 0
+    return evaluate_and_keep(run, listener, telemetry, ladder, best)
+
+
+def evaluate_and_keep(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, best: BestWeights) -> int:
+    """Evaluate, and keep the weights if they are the best. Returns the exit code of a signal that came first, else 0."""
     if row := telemetry.flush():
         listener.row(run, row)
-    seconds = time.perf_counter() - telemetry.started
-    best.restore()
-    save_final(run)
-    summary = summarize(run, telemetry, seconds) | metrics | best_of(best)
-    listener.finished(run, summary)
-    return summary
+    with telemetry.aside():
+        metrics = evaluate(run, ladder)
+        if metrics is None:
+            code: int = run.engine.agree(signals.received() or 0)
+            return code
+        best.consider(metrics)
+    listener.row(run, metrics)
+    return 0
 
 
 def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
@@ -91,10 +150,12 @@ def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: 
     with run.engine.together(ladder):
         while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
             ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+    run.whole = False
     run.engine.finish()
+    run.step += 1
+    run.whole = True
     ladder.succeeded()
     run.last_step_batch = batch
-    run.step += 1
 
 
 def try_training(run: Run, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
@@ -129,6 +190,7 @@ def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ru
 def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> None:
     engine = run.engine
     for micro_batch, last in engine.micro_batches(batch, rung):
+        run.beat()
         engine.before(last)
         reseed(run.step, micro_batch.first_sample)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
@@ -147,13 +209,18 @@ def first_line(error: BaseException) -> str:
 
 
 @torch.no_grad()
-def evaluate(run: Run, ladder: Ladder) -> Row:
-    """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`."""
+def evaluate(run: Run, ladder: Ladder) -> Row | None:
+    """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`.
+
+    None where a signal has come meanwhile.
+    """
     started = time.perf_counter()
     metrics = run.task.metrics(run.prepared, run.device)
     with run.engine.together(ladder), evaluating(run):
         for batch in fetched(run.eval_loader):
             evaluate_batch(run, batch.to(run.device), metrics, ladder)
+            if run.engine.agree(signals.received() or 0):
+                return None
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
     seconds = time.perf_counter() - started
     speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
@@ -179,6 +246,7 @@ def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> 
 def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
     """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
     for micro_batch, _ in batch.micro_batches(rung, first_row):
+        run.beat()
         outputs = run.inner_model(**micro_batch.inputs)
         if not batch.step.weightless:
             loss, count = run.loss(outputs, micro_batch.targets)
@@ -252,11 +320,7 @@ def evaluates_now(run: Run) -> bool:
     return run.step % (run.training.eval_steps or run.steps_per_epoch) == 0 or run.step == run.total_steps
 
 
-def saves_now(run: Run) -> bool:
-    return bool(run.training.save_steps) and run.step % (run.training.save_steps or 1) == 0
-
-
-def best_weights(run: Run) -> BestWeights:
+def best_weights(run: Run, writer: Writer) -> BestWeights:
     """Keeps the best of what `training.metric_for_best_model` names, or of the task's own metric."""
     asked = run.training.metric_for_best_model
     name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
@@ -269,7 +333,7 @@ def best_weights(run: Run) -> BestWeights:
     if asked and run.eval_loader is None:
         raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
-    return BestWeights(run, name, run.task.greater_is_better(name) if greater is None else greater)
+    return BestWeights(run, writer, name, run.task.greater_is_better(name) if greater is None else greater)
 
 
 def best_of(best: BestWeights) -> Row:

@@ -127,6 +127,15 @@ class Plan:
         """What its plugins were asked with."""
         return Context(self.hardware, self.software, self.model, self.job, self.world_size)
 
+    @property
+    def machine(self) -> list[Any]:
+        """What a choice of sizes depends on."""
+        return [self.hardware.name, self.hardware.memory_gib, self.hardware.memory_limit_gib, self.world_size]
+
+    def decided(self) -> dict[str, Any]:
+        """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""
+        return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}
+
     def applied(self) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry.decision != "skip")
 

@@ -229,15 +229,15 @@ def noted_folder(notes: Path) -> Path | None:
         return None
 
 
-def agreed(folder: Path) -> Path:
-    """The run folder that the first rank found free: ranks that look at different moments may find different ones."""
+def agreed(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path | None, int]:
+    """What the first rank has settled: ranks that look at different moments may find something else."""
     rank, world_size = rank_and_world(os.environ)
     if world_size > 1:
         import torch.distributed as dist
 
-        told = [str(folder)]
+        told = [str(folder), str(checkpoint) if checkpoint else None, code]
         dist.broadcast_object_list(told, 0)
-        folder = Path(told[0])
-    if rank == 0 and NOTES in os.environ:
+        folder, checkpoint, code = Path(str(told[0])), Path(str(told[1])) if told[1] else None, int(told[2] or 0)
+    if rank == 0 and NOTES in os.environ and not code:
         (Path(os.environ[NOTES]) / FOLDER_NOTE).write_text(str(folder.absolute()), encoding="utf-8")
-    return folder
+    return folder, checkpoint, code

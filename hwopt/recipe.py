@@ -14,7 +14,7 @@ from typing import Any
 from hwopt.errors import PluginError, listing, nearest
 
 SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
-LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
+LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
 SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 
 EVENTS = {
@@ -64,6 +64,7 @@ class Recipe:
     events: dict[str, list[Callable[..., Any]]]
     export_steps: list[Callable[..., Any]]
     final_steps: list[Callable[..., Any]]
+    state: list[Any]
 
     def __init__(self) -> None:
         self._author: str | None = None

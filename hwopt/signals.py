@@ -1,35 +1,86 @@
 """SIGINT and SIGTERM: which one came, whatever became of the exception that it raised.
 
 Python swallows what a handler raises inside a callback (while a data-loading worker is forked, say), and a signal to the whole
-group also kills the workers, whose death then looks like the cause.
+group also kills the workers, whose death then looks like the cause. While a run is patient, the first signal only asks: the step
+is finished and saved. The second one ends the process at once.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+ECHO = 2.0
+"""Seconds in which a launcher passes on what its ranks have got as well."""
 
-_received: list[int] = []
+_received: list[tuple[int, float]] = []
+_heard: list[Callable[[int], None]] = []
+"""Who is patient at present, and wants to be told."""
+_leave: list[Callable[[int], None]] = []
 
 
-def listen() -> None:
-    """End the process by KeyboardInterrupt or SystemExit at either signal, and remember the first."""
+def listen(leave: Callable[[int], None] | None = None) -> None:
+    """End the process by KeyboardInterrupt or SystemExit at either signal, and remember the first.
+
+    `leave(exit code)` is the last thing that a process does that is ended at once.
+    """
     for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     _received.clear()
+    _leave[:] = [leave] if leave else []
 
 
 def received() -> int | None:
     """The exit code of the first signal since `listen`; None where none came."""
-    return EXIT_CODES[signal.Signals(_received[0])] if _received else None
+    return EXIT_CODES[signal.Signals(_received[0][0])] if _received else None
+
+
+@contextmanager
+def patience(heard: Callable[[int], None] = lambda number: None) -> Iterator[None]:
+    """Inside, the first signal does nothing but be `received`, and `heard`; whoever is patient ends by itself."""
+    _heard.append(heard)
+    try:
+        yield
+    finally:
+        _heard.pop()
+
+
+def ending(code: int) -> BaseException:
+    """What ends a process with the exit code of a signal."""
+    return KeyboardInterrupt() if code == EXIT_CODES[signal.SIGINT] else SystemExit(code)
+
+
+def in_worker(worker: int) -> None:
+    """What a data-loading process does about signals: the terminal's is for the run; SIGUSR1 shows where it stands."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    _received.append(number)
+    now = time.monotonic()
+    echo = "TORCHELASTIC_RUN_ID" in os.environ and bool(_received) and now - _received[0][1] < ECHO
+    _received.append((number, now))
+    code = EXIT_CODES[signal.Signals(number)]
+    if _heard and len(_received) == 1:
+        for heard in _heard:
+            heard(number)
+        return
+    if _heard and echo:
+        return
+    if _heard:
+        for leave in _leave:
+            leave(code)
+        os._exit(code)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    sys.exit(EXIT_CODES[signal.Signals(number)])
+    sys.exit(code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,8 +56,11 @@ class Telemetry:
     counts: Counts = field(default_factory=Counts)
     total: Counts = field(default_factory=Counts)
     pending: Snapshot | None = None
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    """(steps, mean loss) of every log interval."""
+    logged_steps: int = 0
+    logged_loss: float = 0.0
+    """Sum over the logged steps."""
+    steps_here: int = 0
+    """Of this process."""
 
     def __post_init__(self) -> None:
         self.loss_sum = torch.zeros((), device=self.run.device)
@@ -65,6 +68,31 @@ class Telemetry:
         self.monitor = gpu_monitor(self.run.device)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
+
+    @property
+    def seconds(self) -> float:
+        """Since the run has begun; while nobody trained it, no time has passed."""
+        return time.perf_counter() - self.started
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks call it: the loss since the last log point is that of all of them."""
+        loss = self.loss_sum.clone()
+        if self.run.world_size > 1:
+            torch.distributed.all_reduce(loss)
+        return {
+            "loss_sum": float(loss),
+            "counts": asdict(self.counts),
+            "total": asdict(self.total),
+            "logged_steps": self.logged_steps,
+            "logged_loss": self.logged_loss,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss_sum.fill_(state["loss_sum"] if self.run.is_main else 0.0)
+        self.counts, self.total = Counts(**state["counts"]), Counts(**state["total"])
+        self.logged_steps, self.logged_loss = int(state["logged_steps"]), float(state["logged_loss"])
+        self.started = time.perf_counter() - state["seconds"]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -81,6 +109,7 @@ class Telemetry:
     def stepped(self, batch: StepBatch) -> Row | None:
         """Count a step; at a log point start a row, and return the one that has arrived meanwhile."""
         counts = self.counts
+        self.steps_here += 1
         counts.steps += 1
         counts.samples += batch.rows
         counts.tokens += batch.tokens
@@ -144,7 +173,8 @@ class Telemetry:
             row["skipped_updates"] = skipped
         if scale is not None:
             row["loss_scale"] = scale
-        self.losses.append((steps, row["loss"]))
+        self.logged_steps += steps
+        self.logged_loss += steps * row["loss"]
         self.stop_if_lost(row, skipped, in_a_row, scale)
         return row
 
@@ -163,8 +193,7 @@ class Telemetry:
             raise NonFiniteError(f"the loss was not finite {where}. {advice}")
 
     def mean_loss(self) -> float:
-        steps = sum(count for count, _ in self.losses)
-        return sum(count * loss for count, loss in self.losses) / steps if steps else float("nan")
+        return self.logged_loss / self.logged_steps if self.logged_steps else float("nan")
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -207,6 +236,9 @@ class Listener:
     def row(self, run: Run, row: Row) -> None:
         """A log point, or an evaluation (its keys begin with `eval_`)."""
 
+    def said(self, run: Run, message: str) -> None:
+        """What is good to know; `warned`: what somebody should look at."""
+
     def warned(self, run: Run, message: str) -> None: ...
 
     def finished(self, run: Run, summary: Row) -> None: ...
@@ -229,6 +261,10 @@ class Listeners(Listener):
     def row(self, run: Run, row: Row) -> None:
         for listener in self.listeners:
             listener.row(run, row)
+
+    def said(self, run: Run, message: str) -> None:
+        for listener in self.listeners:
+            listener.said(run, message)
 
     def warned(self, run: Run, message: str) -> None:
         for listener in self.listeners:

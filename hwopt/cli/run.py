@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 @click.option(
     "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
 )
+@click.option("--resume", is_flag=True, help="Go on from the run folder's newest whole checkpoint, where there is one.")
+@click.option(
+    "--resume-from",
+    type=click.Path(path_type=Path),
+    metavar="CHECKPOINT",
+    help="Go on from this checkpoint, in a folder of its own.",
+)
+@click.option("--fresh", is_flag=True, help="Begin anew in a run folder that is there; the old one is kept beside it.")
 @click.pass_obj
 def run(
     typed: list[str],
@@ -34,7 +42,12 @@ def run(
     name: str | None,
     output_dir: Path,
     processes: str | None,
+    resume: bool,
+    resume_from: Path | None,
+    fresh: bool,
 ) -> int:
+    if sum((resume, resume_from is not None, fresh)) > 1:
+        raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
     quiet_libraries()
     if processes is not None:
         from hwopt.processes import ranks_to_start, run_ranks
@@ -52,7 +65,10 @@ def run(
     quiet_transformers()
     rank, world_size = rank_and_world(os.environ)
     if name is not None:
-        api.run_folder(output_dir, name, "")  # a bad name is said before the work, not after
+        # a bad name, or one that is taken, is said before the work, not after
+        api.run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
+
+    before: Mapping[str, Any] = {}
 
     def resolved(changes: Sequence[str] = ()) -> Plan:
         return api.resolve(
@@ -62,12 +78,24 @@ def run(
             strict=strict,
             memory_limit=memory_limit,
             world_size=world_size,
+            before=before,
         )
 
+    if resume_from is not None:
+        resume_from = api.checkpoint_in(resume_from)
+        before = api.checkpoint_says(resume_from)
+    elif resume and name is not None:
+        before = api.checkpoint_says(output_dir / name)
     plan = resolved()
     stem = "job" if job is None else job.stem
     default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
-    folder = api.run_folder(output_dir, name, default)
+    if resume_from is None:
+        folder = api.run_folder(output_dir, name, default, resume=resume, fresh=fresh)
+    else:
+        folder = api.folder_to_go_on_in(resume_from, output_dir, name, default)
+    if resume and name is None and plan.chose:
+        before = api.checkpoint_says(folder)
+        plan = resolved()
     console = Terminal()
     if rank == 0:
         if plan.hardware.device_type == "cuda":
@@ -77,7 +105,7 @@ def run(
     screen = Screen(console)
     signals.listen()
     try:
-        api.execute(plan, folder, screen, replan=resolved)
+        api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh)
     finally:
         screen.close()
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hwopt.memory.roofline import Prediction, predict
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, traced, traced_at
 from hwopt.memory.tried import most_rows, remember
-from hwopt.plan import Plan
+from hwopt.plan import Entry, Plan
 
 # The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
 CONTEXT_GIB = 0.5
@@ -218,10 +218,13 @@ def highest(memory: MemoryPlan) -> float:
     return max(memory.peak_gib, memory.eval_peak_gib or 0.0)
 
 
-def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> Plan:
+def walk(
+    plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None
+) -> Plan:
     """`plan` with every choice among options (`Decision.choose`, cheapest first) at the first one that fits, and why.
 
-    `replan` resolves with the given option number of each plugin. Where none fits, the last one is taken: it needs the least.
+    `replan` resolves with the given option number of each plugin. `before` has the options by plugin that a run was begun with,
+    which are taken again. Where none fits, the last one is taken: it needs the least.
     Raises InputError where the recipe cannot be traced, so that nobody can tell.
     """
     taken: dict[str, int] = {}
@@ -229,6 +232,11 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
     lengths = lengths_of(plan, cache)
     for entry in plan.entries:
         if entry.choices == 1:
+            continue
+        if (number := number_of(entry, (before or {}).get(entry.name), taken, replan)) is not None:
+            taken[entry.name] = number
+            plan = replan(taken)
+            reasons[entry.name] = f"{entry.reason}: as the run was begun"
             continue
         refused = ""
         for number in range(entry.choices):
@@ -250,6 +258,17 @@ def walk(plan: Plan, replan: Callable[[dict[str, int]], Plan], cache: Path) -> P
             refused = f", the one before would need {highest(memory):.2f}"
     entries = tuple(replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in plan.entries)
     return replace(plan, entries=entries)
+
+
+def number_of(
+    entry: Entry, options: Mapping[str, Any] | None, taken: dict[str, int], replan: Callable[[dict[str, int]], Plan]
+) -> int | None:
+    """Which of the choices of `entry` has these options; None where none has."""
+    for number in range(entry.choices) if options else ():
+        plan = replan(taken | {entry.name: number})
+        if next(each for each in plan.entries if each.name == entry.name).options.model_dump(mode="json") == options:
+            return number
+    return None
 
 
 def held(plan: Plan, cache: Path, rows: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ class Journal(Listener):
     def started(self, run: Run) -> None:
         folder = run.folder
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            keep_rows(folder / "metrics.jsonl", run.step)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
         except OSError as error:
@@ -48,6 +50,20 @@ class Journal(Listener):
         write_json(run.folder / "summary.json", summary)
 
 
+def keep_rows(path: Path, step: int) -> None:
+    """Where a run goes on, the rows of the steps that are made again go, and what a killed process has written of a line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line if line.endswith("\n") else f"{line}\n")
+    staging = path.with_suffix(".partial")
+    staging.write_text("".join(kept), encoding="utf-8")
+    staging.replace(path)
+
+
 def write_status(folder: Path, exit_code: int | None, message: str) -> None:
     """`exit_code` is None while the run goes on; launchers lose it, this file does not."""
     write_json(folder / "status.json", {"exit_code": exit_code, "message": message})
@@ -66,6 +82,20 @@ def read_status(folder: Path) -> tuple[int | None, str]:
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""
     return (code if isinstance(code, int) else None), str(message)
+
+
+def summary_of(folder: Path) -> Row:
+    """What a complete run has found; {} where there is nothing that can be read."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def steps_done(folder: Path) -> int:
+    """Of a complete run; 0 where nobody can tell."""
+    return int(summary_of(folder).get("step", 0))
 
 
 def job_table(plan: Plan) -> dict[str, Any]:

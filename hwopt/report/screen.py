@@ -121,6 +121,9 @@ class Screen(Listener):
         else:
             self.console.print(Text(line(run, row)), soft_wrap=True)
 
+    def said(self, run: Run, message: str) -> None:
+        say(self.console, "note", message)
+
     def warned(self, run: Run, message: str) -> None:
         say(self.console, "WARNING", message, "bold red")
 

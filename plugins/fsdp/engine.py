@@ -56,16 +56,20 @@ class FsdpEngine(TakingTurns):
         """What is gathered and freed together, the whole model among it."""
         return [module for module in self.run.inner_model.modules() if isinstance(module, FSDPModule)]
 
-    def snapshot(self) -> dict[str, Tensor]:
-        return self.on_first_rank({str(number): p for number, p in enumerate(self.parameters)})
+    def whole(self, value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else super().whole(value)
 
-    @torch.no_grad()
+    def part(self, value: Tensor, like: Any) -> Tensor:
+        value = super().part(value, like)
+        # every rank has read the file: each takes its own part
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         self.reshard()
-        for number, parameter in enumerate(self.parameters):
-            value = snapshot[str(number)].to(parameter.device)
-            # every rank has read the file: each takes its own part
-            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        super().restore(snapshot)
+
+    def filled(self, made: Any, saved: Any) -> Any:
+        return super().filled(made, self.part(saved, made) if isinstance(made, DTensor) else saved)
 
     def full_weights(self) -> dict[str, Tensor]:
         self.reshard()

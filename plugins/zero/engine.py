@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.engine import TakingTurns
+from hwopt.tensors import HostCopies
 
 
 class ZeroEngine(TakingTurns):
@@ -25,7 +26,7 @@ class ZeroEngine(TakingTurns):
         self.parameters = self.partitions()
         self.hosts = dist.new_group(backend="gloo")
 
-    def make_state(self) -> None:
+    def make_state(self, at_any_cost: bool = False) -> None:
         """DeepSpeed has made it already."""
 
     def before(self, last: bool) -> None:
@@ -65,24 +66,68 @@ class ZeroEngine(TakingTurns):
         whole = sum(getattr(p, "ds_numel", p.numel()) for p in self.named.values())
         return sum(partition.numel() for partition in self.partitions()), whole
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         found = {}
         for name, parameter in self.named.items():
             value = safe_get_full_fp32_param(parameter)  # all ranks meet in it
             if self.run.is_main:
-                found[name] = value.detach().cpu().contiguous()
+                found[name] = kept(value)
         return found
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         set_masters(self.named, snapshot)
 
+    def optimizer_state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        states: dict[str, Any] = {}
+        for name, parameter in self.named.items():
+            states[name] = {"step": self.steps()}
+            for key in self.moments():
+                value = safe_get_full_optimizer_state(parameter, key)
+                if self.run.is_main:
+                    states[name][key] = kept(value)
+        scaler = vars(getattr(self.deepspeed.optimizer, "loss_scaler", None) or object)
+        numbers = {key: value for key, value in scaler.items() if isinstance(value, (int, float))}
+        return {"class": type(self.optimizer).__name__, "states": states, "groups": [], "loss_scaler": numbers}
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        made: tuple[str, ...] = ("step", *self.moments())
+        for name, parameter in self.named.items():
+            saved = state["states"].get(name, {})
+            if sorted(saved) != sorted(made):
+                raise ValueError(
+                    f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, "
+                    f"there is {sorted(saved)} for {sorted(made)}"
+                )
+            for key in self.moments():
+                set_moments(parameter, key, saved[key])
+            for partition in self.inner.state.values():
+                partition["step"] = torch.as_tensor(float(saved["step"])).to(partition["step"]).clone()
+        for key, value in state.get("loss_scaler", {}).items():
+            setattr(self.deepspeed.optimizer.loss_scaler, key, value)
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that DeepSpeed steps on flat partitions."""
+        return self.deepspeed.optimizer.optimizer
+
+    def moments(self) -> list[str]:
+        """The tensors of its state, of which DeepSpeed knows each parameter's part."""
+        states = [state for state in self.inner.state.values() if state]
+        return sorted(key for key, value in states[0].items() if isinstance(value, Tensor) and value.dim()) if states else []
+
+    def steps(self) -> float:
+        """How often it has stepped."""
+        return max((float(state["step"]) for state in self.inner.state.values() if "step" in state), default=0.0)
+
     def full_shape(self, parameter: Any) -> torch.Size:
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        trained = self.snapshot()
+        trained = self.snapshot(HostCopies())
         found: dict[str, Tensor] = {}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
             if name not in self.named:
@@ -109,12 +154,41 @@ def prepared(run: Any) -> tuple[Any, Any]:
     return engine, optimizer
 
 
+@torch.no_grad()
 def set_masters(parameters: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param
+    """The fp32 values that are stepped on, and the weights that the model computes with."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     for name, value in values.items():
         parameter = parameters[name]
-        safe_set_full_fp32_param(parameter, value.to(parameter.device))
+        value = value.to(parameter.device)
+        if hasattr(parameter, "ds_id"):
+            safe_set_local_fp32_param(parameter, own_part(value))
+            with GatheredParameters([parameter], modifier_rank=0):
+                parameter.copy_(value)
+        else:
+            safe_set_full_fp32_param(parameter, value)
+            parameter.copy_(value)
+
+
+def set_moments(parameter: Any, key: str, value: Tensor) -> None:
+    """A tensor of the optimizer's state, of which this rank keeps its part."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    value = value.to(parameter.device)
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_optimizer_state(parameter, own_part(value), key)
+    else:
+        safe_set_full_optimizer_state(parameter, value, key)
+
+
+def own_part(value: Tensor) -> Tensor:
+    """This rank's of the equal parts that stage 3 cuts a tensor into, the last one filled up: DeepSpeed's own setter of whole
+    tensors reads beyond the end of one whose elements the ranks do not divide."""
+    size = -(-value.numel() // dist.get_world_size())
+    flat = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+    return flat.narrow(0, size * dist.get_rank(), size)
 
 
 def gathered(parameter: Any) -> Tensor:

@@ -1,0 +1,70 @@
+"""The best weights so far, by one metric: a model of their own in the run folder, `best-<step>/`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from hwopt.resume import best_folder, opened
+from hwopt.tensors import HostCopies
+
+if TYPE_CHECKING:
+    from hwopt.build import Run
+    from hwopt.telemetry import Row
+    from hwopt.writer import Writer
+
+
+class BestWeights:
+    """Keeps what `metric` calls the best; the later one of equals loses. A part of every checkpoint."""
+
+    def __init__(self, run: Run, writer: Writer, metric: str, greater_is_better: bool) -> None:
+        self.run, self.writer, self.metric = run, writer, metric
+        self.sign = 1.0 if greater_is_better else -1.0
+        self.value: float | None = None
+        self.step = 0
+        self.evaluated = 0
+        """The step of the last evaluation, and what it found."""
+        self.latest: Row = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"metric": self.metric, "value": self.value, "step": self.step}
+        return own | {"evaluated": self.evaluated, "latest": self.latest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.evaluated, self.latest = int(state["evaluated"]), dict(state["latest"])
+        if state["value"] is None or state["metric"] != self.metric:
+            return
+        if not best_folder(self.run.folder, state["step"]).is_dir():
+            self.run.warn(
+                f"the best weights so far, of step {state['step']}, do not lie in {self.run.folder}: "
+                "from here on the best of what comes is kept"
+            )
+            return
+        self.value, self.step = state["value"], int(state["step"])
+
+    def consider(self, metrics: dict[str, float]) -> bool:
+        """Keep the current weights if `metrics` are the best so far. All ranks call it."""
+        self.evaluated, self.latest = self.run.step, metrics
+        value = metrics[self.metric]
+        better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
+        if self.value is not None and not (better and math.isfinite(value)):
+            return False
+        self.value, self.step = value, self.run.step
+        kept = HostCopies()
+        state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
+        weights = self.run.state_dict()
+        if self.run.is_main:
+            content = {"step": self.step, "metric": self.metric, "value": value if math.isfinite(value) else None}
+            self.writer.begin(best_folder(self.run.folder, self.step), content, state, weights, kept)
+        return True
+
+    def restore(self) -> None:
+        """Put the best weights back into the model, unless they are the current ones. All ranks call it.
+
+        Raises StorageError where they are not whole.
+        """
+        self.run.accelerator.wait_for_everyone()
+        if self.value is not None and self.step != self.run.step:
+            best = opened(best_folder(self.run.folder, self.step))
+            self.run.engine.restore(best.state["engine"]["parameters"])
+        self.run.accelerator.wait_for_everyone()

@@ -1,0 +1,138 @@
+"""The folder of a run: its name, who owns it while it is trained, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from hwopt.errors import FolderInUseError, InputError, StorageError, shorten
+from hwopt.resume import in_folder, set_aside
+from hwopt.storage import write_json
+
+LOCK = ".lock"
+OWNER = ".owner.json"
+RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
+"""Names that Windows keeps for devices."""
+
+
+def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool = False, fresh: bool = False) -> Path:
+    """The folder of a run, not made yet unless it goes on there.
+
+    Without a name a new run takes the first free number behind `default`, and one that goes on the last one taken. Raises
+    InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output-dir {output_dir}: is a file; give a folder")
+    if name is None:
+        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
+        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
+        free = next(number for number, each in enumerate(names) if not (output_dir / each).exists())
+        return output_dir / names[max(0, free - 1) if resume or fresh else free]
+    fit = name.isprintable() and not re.search(r'[<>:"/\\|?*]', name) and name.strip(" .") == name and 0 < len(name) <= 120
+    if not fit or name.startswith("-") or RESERVED.fullmatch(name.split(".")[0]):
+        raise InputError(
+            f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
+        )
+    folder = output_dir / name
+    if folder.exists() and trained_here(folder):
+        raise in_use(folder)
+    if folder.exists() and not (resume or fresh):
+        raise taken(folder)
+    return folder
+
+
+def folder_to_go_on_in(checkpoint: Path, output_dir: Path, name: str | None, default: str) -> Path:
+    """Where a run from `checkpoint` goes on: in its own folder if it is the newest there, else in one of its own."""
+    own = checkpoint.absolute().parent
+    if name is None and in_folder(own)[:1] == [checkpoint.absolute()]:
+        return own
+    folder = run_folder(output_dir, name, default, resume=True) if name else run_folder(output_dir, None, default)
+    if folder.exists() and folder.absolute() != own:
+        raise taken(folder)
+    return folder
+
+
+def taken(folder: Path) -> InputError:
+    if in_folder(folder):
+        return InputError(
+            f"--name {folder.name}: {folder} holds checkpoints. To go on from the newest: --resume; to begin anew and keep the "
+            "old folder beside it: --fresh; or give another --name"
+        )
+    return InputError(f"--name {folder.name}: {folder} exists; give another name, go on in it with --resume, or use --fresh")
+
+
+@contextmanager
+def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterator[Path]:
+    """`folder`, made where it is not there, and this process's own until the block or the process ends.
+
+    A `fresh` run leaves what was in it under another name beside it. Raises FolderInUseError where another process has it,
+    InputError where a new run would overwrite an old one, StorageError where it cannot be made.
+    """
+    if fresh and folder.exists():
+        with locked(folder):
+            set_aside(folder, "old")
+    with locked(folder):
+        try:
+            if not resume and not set(os.listdir(folder)) <= {LOCK}:
+                raise taken(folder)
+            began = psutil.Process().create_time()
+            write_json(folder / OWNER, {"pid": os.getpid(), "host": platform.node(), "began": began})
+            yield folder
+        finally:
+            with suppress(OSError):
+                (folder / OWNER).unlink(missing_ok=True)
+            if folder.is_dir() and set(os.listdir(folder)) <= {LOCK}:  # it was never begun
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The lock is the system's, and so ends with the process that holds it, however that ends."""
+    lock = FileLock(folder / LOCK, timeout=0, is_singleton=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise in_use(folder) from None
+    except (OSError, NotImplementedError) as error:
+        raise StorageError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def trained_here(folder: Path) -> bool:
+    """Whether a process of this machine trains in `folder`, without asking for the lock, which would keep others from it."""
+    owner = owner_of(folder)
+    if owner.get("host") != platform.node():
+        return False
+    with suppress(psutil.Error, ValueError, TypeError):
+        return bool(psutil.Process(int(owner["pid"])).create_time() == owner["began"])
+    return False
+
+
+def owner_of(folder: Path) -> dict[str, Any]:
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) and {"pid", "host", "began"} <= owner.keys() else {}
+
+
+def in_use(folder: Path) -> FolderInUseError:
+    owner = owner_of(folder)
+    who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+    return FolderInUseError(
+        f"{folder} is in use: {who} trains there. Wait until it has ended, end it (kill, once: it saves), or give another --name"
+    )

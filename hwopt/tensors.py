@@ -1,0 +1,109 @@
+"""Trees of tensors and plain values: copied to the host, taken apart for safetensors and JSON, and put together again.
+
+A tree is made of dicts with string keys, lists, strings, numbers, booleans, None and tensors. No pickle: what is read back can
+only be one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MARK = "$tensor"
+"""The only key of a JSON object that stands for a tensor; its value is the tensor's name."""
+
+
+class HostCopies:
+    """Copies of tensors in the host's memory, one of each, however often it is asked for: later steps do not reach them."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() == 0 or key not in self.made:
+            # the original is kept too, or its address could be another tensor's by the time of the next question
+            self.made[key] = (tensor.to("cpu", copy=True).contiguous(), tensor)
+        return self.made[key][0]
+
+    @property
+    def bytes(self) -> int:
+        return sum(copy.numel() * copy.element_size() for copy, _ in self.made.values())
+
+
+def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """`tree` with each tensor changed; a tensor made of others (quantized optimizer state) becomes a dict of those."""
+    if isinstance(tree, Tensor):
+        if inner := parts(tree):
+            return {name: mapped(change, part) for name, part in inner.items()}
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: mapped(change, value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [mapped(change, value) for value in tree]
+    return tree
+
+
+def parts(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor subclass wraps; empty for a plain one."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def filled(made: Any, saved: Any) -> Any:
+    """`saved` in the shape of `made`, whose tensors are written into and so keep their kind and device.
+
+    Raises ValueError where the two are not alike.
+    """
+    if isinstance(made, Tensor):
+        if inner := parts(made):
+            filled(inner, saved)
+            return made
+        if not isinstance(saved, Tensor) or saved.shape != made.shape or saved.dtype != made.dtype:
+            raise ValueError(f"there is {described(saved)} for {described(made)}")
+        made.copy_(saved)
+        return made
+    if isinstance(made, Mapping):
+        if not isinstance(saved, Mapping) or made.keys() != saved.keys():
+            there = sorted(map(str, saved)) if isinstance(saved, Mapping) else described(saved)
+            raise ValueError(f"there is {there} for {sorted(map(str, made))}")
+        return {key: filled(value, saved[key]) for key, value in made.items()}
+    return saved
+
+
+def described(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def taken_apart(tree: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """(`tree` as JSON takes it, its tensors by the names that stand in their places)."""
+    tensors: dict[str, Tensor] = {}
+
+    def visit(value: Any, at: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[at] = value
+            return {MARK: at}
+        if isinstance(value, Mapping):
+            assert all(isinstance(key, str) and key != MARK for key in value), f"{at}: keys are strings"
+            return {key: visit(below, f"{at}/{key}" if at else key) for key, below in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [visit(below, f"{at}/{number}") for number, below in enumerate(value)]
+        assert value is None or isinstance(value, (str, int, float, bool)), f"{at}: {type(value).__name__} cannot be stored"
+        return value
+
+    return visit(tree, name), tensors
+
+
+def put_together(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What `taken_apart` took apart, with the tensors that `tensor` finds by their names."""
+    if isinstance(tree, dict):
+        if tree.keys() == {MARK}:
+            return tensor(str(tree[MARK]))
+        return {key: put_together(value, tensor) for key, value in tree.items()}
+    return [put_together(value, tensor) for value in tree] if isinstance(tree, list) else tree
