@@ -30,7 +30,7 @@ from hwopt.memory.tracer import only_sizes
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
-from hwopt.processes import agreed
+from hwopt.processes import agreed, leave_note
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
@@ -41,6 +41,7 @@ from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
+from hwopt.watch import Watch, end_the_others
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -183,6 +184,8 @@ def execute(
         try:
             with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder(), settle) as run:
                 run.ran_out = partial(planner.held, plan, cache or cache_folder())
+                watch = watching(run, own, stack)
+                run.watch, run.beat = watch, watch.beat
                 with reporting(run):
                     summary = train(run, heard)
             if (code := signals.received()) is not None:  # while the end was written
@@ -203,6 +206,21 @@ def execute(
                 if not secondhand:
                     set_status(own, rank, code, str(error))
             raise
+
+
+def watching(run: Run, own: Sequence[Path], stack: contextlib.ExitStack) -> Watch:
+    """What ends a run that hangs, or that a second signal ends: with its exit code everywhere, and nobody left behind."""
+
+    def leave(code: int, message: str = "ended at once, by a second signal") -> None:
+        set_status(own, run.rank, code, message)
+        text = f"error: {message}"
+        if not leave_note(code, text, secondhand=False):
+            os.write(2, f"{text}\n".encode())
+        end_the_others()
+
+    stack.enter_context(signals.leaving(leave))
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return Watch(run.training.hang_timeout, run.folder, run.rank, leave, launcher)
 
 
 class Complete(Exception):

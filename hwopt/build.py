@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -62,6 +62,8 @@ class Run:
     """Of the step that is being done."""
     warn: Callable[[str], None] = warnings.warn
     say: Callable[[str], None] = lambda message: None
+    watch: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Around the steps: what ends a run that hangs."""
     beat: Callable[[], None] = lambda: None
     """Told that the run is alive."""
     ran_out: Callable[[int], None] = lambda rows: None

@@ -106,6 +106,8 @@ class Training(Table):
     """A checkpoint every so many minutes; 0: never. At SIGTERM and SIGINT there is one in any case."""
     save_total_limit: int = Field(default=2, ge=0)
     """The newest ones are kept, the best weights apart from them; 0 keeps all."""
+    hang_timeout: float = Field(default=600.0, ge=0)
+    """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -59,29 +59,30 @@ def train(run: Run, listener: Listener) -> Row:
             try_training(run, telemetry, reseed, training)
 
         with signals.patience(), keeping(checkpoints):
-            wish = owed(run, listener, telemetry, evaluation, best)
-            for batch in step_batches(run, telemetry):
-                if telemetry.steps_here == 0:
-                    with telemetry.aside(), observe.observing(run):
+            with run.watch:
+                wish = owed(run, listener, telemetry, evaluation, best)
+                for batch in step_batches(run, telemetry):
+                    if telemetry.steps_here == 0:
+                        with telemetry.aside(), observe.observing(run):
+                            step(run, batch, telemetry, reseed, training)
+                        listener.evidence(run, observe.collect(run))
+                    else:
                         step(run, batch, telemetry, reseed, training)
-                    listener.evidence(run, observe.collect(run))
-                else:
-                    step(run, batch, telemetry, reseed, training)
 
-                if row := telemetry.stepped(batch):
-                    listener.row(run, row)
-                    if shortage := strain.seen():
-                        training.strained(batch.floor, f"after step {run.step}", shortage)
-                wish = run.engine.agree(checkpoints.wish())
-                if evaluates_now(run) and wish <= SAVE:
-                    wish = max(wish, evaluate_and_keep(run, listener, telemetry, evaluation, best))
-                if wish or checkpoints.due():
-                    if row := telemetry.flush():
+                    if row := telemetry.stepped(batch):
                         listener.row(run, row)
-                    with telemetry.aside():
-                        checkpoints.save()
-                if wish > SAVE:
-                    break
+                        if shortage := strain.seen():
+                            training.strained(batch.floor, f"after step {run.step}", shortage)
+                    wish = run.engine.agree(checkpoints.wish())
+                    if evaluates_now(run) and wish <= SAVE:
+                        wish = max(wish, evaluate_and_keep(run, listener, telemetry, evaluation, best))
+                    if wish or checkpoints.due():
+                        if row := telemetry.flush():
+                            listener.row(run, row)
+                        with telemetry.aside():
+                            checkpoints.save()
+                    if wish > SAVE:
+                        break
 
             if wish > SAVE:
                 stop(run, checkpoints, wish)

@@ -21,10 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hwopt import signals
 from hwopt.errors import InputError, StorageError, WorkerDiedError, exit_code_of, shorten
 from hwopt.hardware import cpu_cores
 from hwopt.launcher import rank_and_world
+from hwopt.signals import EXIT_CODES
 
 NOTES = "HWOPT_LAUNCH_NOTES"
 """The environment variable that makes a process one of these ranks: the folder for their notes."""
@@ -82,7 +85,10 @@ def run_ranks(number: int, arguments: Sequence[str]) -> Ending:
     with tempfile.TemporaryDirectory(prefix="hwopt-launch-", ignore_cleanup_errors=True) as folder:
         notes = Path(folder)
         try:
-            ending = launched(number, arguments, notes)
+            with signals.patience(pass_on):
+                ending = launched(number, arguments, notes)
+            if code := signals.received():
+                ending = Ending(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
         except BaseException as error:
             end_what_is_left(notes)
             settle(notes, Ending(signals.received() or exit_code_of(error), str(error) or type(error).__name__))
@@ -91,6 +97,16 @@ def run_ranks(number: int, arguments: Sequence[str]) -> Ending:
             end_what_is_left(notes)
         settle(notes, ending)
         return ending
+
+
+def pass_on(number: int) -> None:
+    """A signal to the ranks, which finish their step, save and end. Raises what ends this process where there are none yet."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        raise signals.ending(EXIT_CODES[signal.Signals(number)])
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.terminate()
 
 
 def launched(number: int, arguments: Sequence[str], notes: Path) -> Ending:
@@ -194,8 +210,6 @@ def settle(notes: Path, ending: Ending) -> None:
 
 def end_what_is_left(notes: Path) -> None:
     """Kill what still runs for this launch, wherever it hangs: the data-loading workers of a killed rank, say."""
-    import psutil
-
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(NOTES) == str(notes):

@@ -7,6 +7,7 @@ is finished and saved. The second one ends the process at once.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -19,6 +20,8 @@ from types import FrameType
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 ECHO = 2.0
 """Seconds in which a launcher passes on what its ranks have got as well."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl(2)."""
 
 _received: list[tuple[int, float]] = []
 _heard: list[Callable[[int], None]] = []
@@ -26,16 +29,27 @@ _heard: list[Callable[[int], None]] = []
 _leave: list[Callable[[int], None]] = []
 
 
-def listen(leave: Callable[[int], None] | None = None) -> None:
-    """End the process by KeyboardInterrupt or SystemExit at either signal, and remember the first.
-
-    `leave(exit code)` is the last thing that a process does that is ended at once.
-    """
+def listen() -> None:
+    """End the process by KeyboardInterrupt or SystemExit at either signal, and remember the first."""
     for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     _received.clear()
-    _leave[:] = [leave] if leave else []
+
+
+def listens() -> bool:
+    """Whether `listen` was called, so that signals of this process are for us."""
+    return any(signal.getsignal(number) is _end for number in EXIT_CODES)
+
+
+@contextmanager
+def leaving(leave: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `leave(exit code)` is the last thing that a process does that a second signal ends."""
+    _leave.append(leave)
+    try:
+        yield
+    finally:
+        _leave.pop()
 
 
 def received() -> int | None:
@@ -64,23 +78,27 @@ def in_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)
+    if sys.platform == "linux":  # or one that hangs would outlive a run that was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def counts_as_second(number: int, before: list[tuple[int, float]]) -> bool:
+    """Add a signal to those `before`; whether it is a second one, and no launcher's echo of the first."""
+    now = time.monotonic()
+    before.append((number, now))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    return len(before) > 1 and not (launched and now - before[0][1] < ECHO)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    now = time.monotonic()
-    echo = "TORCHELASTIC_RUN_ID" in os.environ and bool(_received) and now - _received[0][1] < ECHO
-    _received.append((number, now))
+    second = counts_as_second(number, _received)
     code = EXIT_CODES[signal.Signals(number)]
-    if _heard and len(_received) == 1:
+    if not _heard:
+        raise ending(code)
+    if len(_received) == 1:
         for heard in _heard:
             heard(number)
-        return
-    if _heard and echo:
-        return
-    if _heard:
+    elif second:
         for leave in _leave:
             leave(code)
         os._exit(code)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(code)

@@ -8,10 +8,12 @@ def test_contract(tmp_path):
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from hwopt import api
+from hwopt import api, resume
 from hwopt.hardware import detect, detect_software
 from hwopt.job import JobFile, make_job
 from hwopt.model_facts import facts_of, load_config
@@ -31,6 +34,7 @@ from hwopt.plugin import Evidence
 from hwopt.profile import Profile, make_profile
 from hwopt.recipe import LISTS
 from hwopt.registry import Registry
+from hwopt.report.journal import write_status
 from hwopt.telemetry import Listener, Row
 from hwopt.toml_files import Document
 
@@ -142,6 +146,26 @@ def train_tiny(plan: Plan, folder: Path) -> Recorder:
     return recorder
 
 
+def gone_back(run: Path, target: Path, step: int) -> Path:
+    """A copy of a run folder as it was after `step`, when its process was ended there."""
+    shutil.copytree(run, target)
+    for path in resume.in_folder(target):
+        if int(path.name.rsplit("-", 1)[1]) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(target / "final", ignore_errors=True)
+    write_status(target, None, "running")
+    return target
+
+
+def saved_bits(folder: Path) -> dict[str, str]:
+    """SHA-256 of every tensor in the files of a checkpoint, or of final/."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            found[f"{path.name}/{name}"] = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return found
+
+
 def launcher(ranks: int) -> list[str]:
     """The command that starts so many ranks of what follows it (`-m hwopt …`, or a script)."""
     settings = {
@@ -197,11 +221,12 @@ def check_contract_of(
 
     `kind` is the task's ("causal-lm" where the plugin would skip a classification), `beside` the tables of plugins that it
     needs. Its decision is pure and has a reason; it writes only what `slots` names; the run trains and saves; what it preserves
-    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`.
+    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`; a run that
+    goes on from its checkpoint ends with the same bits.
     """
     registry = registry or Registry()
     plugin = registry.plugin(name)
-    job = tiny_job(folder / "data", kind)
+    job = tiny_job(folder / "data", kind, save_steps=2)
     base = tiny_profile(**(beside or {})) if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
     profile = tiny_profile(**(beside or {}), **{name: dict(options or {})})
     plan, again = plan_for(profile, job, registry), plan_for(profile, job, registry)
@@ -223,7 +248,16 @@ def check_contract_of(
         tolerance = 0.0 if plugin.preserves == "bits" else 2e-2
         for ours, theirs in zip(with_it.losses, without.losses, strict=True):
             assert math.isclose(ours, theirs, rel_tol=tolerance), f"{name} preserves {plugin.preserves}: {ours} against {theirs}"
+    check_resume_of(name, plan_for(profile, job, registry), folder)
     return plan
+
+
+def check_resume_of(name: str, plan: Plan, folder: Path) -> None:
+    """A run that goes on from its checkpoint ends with the same bits; `folder / "with" / "run"` is the one that went through."""
+    through = folder / "with" / "run"
+    again = gone_back(through, folder / "again", 2)
+    api.execute(plan, again, cache=folder / "with" / "cache", resume=True)
+    assert saved_bits(again / "final") == saved_bits(through / "final"), f"{name}: a resumed run has other weights"
 
 
 def written_fields(plan: Plan, author: str) -> set[str]:

@@ -27,7 +27,22 @@ class ZeroEngine(TakingTurns):
         self.hosts = dist.new_group(backend="gloo")
 
     def make_state(self, at_any_cost: bool = False) -> None:
-        """DeepSpeed has made it already."""
+        """DeepSpeed makes it in its first step, after which it knows each parameter's part."""
+        if not at_any_cost:
+            return
+        zero = self.deepspeed.optimizer
+        for number, partition in enumerate(self.partitions()):
+            held, partition.grad = partition.grad, torch.zeros_like(partition)
+            group = self.inner.param_groups[getattr(zero, "sub_group_to_group_id", {}).get(number, number)]
+            params, group["params"] = group["params"], [partition]  # stage 3 has none between two steps
+            others = [other for other in self.inner.param_groups if other is not group]
+            theirs = [other["params"] for other in others]
+            for other in others:
+                other["params"] = []
+            self.inner.step()
+            group["params"], partition.grad = params, held
+            for other, kept in zip(others, theirs, strict=True):
+                other["params"] = kept
 
     def before(self, last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
@@ -83,6 +98,7 @@ class ZeroEngine(TakingTurns):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         states: dict[str, Any] = {}
+        self.link()
         for name, parameter in self.named.items():
             states[name] = {"step": self.steps()}
             for key in self.moments():
@@ -94,6 +110,8 @@ class ZeroEngine(TakingTurns):
         return {"class": type(self.optimizer).__name__, "states": states, "groups": [], "loss_scaler": numbers}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        self.make_state(at_any_cost=True)
+        self.link()
         made: tuple[str, ...] = ("step", *self.moments())
         for name, parameter in self.named.items():
             saved = state["states"].get(name, {})
@@ -108,6 +126,13 @@ class ZeroEngine(TakingTurns):
                 partition["step"] = torch.as_tensor(float(saved["step"])).to(partition["step"]).clone()
         for key, value in state.get("loss_scaler", {}).items():
             setattr(self.deepspeed.optimizer.loss_scaler, key, value)
+
+    def link(self) -> None:
+        """Tell each parameter where its state lies: DeepSpeed does it after the first group's first step, before the others'."""
+        zero = self.deepspeed.optimizer
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stage 3 asks each time
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
 
     @property
     def inner(self) -> Any:
