@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 from typing import Any, Literal
 
 from hwopt import auto_profile, signals
@@ -41,7 +42,7 @@ from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
-from hwopt.watch import Watch, end_the_others
+from hwopt.watchdog import Watch, end_the_others
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -174,17 +175,17 @@ def execute(
     rank, _ = rank_and_world(os.environ)
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     with contextlib.ExitStack() as stack:
-        own: list[Path] = []  # the run folder, once it is this run's
+        own: list[Run] = []  # once its folder is its own
 
         def settle(run: Run) -> None:
             run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
             settled(run, stack, resume=resume, fresh=fresh)
-            own.append(run.folder)
+            own.append(run)
 
         try:
             with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder(), settle) as run:
                 run.ran_out = partial(planner.held, plan, cache or cache_folder())
-                watch = watching(run, own, stack)
+                watch = watching(run, stack)
                 run.watch, run.beat = watch, watch.beat
                 with reporting(run):
                     summary = train(run, heard)
@@ -192,14 +193,16 @@ def execute(
                 raise signals.ending(code)
             set_status(own, rank, 0, "done")
             return summary
-        except Complete:
-            heard.said(run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
+        except Complete as complete:
+            heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
             return summary_of(folder)
         except BaseException as error:
             code = signals.received() or exit_code_of(error)
-            secondhand = isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0]) is not None)
+            secondhand = (
+                isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0].folder) is not None)
+            )
             if not secondhand:
-                set_status(own, rank, code, str(error) or type(error).__name__)
+                set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already
                 error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
@@ -208,11 +211,11 @@ def execute(
             raise
 
 
-def watching(run: Run, own: Sequence[Path], stack: contextlib.ExitStack) -> Watch:
+def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
     """What ends a run that hangs, or that a second signal ends: with its exit code everywhere, and nobody left behind."""
 
     def leave(code: int, message: str = "ended at once, by a second signal") -> None:
-        set_status(own, run.rank, code, message)
+        set_status([run], run.rank, code, message)
         text = f"error: {message}"
         if not leave_note(code, text, secondhand=False):
             os.write(2, f"{text}\n".encode())
@@ -227,6 +230,9 @@ class Complete(Exception):
     """There is nothing to go on with."""
 
     exit_code = -1
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
 
 def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
@@ -247,7 +253,7 @@ def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh
     if error is not None:
         raise error
     if code == Complete.exit_code:
-        raise Complete
+        raise Complete(run)
     if code:
         raise ended_with(code, 0)
     if path is not None:
@@ -271,7 +277,7 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
             )
     complete = status_code(run.folder) == 0
     if complete and (found is None or resume is True) and steps_done(run.folder) >= run.total_steps:
-        raise Complete
+        raise Complete(run)
     if complete and found is None:
         raise InputError(
             f"{run.folder} is complete after {steps_done(run.folder):,} steps, and has no checkpoint to go on from to "
@@ -317,11 +323,19 @@ def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> 
     return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
 
 
-def set_status(own: Sequence[Path], rank: int, exit_code: int, message: str) -> None:
+def ended_by_signal(own: Sequence[Run], code: int) -> str:
+    """What the status says of it; "" where it was none."""
+    if code not in signals.EXIT_CODES.values():
+        return ""
+    done = f"after step {own[0].step:,}, saved; go on with --resume" if own and own[0].step else "before the first step"
+    return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
+
+
+def set_status(own: Sequence[Run], rank: int, exit_code: int, message: str) -> None:
     """Only in a run folder that is this run's; never hides the error that ended the run behind one of storage."""
-    if own and (rank == 0 or exit_code) and own[0].is_dir():
+    if own and (rank == 0 or exit_code) and own[0].folder.is_dir():
         with contextlib.suppress(StorageError):
-            write_status(own[0], exit_code, message)
+            write_status(own[0].folder, exit_code, message)
 
 
 __all__ = [

@@ -162,7 +162,9 @@ def saved_bits(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            found[f"{path.name}/{name}"] = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            found[f"{path.name}/{name}"] = hashlib.sha256(
+                tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
     return found
 
 

@@ -1,0 +1,375 @@
+"""Nothing is lost: runs that are killed, interrupted, hung or fought over, and what they end with when they go on.
+
+Each run is a child of this process, which has imported everything already, so that a hundred of them take minutes. What a child
+ends with is compared, tensor by tensor, with a run that nobody disturbed. The short forms run by default, the full ones as
+`soak`; `figures` keeps what was measured for docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api, resume, signals, storage
+from hwopt.cli.options import quiet_transformers
+from hwopt.job import JobFile
+from hwopt.plan import Plan
+from hwopt.testing import TINY_BERT, plan_for, saved_bits, tiny_job, tiny_profile
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
+
+Figures = Callable[..., None]
+LAST = 30
+"""The last step of every run here; evaluations every 7, checkpoints every 5."""
+
+
+@dataclass
+class Work:
+    """A run that takes a second or two, and where its children work."""
+
+    folder: Path
+    ranks: int = 1
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def job(self) -> JobFile:
+        config = TINY_BERT | {"hidden_dropout_prob": 0.1}
+        job = tiny_job(
+            self.folder / "data",
+            samples=41,
+            **({"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 7, "save_steps": 5, "logging_steps": 3} | self.training),
+        )
+        model = job.job.model.model_copy(update={"config": config})
+        return JobFile(job.job.model_copy(update={"model": model}), job.document)
+
+    def plan(self) -> Plan:
+        return plan_for(tiny_profile(batch={"train": 4, "effective": 12}, **self.tables), self.job, world_size=self.ranks)
+
+    def run(self, name: str, rank: int = 0, **options: Any) -> None:
+        api.execute(self.plan(), self.folder / name, cache=self.folder / "cache", resume=True, **options)
+
+    def started(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
+        """The pids of the ranks of a run that goes on in the folder `name`. `disturb` is called in each of them first."""
+        port = free_port()
+        return [forked(partial(self.child, name, rank, port, disturb, options)) for rank in range(self.ranks)]
+
+    def child(self, name: str, rank: int, port: int, disturb: Callable[[], None], options: Mapping[str, Any]) -> None:
+        if self.ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+        signals.listen()
+        quiet_transformers()  # a child that is killed would keep the lock of all progress bars
+        disturb()
+        self.run(name, rank, **options)
+
+    def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
+        return [ended(pid) for pid in self.started(name, disturb, **options)]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A child that does `work` and ends with the exit code of what that raises."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        silence = os.open(os.environ.get("HWOPT_TEST_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        work()
+        code = 0
+    except BaseException as error:
+        from hwopt.errors import exit_code_of
+
+        code = signals.received() or exit_code_of(error)
+        if code == 1:
+            import traceback
+
+            os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int, within: float = 120.0) -> int:
+    """The exit code of a child; -9 and the like for one that a signal killed."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"process {pid} did not end within {within} s")
+
+
+def bits(run: Path) -> dict[str, str]:
+    """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
+    assert storage.damage(run / "final") == ""
+    last = resume.in_folder(run)[0]
+    assert last.name == f"checkpoint-{LAST}"
+    return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
+
+
+def logged_steps(run: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    torch.set_num_threads(1)
+    return Work(tmp_path_factory.mktemp("reliability"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(work: Work) -> Path:
+    work.run("undisturbed")  # here, so that the children find everything imported
+    return work.folder / "undisturbed"
+
+
+@pytest.fixture(scope="module")
+def takes(work: Work, undisturbed: Path) -> float:
+    """Seconds of a whole run in a child."""
+    began = time.monotonic()
+    assert work.finished("timed") == [0]
+    assert bits(work.folder / "timed") == bits(undisturbed)
+    return time.monotonic() - began
+
+
+def kill_inside_a_save(call: int) -> None:
+    """This process kills itself at the n-th change that the writing of checkpoints makes to the disk."""
+    left = call
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            nonlocal left
+            if threading.current_thread().name.startswith("hwopt-writer"):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return counting
+
+    for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
+    assert work.finished(name) == [0] * work.ranks
+    run = work.folder / name
+    assert bits(run) == bits(undisturbed)
+    assert logged_steps(run) == logged_steps(undisturbed)
+    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(25, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
+def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
+    """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
+    chance = random.Random(kills)
+    killed = inside = twice = 0
+    while killed < kills:
+        name = f"killed-{killed}"
+        again = killed % 10 == 9
+        for _ in range(2 if again else 1):
+            save = killed % 5 == 4
+            pids = work.started(name, partial(kill_inside_a_save, chance.randint(1, 150)) if save else lambda: None)
+            if not save:
+                time.sleep(chance.uniform(0.05, takes))
+                os.kill(pids[0], signal.SIGKILL)
+            if ended(pids[0]) == -9:  # else it was too late
+                killed, inside, twice = killed + 1, inside + save, twice + again
+        goes_on_exactly(work, name, undisturbed)
+    figures(
+        "SIGKILL anywhere, resume",
+        f"{killed} kills ({inside} inside a save, {twice} of runs that were killed twice): 0 different hashes of weights or "
+        "optimizer state, 0 steps lost or repeated",
+    )
+
+
+def newest_whole(run: Path) -> int:
+    """The step of the checkpoint that a run would go on from, 0 for none."""
+    found = resume.newest(run, lambda message: None)
+    return 0 if found is None else found.step
+
+
+def status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("times", [pytest.param(8, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
+def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
+    """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
+    chance = random.Random(times)
+    sent = 0
+    while sent < times:
+        name = f"signalled-{sent}"
+        number = (signal.SIGTERM, signal.SIGINT)[sent % 2]
+        run = work.folder / name
+        (pid,) = work.started(name)
+        while not (run / "metrics.jsonl").exists():  # the first line comes after step 3
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, takes / 3))
+        os.kill(pid, number)
+        code = ended(pid)
+        if code == 0:  # it was over
+            shutil.rmtree(run)
+            continue
+        assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+        assert status(run)["exit_code"] == code
+        if not (run / "final").exists():
+            assert f"after step {newest_whole(run)}, saved" in status(run)["message"]
+        goes_on_exactly(work, name, undisturbed)
+        sent += 1
+    figures(
+        "SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved at the step that was being done, exit 143/130"
+    )
+
+
+def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> None:
+    """While the first one's checkpoint is being written."""
+
+    def slow_disk() -> None:
+        fsync = os.fsync
+
+        def slow(number: int) -> None:
+            if threading.current_thread().name.startswith("hwopt-writer"):
+                time.sleep(600)
+            fsync(number)
+
+        os.fsync = slow
+
+    (pid,) = work.started("twice", slow_disk)
+    run = work.folder / "twice"
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid, within=20) == 143
+    assert status(run)["exit_code"] == 143
+    goes_on_exactly(work, "twice", undisturbed)
+
+
+def hold_when_owner(gate: int) -> None:
+    """Whoever owns the folder waits until the others have been told."""
+    from contextlib import contextmanager
+
+    real = api.owned
+
+    @contextmanager
+    def owned(*arguments: Any, **named: Any) -> Iterator[Path]:
+        with real(*arguments, **named) as folder:
+            os.read(gate, 1)
+            yield folder
+
+    setattr(api, "owned", owned)  # noqa: B010
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])
+def test_one_of_eight_owns_the_folder(work: Work, rounds: int, figures: Figures) -> None:
+    for number in range(rounds):
+        name = f"fought-over-{number}"
+        listening, telling = os.pipe()
+        pids = [pid for _ in range(8) for pid in work.started(name, partial(hold_when_owner, listening))]
+        codes: dict[int, int] = {}
+        while len(codes) < 7:
+            pid, found = os.waitpid(-1, 0)
+            assert pid in pids
+            codes[pid] = os.waitstatus_to_exitcode(found)
+        os.write(telling, b"x")
+        (owner,) = set(pids) - codes.keys()
+        codes[owner] = ended(owner)
+        os.close(listening)
+        os.close(telling)
+        assert sorted(codes.values()) == [0, *[8] * 7]
+        assert status(work.folder / name)["exit_code"] == 0
+        shutil.rmtree(work.folder / name)
+    figures("8 processes on one folder", f"{rounds} rounds: exactly 1 owner, 7 exit 8")
+
+
+def test_a_dead_owner_owns_nothing(work: Work, undisturbed: Path) -> None:
+    """The lock of a process that was killed ends with it, also while its data-loading workers still live."""
+    busy = Work(work.folder, tables={"dataloader": {"workers": 1}})
+    (pid,) = busy.started("left")
+    while not (work.folder / "left" / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    goes_on_exactly(work, "left", undisturbed)
+
+
+DAMAGE = ("flip", "cut", "remove", "empty", "foreign", "swap", "manifest")
+
+
+def damage_one(folder: Path, chance: random.Random) -> str:
+    """Do one thing to a file of a checkpoint."""
+    kind = chance.choice(DAMAGE)
+    files = sorted(path for path in folder.iterdir() if path.name != storage.MANIFEST)
+    path = chance.choice(files)
+    content = path.read_bytes()
+    if kind == "flip":
+        path = chance.choice([*files, folder / storage.MANIFEST])
+        content = path.read_bytes()
+        at = chance.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :])
+    elif kind == "cut":
+        path.write_bytes(content[: chance.randrange(len(content))])
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "foreign":
+        (folder / f"foreign-{chance.randrange(99)}.safetensors").write_bytes(content)
+    elif kind == "swap":
+        other = chance.choice([file for file in files if file.read_bytes() != content])
+        path.write_bytes(other.read_bytes())
+    else:
+        manifest = folder / storage.MANIFEST
+        manifest.write_bytes(manifest.read_bytes()[: chance.randrange(manifest.stat().st_size)])
+    return f"{kind} {path.name}"
+
+
+@pytest.mark.parametrize("times", [pytest.param(60, id="short"), pytest.param(1000, id="full", marks=pytest.mark.soak)])
+def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
+    undisturbed: Path, tmp_path: Path, times: int, figures: Figures
+) -> None:
+    chance = random.Random(times)
+    run = tmp_path / "run"
+    for _ in range(times):
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        last, before = resume.in_folder(undisturbed)[:2]
+        shutil.copytree(last, run / last.name)
+        shutil.copytree(before, run / before.name)
+        what = damage_one(run / last.name, chance)
+        said: list[str] = []
+        found = resume.newest(run, said.append)
+        assert found is not None, what
+        assert found.folder.name == before.name, what
+        assert len(said) == 1, what
+        assert "is not whole" in said[0], what
+    figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
