@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hwopt.randomness import shuffled
 from hwopt.registry import Registry
-from hwopt.tables import columns, read_table
+from hwopt.tables import columns, read_rows
 
 ROWS, STEP, ROUNDS = 16, 128, 5
 Layout = list[list[list[int]]]
@@ -119,7 +119,7 @@ def main() -> None:
     arguments.add_argument("--time", type=int, default=0, metavar="STEPS")
     options = arguments.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    texts = columns(read_table(options.file), options.text, options.file)
+    texts = columns(read_rows(options.file), options.text)
     lengths = np.array([len(ids) for ids in tokenizer(*texts, truncation=True, max_length=options.max_length)["input_ids"]])
     if len(lengths) < STEP:
         arguments.error(f"{options.file} has {len(lengths)} samples, less than a step of {STEP}")

@@ -15,7 +15,7 @@ from hwopt import auto_profile, signals
 from hwopt.build import Run, build
 from hwopt.data_parallel import ended_with
 from hwopt.demo import demo_document
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, refuse_bytes
 from hwopt.hardware import detect, detect_software, limited
 from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
@@ -48,6 +48,7 @@ from hwopt.watchdog import Watch, end_the_others
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where tokenised data and model facts are kept: HWOPT_CACHE, else hwopt under the user's cache folder."""
     if given := environment.get("HWOPT_CACHE"):
+        refuse_bytes(given, "HWOPT_CACHE")
         return Path(given)
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
 

@@ -50,10 +50,8 @@ class Engine:
         self.takes_found_inf = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         self.factor = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
+        """Of the last step's whole gradient, a tensor of its own each step; not finite where the update was left out."""
         self.found_inf = torch.zeros((), device=device)
-        self.skipped = torch.zeros((), device=device)
-        """Updates left out so far because a gradient was not finite."""
-        self.skipped_in_a_row = torch.zeros((), device=device)
         self.on_gradients = run.recipe.events["gradients"]
         self.on_updated = run.recipe.events["updated"]
 
@@ -162,12 +160,7 @@ class Engine:
 
         The same whatever the number of ranks; tensors only on the first one.
         """
-        found = {
-            "parameters": self.snapshot(kept),
-            "optimizer": self.optimizer_state(kept),
-            "skipped": float(self.skipped),
-            "skipped_in_a_row": float(self.skipped_in_a_row),
-        }
+        found = {"parameters": self.snapshot(kept), "optimizer": self.optimizer_state(kept)}
         return found if self.scaler is None else found | {"scaler": self.scaler.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -179,8 +172,6 @@ class Engine:
         self.restore(state["parameters"])
         for event in self.on_updated:  # half weights are made of the masters that were read
             event(self.run)
-        self.skipped.fill_(state["skipped"])
-        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         self.scheduler.last_epoch = self.run.step - 1
@@ -252,14 +243,14 @@ class Engine:
         gradients = self.gradients()
         self.norm = norm = self.norm_of(gradients)
         torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, which equals nothing
-        self.skipped.add_(self.found_inf)
-        if self.scaler is not None:
-            self.skipped_in_a_row.add_(self.found_inf).mul_(self.found_inf)
         if self.max_norm:
             torch._foreach_mul_(gradients, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
 
     def _step(self) -> None:
         if self.scaler is not None:
+            # the norm may overflow where no element does, and is the same on all ranks
+            for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                torch.maximum(found, self.found_inf, out=found)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.takes_found_inf:

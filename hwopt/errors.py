@@ -6,6 +6,7 @@ A message has three beats: what is wrong and where, what is accepted (with the n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -114,6 +115,16 @@ def listing(names: Sequence[str], limit: int = 12) -> str:
     """The accepted names in one line, cut where there are too many to read."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"
+
+
+def refuse_bytes(name: str, what: str) -> None:
+    """Raises InputError for a file name that is not UTF-8: libraries in Rust and C++ cannot open it, nor can JSON hold it."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        ascii_only = sys.getfilesystemencoding() != "utf-8"
+        how = "set PYTHONUTF8=1, or leave out what makes Python take names for ASCII" if ascii_only else "give it another name"
+        raise InputError(f"{what} {shorten(name)}: is not a name in UTF-8; {how}") from error
 
 
 def shorten(value: object, limit: int = 60) -> str:

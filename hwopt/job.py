@@ -66,6 +66,8 @@ class Data(Table):
     completion: str | None = None
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
+    on_bad_row: Literal["skip", "stop"] = "skip"
+    """Leave out rows that cannot be used, and say which; or stop at the first one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:
@@ -108,6 +110,14 @@ class Training(Table):
     """The newest ones are kept, the best weights apart from them; 0 keeps all."""
     hang_timeout: float = Field(default=600.0, ge=0)
     """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows an update that is left out because a gradient is not finite, or a loss that is not."""
+    nonfinite_limit: int = Field(default=50, ge=1)
+    """Updates in a row that may be left out, by "skip" or by a loss scaler."""
+    nonfinite_share: float = Field(default=0.1, gt=0, le=1)
+    """Of the run's updates, those that "skip" may leave out in all; one always."""
+    loss_spike: Literal["warn", "stop", "off"] = "warn"
+    """What follows a logged loss that is far above the recent ones."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -58,7 +58,7 @@ def train(run: Run, listener: Listener) -> Row:
         if run.plan.chose and run.checkpoint is None:
             try_training(run, telemetry, reseed, training)
 
-        with signals.patience(), keeping(checkpoints):
+        with signals.patience(), keeping(checkpoints, listener, telemetry):
             with run.watch:
                 wish = owed(run, listener, telemetry, evaluation, best)
                 for batch in step_batches(run, telemetry):
@@ -71,14 +71,14 @@ def train(run: Run, listener: Listener) -> Row:
 
                     if row := telemetry.stepped(batch):
                         listener.row(run, row)
+                        telemetry.judge()
                         if shortage := strain.seen():
                             training.strained(batch.floor, f"after step {run.step}", shortage)
                     wish = run.engine.agree(checkpoints.wish())
                     if evaluates_now(run) and wish <= SAVE:
                         wish = max(wish, evaluate_and_keep(run, listener, telemetry, evaluation, best))
                     if wish or checkpoints.due():
-                        if row := telemetry.flush():
-                            listener.row(run, row)
+                        report(run, listener, telemetry)
                         with telemetry.aside():
                             checkpoints.save()
                     if wish > SAVE:
@@ -86,8 +86,7 @@ def train(run: Run, listener: Listener) -> Row:
 
             if wish > SAVE:
                 stop(run, checkpoints, wish)
-            if row := telemetry.flush():
-                listener.row(run, row)
+            report(run, listener, telemetry)
             seconds = telemetry.seconds
             writer.wait()
             best.restore()
@@ -106,12 +105,21 @@ def writing(run: Run) -> Iterator[Writer]:
         writer.close()
 
 
+def report(run: Run, listener: Listener, telemetry: Telemetry) -> None:
+    """The row that is on its way, and what it means. Raises NonFiniteError where it means that the run must stop."""
+    if row := telemetry.flush():
+        listener.row(run, row)
+        telemetry.judge()
+
+
 @contextmanager
-def keeping(checkpoints: Checkpoints) -> Iterator[None]:
+def keeping(checkpoints: Checkpoints, listener: Listener, telemetry: Telemetry) -> Iterator[None]:
     """What was learnt so far is saved where training cannot go on."""
     try:
         yield
     except (NonFiniteError, WorkerDiedError, DoesNotFitError) as error:
+        if row := telemetry.flush():
+            listener.row(checkpoints.run, row)
         checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
         raise
 
@@ -133,8 +141,7 @@ def owed(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, bes
 
 def evaluate_and_keep(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, best: BestWeights) -> int:
     """Evaluate, and keep the weights if they are the best. Returns the exit code of a signal that came first, else 0."""
-    if row := telemetry.flush():
-        listener.row(run, row)
+    report(run, listener, telemetry)
     with telemetry.aside():
         metrics = evaluate(run, ladder)
         if metrics is None:
@@ -162,18 +169,18 @@ def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: 
 def try_training(run: Run, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
     """Forward and backward with the longest samples, where the plan chose their number; nothing is left of it but the rung."""
     batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
-    before = telemetry.loss_sum.clone()
+    before = telemetry.mark()
     with run.engine.together(ladder):
         while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
             ladder.finer(batch.floor, "with the longest samples", shortage)
             run.ran_out(max(1, run.batch.train >> ladder.rung))
     run.engine.drop()
-    telemetry.loss_sum.copy_(before)
+    telemetry.back_to(before)
 
 
 def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> str | None:
     """Gradients of the whole step. None, or why the device's memory was not enough; then nothing is left of the attempt."""
-    before = telemetry.loss_sum.clone()
+    before = telemetry.mark()
     try:
         forward_and_backward(run, batch, telemetry, reseed, rung)
         return None
@@ -183,7 +190,7 @@ def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ru
         shortage = first_line(error)
     # behind the except block, whose frames keep the tensors alive
     run.engine.drop()
-    telemetry.loss_sum.copy_(before)
+    telemetry.back_to(before)
     free_memory(run)
     return shortage
 
@@ -196,7 +203,7 @@ def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, resee
         reseed(run.step, micro_batch.first_sample)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
         engine.backward(loss, micro_batch.share)
-        telemetry.loss_sum.add_(loss.detach(), alpha=micro_batch.share)
+        telemetry.heard(loss.detach(), micro_batch)
 
 
 def free_memory(run: Run) -> None:

@@ -63,7 +63,7 @@ def silent() -> Iterator[None]:
 
 def collect(run: Run) -> list[tuple[Entry, Evidence]]:
     """The evidence of every applied plugin, in the plan's order."""
-    skipped = bool(run.engine.skipped.item())  # the one host read of evidence: a loss scaler starts high
+    skipped = bool(run.engine.found_inf.item())  # the one host read of evidence: a loss scaler starts high
     found = []
     for entry in run.plan.applied():
         evidence = _evidence(entry, run)

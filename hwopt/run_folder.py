@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from hwopt.errors import FolderInUseError, InputError, StorageError, shorten
+from hwopt.errors import FolderInUseError, InputError, StorageError, refuse_bytes, shorten
 from hwopt.resume import in_folder, set_aside
 from hwopt.storage import write_json
 
@@ -31,6 +31,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     Without a name a new run takes the first free number behind `default`, and one that goes on the last one taken. Raises
     InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it.
     """
+    refuse_bytes(str(output_dir), "--output-dir")
     if output_dir.exists() and not output_dir.is_dir():
         raise InputError(f"--output-dir {output_dir}: is a file; give a folder")
     if name is None:

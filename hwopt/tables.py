@@ -1,71 +1,135 @@
 """Tables: the rows of a file, of a `datasets` folder or of the hub.
 
-pyarrow and datasets read; this module says in one sentence what is wrong with a file that they refuse, and where.
+Files of lines are read here, since no library names the line of a bad row and goes on behind it; pyarrow and datasets read the
+rest. A file that cannot be used at all is a DataError that says in one sentence what is wrong, and where; a row that cannot is
+left out, or such an error too (hwopt.rows).
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import json
-from collections.abc import Iterable, Sequence
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import DataError, listing, nearest, shorten
+from hwopt.errors import DataError, listing, nearest, refuse_bytes, shorten
+from hwopt.rows import LeftOut, Places
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt")
-BLOCK_BYTES = 1 << 20
+ESCAPED = re.compile("[\udc80-\udcff]")
+"""What bytes that are not UTF-8 are decoded to (surrogateescape)."""
 
 
-def read_table(source: str, split: str | None = None) -> pa.Table:
-    """The rows of `source` as a table.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a source that could be read, where each comes from, and those that could not be."""
+
+    table: pa.Table
+    places: Places
+    left_out: LeftOut
+    odd: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """Of columns that hold several types: row of the table -> the value that is no string."""
+
+    @property
+    def source(self) -> str:
+        return self.places.source
+
+    def leave_out(self, row: int, why: str) -> None:
+        self.left_out.add(self.places.numbers[row], why)
+
+    def kept(self) -> list[int]:
+        """The rows of the table that nobody has left out. Raises DataError where too many are."""
+        kept = [row for row, number in enumerate(self.places.numbers) if number not in self.left_out.whys]
+        self.left_out.check([self.places.numbers[row] for row in kept])
+        return kept
+
+
+def read_rows(source: str, split: str | None = None, strict: bool = True, name: str | None = None) -> Rows:
+    """The rows of `source`, which messages call `name`; `strict`: a row that cannot be read is an error.
 
     `source` is a csv (quoted, as Excel writes it), tsv (no quoting, as GLUE's), jsonl, json, parquet or txt file (one row, whose
     column "text" holds the whole file), a folder made with `datasets`' save_to_disk(), or a hub name, "owner/name" or
     "owner/name:configuration". Cells of csv and tsv stay strings. `split` (default train) is for the last two.
     Raises DataError, with the line where there is one.
     """
-    path = Path(source)
+    refuse_bytes(source, "data:")
+    # a job is UTF-8, and so are the names in it, whatever Python takes the file system's for
+    path = Path(os.fsdecode(source.encode("utf-8")))
     if path.is_dir():
-        table = _folder(path, split)
+        rows = _numbered(_folder(path, split), name or source, strict)
     elif path.exists() or path.suffix.lower() in EXTENSIONS or _looks_like_a_path(source):
         if split is not None and path.is_file():
             raise DataError(f"{source}: a split ({split!r}) is for hub names and `datasets` folders; a file is read whole")
-        table = _file(path)
+        rows = _file(path, strict)
     else:
-        table = _hub(source, split or "train")
-    if table.num_rows == 0:
+        rows = _numbered(_hub(source, split or "train"), name or source, strict)
+    if rows.table.num_rows == 0:
+        rows.left_out.check([])
         raise DataError(f"{source}: has no rows; give a file with at least one sample")
-    return table
+    return rows
 
 
-def columns(table: pa.Table, names: Sequence[str], source: str) -> list[list[str]]:
-    """The text columns `names` of `table`, each a list with one string a row.
+def _numbered(table: pa.Table, source: str, strict: bool) -> Rows:
+    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), LeftOut(source, "row", strict))
 
-    Raises DataError where a column is missing (with the nearest name) or holds something else than text, or a text is null.
+
+def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
+    """The text columns `names`, each a list with one string a row; rows without any text are left out, with "" here.
+
+    Raises DataError where a column is missing (with the nearest name) or holds something else than text.
     """
     import pyarrow as pa
 
     found = []
     for name in names:
-        column = column_of(table, name, source)
+        column = column_of(rows.table, name, rows.source)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if column.null_count:
-            row = column.is_null().to_pylist().index(True) + 1
-            raise DataError(f"{source}: row {row}: {name!r} has no value; remove the row or fill it in")
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise DataError(f"{source}: column {name!r} holds {kind}, not text; choose another with data.text")
-        found.append(column.to_pylist())
-        if table.num_rows and not any(text.strip() for text in found[-1]):
-            raise DataError(f"{source}: every {name!r} is empty; choose another column with data.text")
+            raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with data.text")
+        odd = rows.odd.get(name, {})
+        texts = []
+        for row, text in enumerate(strings(column, rows, name)):
+            if text is None:
+                rows.leave_out(row, f"{name!r} has no value")
+            elif row in odd:
+                rows.leave_out(row, f"{name!r} is no text: {shorten(odd[row])}")
+            texts.append(text or "")
+        if texts and not any(text.strip() for text in texts):
+            raise DataError(f"{rows.source}: every {name!r} is empty; choose another column with data.text")
+        found.append(texts)
+    for row, cells in enumerate(zip(*found, strict=True)):
+        if not any(cell.strip() for cell in cells):
+            rows.leave_out(row, "has no text")
     return found
 
 
-def empty_texts(texts: Sequence[Sequence[str]]) -> int:
-    """How many rows have no text in any of the columns `texts`."""
-    return sum(not any(text.strip() for text in row) for row in zip(*texts, strict=True))
+def strings(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
+    """The values of a column of strings; parquet does not promise that they are UTF-8."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        import pyarrow as pa
+
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        found: list[str | None] = []
+        for row, raw in enumerate(column.cast(pa.large_binary()).to_pylist()):
+            text = None if raw is None else raw.decode("utf-8", "surrogateescape")
+            if text is not None and (wrong := ESCAPED.search(text)):
+                rows.leave_out(row, f"{name!r} is not UTF-8{_byte(wrong)}")
+                text = ""
+            found.append(text)
+        return found
 
 
 def column_of(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
@@ -88,7 +152,7 @@ def _looks_like_a_path(source: str) -> bool:
     return source.startswith((".", "/", "~", "\\")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
 
 
-def _file(path: Path) -> pa.Table:
+def _file(path: Path, strict: bool) -> Rows:
     suffix = path.suffix.lower()
     if not path.exists():
         folder = path.parent
@@ -101,41 +165,51 @@ def _file(path: Path) -> pa.Table:
         if path.stat().st_size == 0:
             raise DataError(f"{path}: is empty; give a file with at least one sample")
         if suffix == ".parquet":
-            return _parquet(path)
-        _check_utf8(path)
+            return _numbered(_parquet(path), str(path), strict)
         if suffix == ".txt":
-            import pyarrow as pa
-
-            text = path.read_bytes().decode("utf-8-sig")
-            return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
-        return _delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _json(path)
+            return _numbered(_text(path), str(path), strict)
+        left_out = LeftOut(str(path), "line", strict)
+        lines = _lines(path)
+        return _delimited(path, lines, left_out, suffix == ".tsv") if suffix in (".csv", ".tsv") else _json(path, lines, left_out)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _check_utf8(path: Path) -> None:
-    """Raises DataError with line and byte of the first sequence that is not UTF-8."""
-    line = 1
+def _encoding(path: Path) -> str:
+    """UTF-8, or UTF-16 where the file begins with its mark. Raises DataError for what is neither, nor text at all."""
     with path.open("rb") as file:
-        rest = b""
-        while block := file.read(BLOCK_BYTES):
-            whole = rest + block
-            try:
-                whole.decode("utf-8")
-                rest = b""
-            except UnicodeDecodeError as error:
-                if error.reason != "unexpected end of data":
-                    _not_utf8(path, whole, error, line)
-                rest = whole[error.start :]
-                whole = whole[: error.start]
-            line += whole.count(b"\n")
-        if rest:
-            _not_utf8(path, rest, UnicodeDecodeError("utf-8", rest, 0, 1, "unexpected end of data"), line)
+        start = file.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if b"\0" in start:
+        raise DataError(f"{path}: has zero bytes: it is binary, or UTF-16 without a byte order mark; save it as UTF-8")
+    return "utf-8-sig"
 
 
-def _not_utf8(path: Path, raw: bytes, error: UnicodeDecodeError, line: int) -> None:
-    line += raw[: error.start].count(b"\n")
-    raise DataError(f"{path}:{line}: is not UTF-8 (byte {raw[error.start]:#04x}); save it as UTF-8") from error
+def _lines(path: Path) -> Iterator[str]:
+    """The lines with their ends; bytes that are not UTF-8 become what `ESCAPED` finds."""
+    encoding = _encoding(path)
+    try:
+        with path.open(encoding=encoding, errors="surrogateescape" if encoding == "utf-8-sig" else "strict", newline="") as file:
+            yield from file
+    except UnicodeError as error:
+        raise DataError(f"{path}: is not whole UTF-16 ({error}); save it as UTF-8") from error
+
+
+def _text(path: Path) -> pa.Table:
+    """One row, the whole file."""
+    import pyarrow as pa
+
+    lines = list(_lines(path))
+    for number, line in enumerate(lines, 1):
+        if wrong := ESCAPED.search(line):
+            raise DataError(f"{path}:{number}: is not UTF-8{_byte(wrong)}; save it as UTF-8")
+    text = "".join(lines)
+    return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
+
+
+def _byte(wrong: re.Match[str]) -> str:
+    return f" (byte {ord(wrong.group()) - 0xDC00:#04x})"
 
 
 def _parquet(path: Path) -> pa.Table:
@@ -143,84 +217,142 @@ def _parquet(path: Path) -> pa.Table:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path)
+        with path.open("rb") as file:
+            return pyarrow.parquet.read_table(file)
     except pa.ArrowException as error:
         raise DataError(f"{path}: is not a whole parquet file: {_first_line(error)}") from error
 
 
-def _delimited(path: Path, tabs: bool) -> pa.Table:
+def _delimited(path: Path, lines: Iterator[str], left_out: LeftOut, tabs: bool) -> Rows:
     """A csv or tsv file, every cell a string: guessed types would turn labels like 01 or NA into something else."""
     import pyarrow as pa
-    from pyarrow import csv
 
-    wrong: list[Any] = []
+    how = "a tab" if tabs else "a comma (quote a cell that holds one)"
+    records = _tabbed(lines) if tabs else _quoted(lines)
+    names: list[str] = []
+    found: list[list[str]] = []
+    numbers: list[int] = []
+    for number, cells, raw in records:
+        wrong = ESCAPED.search(raw)
+        if not names:
+            if wrong or cells is None:
+                raise DataError(f"{path}:{number}: its header {'is not UTF-8' + _byte(wrong) if wrong else 'ends in a quote'}")
+            names = cells
+        elif wrong:
+            left_out.add(number, f"is not UTF-8{_byte(wrong)}")
+        elif cells is None:
+            left_out.add(number, f"a quote is not closed, or stands inside of a cell: {shorten(raw.strip())}")
+        elif len(cells) != len(names):
+            left_out.add(
+                number,
+                f"has {len(cells)} columns, the header has {len(names)}: {shorten(raw.strip())}; cells are separated by {how}",
+            )
+        else:
+            found.append(cells)
+            numbers.append(number)
+    if not names:
+        raise DataError(f"{path}: has no rows; give a file with at least one sample")
+    table = pa.Table.from_arrays(
+        [pa.array([cells[place] for cells in found], pa.string()) for place in range(len(names))], names=names
+    )
+    return Rows(table, Places(str(path), "line", numbers), left_out)
 
-    def note(row: Any) -> str:
-        wrong.append(row)
-        return "error"
 
-    quoting = {"delimiter": "\t", "quote_char": False, "double_quote": False} if tabs else {"newlines_in_values": True}
-    parsing = csv.ParseOptions(invalid_row_handler=note, **quoting)
-    # one block: a row may be as long as it likes; one thread: a bad row has its number
-    reading = csv.ReadOptions(use_threads=False, block_size=min(max(path.stat().st_size, BLOCK_BYTES), 2**31 - 1))
+Record = tuple[int, list[str] | None, str]
+"""(number of its first line, cells or None where it cannot be read, its first line)"""
+
+
+def _tabbed(lines: Iterator[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, 1):
+        if content := line.rstrip("\r\n"):
+            yield number, content.split("\t"), line
+
+
+def _quoted(lines: Iterator[str]) -> Iterator[Record]:
+    """A quote that nobody closes takes only its own line with it: reading goes on behind that."""
+    limit = csv.field_size_limit(sys.maxsize)  # a cell may be as long as it likes
     try:
-        with csv.open_csv(path, reading, parsing) as reader:
-            names = reader.schema.names
-        return csv.read_csv(path, reading, parsing, csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())))
-    except pa.ArrowException as error:
-        if wrong:
-            row = wrong[0]
-            number = f"row {row.number - 1}" if row.number else "a row"
-            how = "a tab" if tabs else "a comma (quote a cell that holds one)"
-            raise DataError(
-                f"{path}: {number} has {row.actual_columns} columns, the header has {row.expected_columns}: "
-                f"{shorten(row.text)}; cells are separated by {how}"
-            ) from error
-        raise DataError(f"{path}: cannot be read as {'tsv' if tabs else 'csv'}: {_first_line(error)}") from error
+        number, waiting = 1, lines
+        while (first := next(waiting, None)) is not None:
+            if not first.strip("\r\n"):
+                number += 1
+                continue
+            taken = [first]
+            try:
+                cells: list[str] | None = next(csv.reader(chain([first], _kept(waiting, taken)), strict=True))
+            except csv.Error:
+                cells, waiting = None, chain(taken[1:], waiting)
+                taken = taken[:1]
+            yield number, cells, "".join(taken)
+            number += len(taken)
+    finally:
+        csv.field_size_limit(limit)
 
 
-def _json(path: Path) -> pa.Table:
+def _kept(lines: Iterator[str], taken: list[str]) -> Iterator[str]:
+    """`lines`, which are also put into `taken` as they go."""
+    for line in lines:
+        taken.append(line)
+        yield line
+
+
+def _json(path: Path, lines: Iterator[str], left_out: LeftOut) -> Rows:
     """One object a line, or one array of objects. Own reader: pyarrow's names no line and turns dates into timestamps."""
-    with path.open(encoding="utf-8-sig") as file:
-        start = file.read(BLOCK_BYTES).lstrip()[:1]
-        file.seek(0)
-        rows = _array(path, file) if start == "[" else _lines(path, file)
-    return _to_table(rows)
+    number, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
+    if first.lstrip().startswith("["):
+        left_out.unit = "row"
+        found = _array(path, "".join(["\n" * (number - 1), first, *lines]), left_out)
+    else:
+        found = _objects(enumerate(chain([first], lines), number), left_out)
+    numbers, rows = [number for number, _ in found], [row for _, row in found]
+    table, odd = _to_table(rows)
+    return Rows(table, Places(str(path), left_out.unit, numbers), left_out, odd)
 
 
-def _array(path: Path, file: TextIO) -> list[dict[str, Any]]:
+def _array(path: Path, text: str, left_out: LeftOut) -> list[tuple[int, dict[str, Any]]]:
+    if wrong := ESCAPED.search(text):
+        line = text.count("\n", 0, wrong.start()) + 1
+        raise DataError(f"{path}:{line}: is not UTF-8{_byte(wrong)}; save it as UTF-8")
     try:
-        rows = json.load(file)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise DataError(f"{path}:{line}: is not valid JSON: {_first_line(error)}") from error
+    found = []
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}: element {number} is {shorten(row)}, not an object with the columns as keys")
-    return list(rows)
+        if isinstance(row, dict):
+            found.append((number, row))
+        else:
+            left_out.add(number, f"is not an object with the columns as keys: {shorten(row)}")
+    return found
 
 
-def _lines(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(lines, 1):
+def _objects(lines: Iterable[tuple[int, str]], left_out: LeftOut) -> list[tuple[int, dict[str, Any]]]:
+    found = []
+    for number, line in lines:
         if not line.strip():
+            continue
+        if wrong := ESCAPED.search(line):
+            left_out.add(number, f"is not UTF-8{_byte(wrong)}")
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            why = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {_first_line(error)}"
-            raise DataError(f"{path}:{number}: {why}; one whole object a line is expected") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: is {shorten(row)}, not an object with the columns as keys")
-        rows.append(row)
-    return rows
+            deep = isinstance(error, RecursionError)
+            left_out.add(number, "is nested too deeply" if deep else f"is not valid JSON: {_first_line(error)}")
+            continue
+        if isinstance(row, dict):
+            found.append((number, row))
+        else:
+            left_out.add(number, f"is not an object with the columns as keys: {shorten(row)}")
+    return found
 
 
-def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
+def _to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    arrays = []
+    arrays, odd = [], {}
     for name in names:
         values = [row.get(name) for row in rows]
         try:
@@ -228,7 +360,8 @@ def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
         except (pa.ArrowException, OverflowError, UnicodeError):
             # mixed types, huge numbers, lone surrogates: as they are written, since the job may not need the column at all
             arrays.append(pa.array([v if v is None else _as_written(v) for v in values], pa.string()))
-    return pa.table(dict(zip(names, arrays, strict=True)))
+            odd[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
+    return pa.table(dict(zip(names, arrays, strict=True))), odd
 
 
 def _as_written(value: Any) -> str:

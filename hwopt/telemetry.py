@@ -5,8 +5,9 @@ The loop only adds to counters; the device is asked at log points, by a copy tha
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from hwopt.errors import NonFiniteError
 from hwopt.hardware import GIB
+from hwopt.watch import Watch
 
 if TYPE_CHECKING:
     from hwopt.build import Run
-    from hwopt.microbatch import StepBatch
-
-MAX_SKIPS_IN_A_ROW = 50
+    from hwopt.microbatch import MicroBatch, StepBatch
 
 Row = dict[str, float]
+
+FOLD = 256
+"""Tensors that a `Pile` holds apart."""
 
 
 @dataclass
@@ -35,16 +38,45 @@ class Counts:
     """Seconds that the loop waited for data."""
 
 
+class Pile:
+    """Single numbers of the device in their order; `fold` now and then, so that a long interval holds few tensors."""
+
+    def __init__(self) -> None:
+        self.folded: list[Tensor] = []
+        self.fresh: list[Tensor] = []
+
+    def fold(self) -> None:
+        if len(self.fresh) >= FOLD:
+            self.folded.append(torch.stack(self.fresh))
+            self.fresh = []
+
+    def values(self, device: torch.device) -> Tensor:
+        parts = [*self.folded, *([torch.stack(self.fresh)] if self.fresh else [])]
+        return torch.cat([part.double() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+@dataclass
+class Interval:
+    """What has happened since the last log point. Nothing of it is computed before the next one."""
+
+    counts: Counts = field(default_factory=Counts)
+    norms: Pile = field(default_factory=Pile)
+    """Of each step's gradient."""
+    losses: Pile = field(default_factory=Pile)
+    """What each micro-batch adds to its step's mean loss."""
+    weights: list[float] = field(default_factory=list)
+    """The part of its step that each micro-batch is."""
+
+
 @dataclass
 class Snapshot:
     """Device values of a log point on their way to the host."""
 
     row: Row
+    steps: int
     values: Tensor
+    """Sum of the finite losses, the weight of the others, their number; the norm of each step; maybe the loss scale."""
     ready: Any
-
-    def arrived(self) -> bool:
-        return self.ready is None or self.ready.query()
 
 
 @dataclass
@@ -52,19 +84,20 @@ class Telemetry:
     """Counts between two log points, and the totals of the run."""
 
     run: Run
-    loss_sum: Tensor = field(init=False)
-    counts: Counts = field(default_factory=Counts)
+    interval: Interval = field(default_factory=Interval)
     total: Counts = field(default_factory=Counts)
+    loss_total: float = 0.0
+    """Mean losses of the log intervals, each times its steps, which `loss_steps` counts."""
+    loss_steps: float = 0.0
+    watch: Watch = field(default_factory=Watch)
     pending: Snapshot | None = None
-    logged_steps: int = 0
-    logged_loss: float = 0.0
-    """Sum over the logged steps."""
     steps_here: int = 0
     """Of this process."""
 
     def __post_init__(self) -> None:
-        self.loss_sum = torch.zeros((), device=self.run.device)
         self.started = self.logged = time.perf_counter()
+        self.said: list[str] = []
+        self.lost: NonFiniteError | None = None
         self.monitor = gpu_monitor(self.run.device)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
@@ -73,26 +106,6 @@ class Telemetry:
     def seconds(self) -> float:
         """Since the run has begun; while nobody trained it, no time has passed."""
         return time.perf_counter() - self.started
-
-    def state_dict(self) -> dict[str, Any]:
-        """All ranks call it: the loss since the last log point is that of all of them."""
-        loss = self.loss_sum.clone()
-        if self.run.world_size > 1:
-            torch.distributed.all_reduce(loss)
-        return {
-            "loss_sum": float(loss),
-            "counts": asdict(self.counts),
-            "total": asdict(self.total),
-            "logged_steps": self.logged_steps,
-            "logged_loss": self.logged_loss,
-            "seconds": self.seconds,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss_sum.fill_(state["loss_sum"] if self.run.is_main else 0.0)
-        self.counts, self.total = Counts(**state["counts"]), Counts(**state["total"])
-        self.logged_steps, self.logged_loss = int(state["logged_steps"]), float(state["logged_loss"])
-        self.started = time.perf_counter() - state["seconds"]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -104,34 +117,64 @@ class Telemetry:
             self.logged += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
-        self.counts.wait += seconds
+        self.interval.counts.wait += seconds
+
+    def heard(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Keep the summed `loss` of a micro-batch; whether it is finite is asked at the log point."""
+        if micro_batch.share:
+            self.interval.losses.fresh.append(loss * micro_batch.share)
+            self.interval.weights.append(micro_batch.count * micro_batch.share)
+
+    def mark(self) -> int:
+        return len(self.interval.losses.fresh)
+
+    def back_to(self, mark: int) -> None:
+        """Forget the micro-batches since `mark`, of a step that is begun again."""
+        losses, weights = self.interval.losses.fresh, self.interval.weights
+        del weights[len(weights) - (len(losses) - mark) :], losses[mark:]
 
     def stepped(self, batch: StepBatch) -> Row | None:
         """Count a step; at a log point start a row, and return the one that has arrived meanwhile."""
-        counts = self.counts
         self.steps_here += 1
+        interval, counts = self.interval, self.interval.counts
         counts.steps += 1
         counts.samples += batch.rows
         counts.tokens += batch.tokens
-        row = self.arrived() if self.pending else None
+        interval.norms.fresh.append(self.run.engine.norm)
+        interval.norms.fold()
+        interval.losses.fold()
+        row = self.flush() if self.arrived() else None
         if self.run.step % self.run.training.logging_steps == 0 or self.run.step == self.run.total_steps:
             row = self.flush() or row  # a slow device: wait for the old row before a new one starts
             self.start_row()
         return row
 
-    def arrived(self) -> Row | None:
-        return self.flush() if self.pending and self.pending.arrived() else None
+    def arrived(self) -> bool:
+        """Whether the row on its way can be had without waiting; several ranks wait, or they would not end in the same step."""
+        if self.pending is None:
+            return False
+        return self.pending.ready is None or self.run.world_size > 1 or bool(self.pending.ready.query())
+
+    def sums(self) -> Tensor:
+        """Sum of the finite losses, weight of the others in steps, and their number; over all ranks."""
+        device = self.run.device
+        losses = self.interval.losses.values(device)
+        weights = torch.tensor(self.interval.weights, dtype=torch.float64)
+        if device.type == "cuda":
+            weights = weights.pin_memory().to(device, non_blocking=True)
+        finite = torch.isfinite(losses)
+        parts = (torch.where(finite, losses, 0.0), torch.where(finite, 0.0, weights), ~finite)
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        if self.run.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
 
     def start_row(self) -> None:
-        run, counts, now = self.run, self.counts, time.perf_counter()
-        engine = run.engine
+        run, counts, now = self.run, self.interval.counts, time.perf_counter()
         seconds = max(now - self.logged, 1e-9)
-        scale, world = engine.loss_scale(), run.world_size
-        read = (self.loss_sum, engine.norm, engine.skipped, engine.skipped_in_a_row, *([] if scale is None else [scale]))
-        values = torch.stack([value.float() for value in read])
-        if world > 1:
-            torch.distributed.all_reduce(values[:1])
-        on_gpu = run.device.type == "cuda"
+        scale, world = run.engine.loss_scale(), run.world_size
+        scales = [] if scale is None else [scale.double().reshape(1)]
+        values = torch.cat([self.sums(), self.interval.norms.values(run.device), *scales])
         row = {
             "step": run.step,
             "epoch": round(run.epoch, 4),
@@ -142,58 +185,87 @@ class Telemetry:
             "tokens_per_second": counts.tokens * world / seconds,
             "data_wait": counts.wait / seconds,
             "peak_memory_gib": peak_memory_gib(run.device),
-            "interval_steps": counts.steps,
         }
         if self.monitor is not None:
             row["gpu_utilization"] = self.monitor()
         ready = None
-        if on_gpu:
-            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+        if run.device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        self.pending = Snapshot(row, values, ready)
+        self.pending = Snapshot(row, counts.steps, values, ready)
         for name in ("steps", "samples", "tokens", "wait"):
             setattr(self.total, name, getattr(self.total, name) + getattr(counts, name))
-        self.counts = Counts()
-        self.loss_sum.zero_()
+        self.interval = Interval()
         self.logged = now
 
     def flush(self) -> Row | None:
-        """Wait for the row on its way, if there is one; raises NonFiniteError where it says that the run must stop."""
+        """Wait for the row on its way, if there is one; call `judge` once it is shown."""
         if self.pending is None:
             return None
         pending, self.pending = self.pending, None
         if pending.ready is not None:
             pending.ready.synchronize()
-        loss_sum, norm, skipped, in_a_row, *scales = pending.values.tolist()
-        scale = scales[0] if scales else None
-        row, steps = pending.row, int(pending.row.pop("interval_steps"))
-        row |= {"loss": loss_sum / steps, "grad_norm": norm}
-        if skipped:
-            row["skipped_updates"] = skipped
+        loss_sum, weightless, lost, *rest = pending.values.tolist()
+        norms, scale = rest[: pending.steps], rest[pending.steps] if len(rest) > pending.steps else None
+        row, steps = pending.row, pending.steps - weightless
+        loss = loss_sum / steps if steps > 1e-6 else math.nan
+        if steps > 1e-6:
+            self.loss_total += loss_sum
+            self.loss_steps += steps
+        row |= {"loss": loss, "grad_norm": norms[-1]}
+        run = self.run
+        self.said, self.lost = self.watch.saw(run.training, run.total_steps, int(row["step"]), norms, int(lost), loss, scale)
+        if self.watch.skipped:
+            row["skipped_updates"] = self.watch.skipped
+        if self.watch.lost:
+            row["nonfinite_losses"] = self.watch.lost
         if scale is not None:
             row["loss_scale"] = scale
-        self.logged_steps += steps
-        self.logged_loss += steps * row["loss"]
-        self.stop_if_lost(row, skipped, in_a_row, scale)
         return row
 
-    def stop_if_lost(self, row: Row, skipped: float, in_a_row: float, scale: float | None) -> None:
-        where = f"at or before step {int(row['step'])}"
-        advice = (
-            "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
-        )
-        finite_loss = row["loss"] - row["loss"] == 0
-        if scale is None:
-            if skipped:
-                raise NonFiniteError(f"a gradient was not finite {where}; the update was not made. {advice}")
-        elif scale < 1 or in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise NonFiniteError(f"{int(in_a_row)} updates in a row were not finite {where}, loss scale {scale:g}. {advice}")
-        if not finite_loss:
-            raise NonFiniteError(f"the loss was not finite {where}. {advice}")
+    def judge(self) -> None:
+        """Say what the last row means. Raises NonFiniteError where it means that the run must stop."""
+        for line in self.said:
+            self.run.warn(line)
+        self.said = []
+        if self.lost is not None:
+            raise self.lost
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to log the same, as plain numbers. All ranks call it, none with a row on its way."""
+        assert self.pending is None, "flush() and judge() come first"
+        interval = self.interval
+        return {
+            "watch": self.watch.state_dict(),
+            "total": asdict(self.total),
+            "loss_total": self.loss_total,
+            "loss_steps": self.loss_steps,
+            "seconds": self.seconds,
+            "interval": {
+                "counts": asdict(interval.counts),
+                "sums": self.sums().tolist(),
+                "norms": interval.norms.values(self.run.device).tolist(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The sums of all ranks go on in the first one."""
+        self.watch.load_state_dict(state["watch"])
+        self.total = Counts(**state["total"])
+        self.loss_total, self.loss_steps = state["loss_total"], state["loss_steps"]
+        self.started = time.perf_counter() - state["seconds"]
+        interval = state["interval"]
+        self.interval = Interval(Counts(**interval["counts"]))
+        self.interval.norms.folded.append(torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device))
+        if self.run.is_main:
+            loss_sum, weight, lost = interval["sums"]
+            sums = [loss_sum, *[math.nan] * int(lost)]
+            self.interval.losses.folded.append(torch.tensor(sums, dtype=torch.float64, device=self.run.device))
+            self.interval.weights += [0.0, *[weight / lost] * int(lost)] if lost else [0.0]
 
     def mean_loss(self) -> float:
-        return self.logged_loss / self.logged_steps if self.logged_steps else float("nan")
+        return self.loss_total / self.loss_steps if self.loss_steps else math.nan
 
 
 def peak_memory_gib(device: torch.device) -> float:

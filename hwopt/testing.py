@@ -181,14 +181,15 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", *given]
 
 
-def finished(command: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def finished(command: Sequence[str | bytes], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """`command`, run on CPUs in `folder` to its end."""
     return subprocess.run(
         command,
         cwd=folder,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -12,14 +12,15 @@ import json
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data import fingerprint, write_folder
 from hwopt.errors import DataError, InputError, shorten
 from hwopt.job import Job
+from hwopt.rows import Places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -201,6 +202,8 @@ class Encoded:
     lengths: NDArray[np.int64]  # (texts,)
     cut: int
     """Texts that were longer than max_length."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Samples that gave no tokens, and why."""
 
     def meta(self, tokenizer: Any) -> dict[str, Any]:
         """Of a token store: how many there are, and which tokens need care."""
@@ -211,6 +214,7 @@ class Encoded:
         return {
             "samples": len(self.lengths),
             "cut": self.cut,
+            "left_out": [[sample, why] for sample, why in self.left_out.items()],
             "special_ids": special.tolist(),
             "largest_id": int(used[-1]),
         }
@@ -232,25 +236,24 @@ class Limit:
                 f"set data.max_length = {self.max_positions} or less"
             )
 
-    def check(self, lengths: Sequence[int] | NDArray[Any], rows: Sequence[int], source: str) -> None:
-        """Raises DataError for the first text that nothing cuts and the model does not take; rows count from 0."""
+    def check(self, lengths: Sequence[int] | NDArray[Any], places: Places, first: int = 0) -> None:
+        """Raises DataError for the first text that nothing cuts and the model does not take; `first` is the sample of the
+        first length."""
         if self.max_length is not None or self.max_positions is None:
             return
-        for row, length in zip(rows, lengths, strict=True):
+        for sample, length in enumerate(lengths, first):
             if length > self.max_positions:
                 raise DataError(
-                    f"{source}: row {row + 1}: has {length:,} tokens, the model takes {self.max_positions:,}; "
+                    f"{places.at(sample)}: has {length:,} tokens, the model takes {self.max_positions:,}; "
                     f"set data.max_length = {self.max_positions} to cut longer texts"
                 )
 
 
-def encode(
-    tokenizer: Any, texts: Sequence[Sequence[str]], limit: Limit, rows: Sequence[int], source: str, types: bool
-) -> Encoded:
-    """Tokens of `texts` (one column, or two for pairs), with the special tokens of the tokenizer.
+def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: Limit, places: Places, types: bool) -> Encoded:
+    """Tokens of `texts` (one column, or two for pairs), with the special tokens of the tokenizer; what has none is left out.
 
-    `rows` are the texts' rows in `source`, from 0. Raises InputError where max_length leaves no room for a token of the text,
-    DataError for a text that is too long for the model or has no token.
+    Raises InputError where max_length leaves no room for a token of the text, DataError for a text that is too long for the
+    model.
     """
     import numpy as np
 
@@ -261,13 +264,14 @@ def encode(
     ids: list[Any] = []
     kinds: list[Any] = []
     cut = 0
+    left_out: dict[int, str] = {}
     for start in range(0, len(texts[0]), CHUNK):
         chunk = [list(column[start : start + CHUNK]) for column in texts]
         found = tokenizer(*chunk, **options)
-        limit.check([len(one) for one in found["input_ids"]], rows[start : start + CHUNK], source)
+        limit.check([len(one) for one in found["input_ids"]], places, start)
         for index, one in enumerate(found["input_ids"]):
             if not one:
-                raise DataError(f"{source}: row {rows[start + index] + 1}: the text has no tokens; remove the row")
+                left_out[start + index] = "its text has no tokens"
             if limit.max_length is not None and len(one) > limit.max_length:
                 cut += 1
                 again = tokenizer(
@@ -275,11 +279,12 @@ def encode(
                 )
                 for key in again:
                     found[key][index] = again[key]
-        ids += [np.asarray(one, np.int32) for one in found["input_ids"]]
-        kinds += [np.asarray(one, np.int32) for one in found.get("token_type_ids", ())]
-    return Encoded(
-        np.concatenate(ids), np.concatenate(kinds) if kinds else None, np.array([len(one) for one in ids], np.int64), cut
-    )
+        ids += [np.asarray(one, np.int32) for one in found["input_ids"] if one]
+        kinds += [np.asarray(one, np.int32) for one in found.get("token_type_ids", ()) if one]
+    if not ids:
+        raise DataError(f"{places.source}: no text has any token")
+    lengths = np.array([len(one) for one in ids], np.int64)
+    return Encoded(np.concatenate(ids), np.concatenate(kinds) if kinds else None, lengths, cut, left_out)
 
 
 def _is_punctuation(letter: str) -> bool:

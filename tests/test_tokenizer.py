@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hwopt.errors import DataError, InputError
 from hwopt.job import Job
+from hwopt.rows import Places
 from hwopt.tokenizer import (
     Limit,
     check_vocabulary,
@@ -156,8 +157,8 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
     tokenizer = encoder(tmp_path)
     texts = [TEXTS] * columns
-    whole = encode(tokenizer, texts, Limit(None, None), range(len(TEXTS)), "a", types=columns == 2)
-    found = encode(tokenizer, texts, Limit(9, None), range(len(TEXTS)), "a", types=columns == 2)
+    whole = encode(tokenizer, texts, Limit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
+    found = encode(tokenizer, texts, Limit(9, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
     assert whole.cut == 0
     assert found.cut == (whole.lengths > 9).sum() > 0
     assert found.lengths.tolist() == whole.lengths.clip(max=9).tolist()
@@ -173,9 +174,11 @@ def test_limits(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.max_length: 600 is more than the 512 tokens that the model takes"):
         Limit(600, 512)
     tokenizer = encoder(tmp_path)
-    with pytest.raises(DataError, match=r"a\.csv: row 12: has \d+ tokens, the model takes 5; set data\.max_length = 5"):
-        encode(tokenizer, [TEXTS[:1]], Limit(None, 5), [11], "a.csv", types=False)
+    with pytest.raises(DataError, match=r"a\.csv:12: has \d+ tokens, the model takes 5; set data\.max_length = 5"):
+        encode(tokenizer, [TEXTS[:1]], Limit(None, 5), Places("a.csv", "line", [12]), types=False)
     with pytest.raises(InputError, match="leaves no room beside 3 special tokens"):
-        encode(tokenizer, [TEXTS, TEXTS], Limit(4, None), range(12), "a.csv", types=False)
-    with pytest.raises(DataError, match=r"a\.csv: row 2: the text has no tokens"):
-        encode(decoder(tmp_path), [["a", ""]], Limit(4, None), range(2), "a.csv", types=False)
+        encode(tokenizer, [TEXTS, TEXTS], Limit(4, None), Places("a.csv", "line", range(12)), types=False)
+    found = encode(decoder(tmp_path), [["a", "", "a"]], Limit(4, None), Places("a.csv", "line", range(3)), types=False)
+    assert (found.lengths.tolist(), found.left_out) == ([1, 1], {1: "its text has no tokens"})
+    with pytest.raises(DataError, match=r"a\.csv: no text has any token"):
+        encode(decoder(tmp_path), [["", ""]], Limit(4, None), Places("a.csv", "line", range(2)), types=False)

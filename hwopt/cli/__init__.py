@@ -5,7 +5,9 @@ Plain click where start-up counts (the list of commands, profiles, plugins), ric
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -69,8 +71,27 @@ def cli(debug: bool) -> None:
     """
 
 
+PLAIN = str.maketrans({"—": "-", "–": "-", "…": "...", "×": "x", "“": '"', "”": '"', "‘": "'", "’": "'", "≥": ">=", "≤": "<="})
+
+
+def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: what the screen's encoding lacks becomes plain letters, or question marks."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(PLAIN)
+    return "".join(letter if letter.isascii() else "?" for letter in text), error.end
+
+
+def write_anything() -> None:
+    """No name and no text of a user must end a run because a terminal or a log file cannot show it."""
+    codecs.register_error("plain_letters", in_plain_letters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain_letters")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of docs/exit-codes.md."""
+    write_anything()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(run_command(arguments))
 

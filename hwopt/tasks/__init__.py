@@ -15,7 +15,8 @@ from hwopt.data import TokenStore
 from hwopt.errors import InputError, listing, nearest, shorten
 from hwopt.job import Job
 from hwopt.model_facts import AUTO_CLASSES
-from hwopt.tables import read_table
+from hwopt.rows import LeftOut, Places
+from hwopt.tables import Rows, read_rows
 from hwopt.tokenizer import (
     Limit,
     check_vocabulary,
@@ -26,11 +27,10 @@ from hwopt.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import torch
     from transformers import PretrainedConfig
 
-FORMAT = 1
+FORMAT = 2
 """Of the token stores; a change makes old ones be written anew."""
 IGNORED = -100
 """The label of a token that no loss counts, as in transformers."""
@@ -48,6 +48,15 @@ class Prepared:
     """By label number; None where labels are tokens."""
     notes: list[str] = field(default_factory=list)
     """For the screen."""
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    """Of each source with bad rows: its name, all its rows, and which of them were left out and why."""
+
+    def leave_out(self, *sources: Rows | None) -> None:
+        """Say which rows of `sources` are not among the samples."""
+        for source in sources:
+            if source is not None and source.left_out.whys:
+                self.notes.append(source.left_out.note())
+                self.left_out.append(source.left_out.to_dict())
 
 
 class Metrics(Protocol):
@@ -183,14 +192,23 @@ def make_task(job: Job) -> Task:
     return tasks[job.task.kind]()
 
 
-def read_sources(job: Job) -> tuple[pa.Table, tuple[pa.Table, str] | None]:
-    """The training table, and the evaluation table with its name; None where the job gives none or only a fraction."""
-    train = read_table(job.data.train, job.data.split)
+def read_sources(job: Job) -> tuple[Rows, Rows | None]:
+    """The rows to train on and to evaluate on; None where the job gives none or only a fraction."""
+    strict = job.data.on_bad_row == "stop"
+    train = read_rows(job.data.train, job.data.split, strict)
     if job.data.eval is not None:
-        return train, (read_table(job.data.eval, job.data.eval_split), job.data.eval)
+        return train, read_rows(job.data.eval, job.data.eval_split, strict)
     if job.data.eval_split is not None:
-        return train, (read_table(job.data.train, job.data.eval_split), f"{job.data.train} [{job.data.eval_split}]")
+        return train, read_rows(job.data.train, job.data.eval_split, strict, f"{job.data.train} [{job.data.eval_split}]")
     return train, None
+
+
+def leave_out_tokenless(store: TokenStore, places: Places, left_out: LeftOut) -> None:
+    """What tokenising, now or when the store was made, has left out of the samples at `places`."""
+    for sample, why in store.meta["left_out"]:
+        left_out.add(places.numbers[sample], why)
+    if store.meta["left_out"]:
+        left_out.check([number for number in places.numbers if number not in left_out.whys])
 
 
 def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder: bool, cache: Path) -> Any:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.data import TokenStore, fingerprint, held_out_of, split_rows
 from hwopt.errors import DataError
 from hwopt.job import Job
-from hwopt.tables import columns
-from hwopt.tasks import FORMAT, IGNORED, Metrics, Prepared, Task, finish, limit_of, read_sources, refuse_router, tokenizer_for
+from hwopt.rows import LeftOut, Places
+from hwopt.tables import Rows, columns
+from hwopt.tasks import (
+    FORMAT,
+    IGNORED,
+    Metrics,
+    Prepared,
+    Task,
+    finish,
+    leave_out_tokenless,
+    limit_of,
+    read_sources,
+    refuse_router,
+    tokenizer_for,
+)
 from hwopt.tokenizer import CHUNK, Encoded, Limit, identity
 
 if TYPE_CHECKING:
@@ -21,6 +35,29 @@ if TYPE_CHECKING:
 
 BLOCK = 1_024
 """Tokens of a block of plain text, where neither the job nor the model says less."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents, or prompts and completions, and where they come from."""
+
+    places: Places
+    left_out: LeftOut
+    texts: list[list[str]]
+    """One list a column."""
+
+    def take(self, samples: Sequence[int]) -> Texts:
+        return replace(
+            self,
+            places=self.places.take(samples),
+            texts=[[column[sample] for sample in samples] for column in self.texts],
+        )
+
+
+def _texts(rows: Rows, names: Sequence[str]) -> Texts:
+    """Every row that has a text."""
+    texts = columns(rows, names)
+    return Texts(rows.places, rows.left_out, texts).take(rows.kept())
 
 
 class CausalLM(Task):
@@ -36,28 +73,25 @@ class CausalLM(Task):
         """
         refuse_router(config, job)
         limit = limit_of(job, max_positions)
-        table, other = read_sources(job)
+        rows, other = read_sources(job)
         names = job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
-        train = columns(table, names, job.data.train)
-        rows: Sequence[int] = range(table.num_rows)
-        held_out, held_rows, held_source = None, rows, job.data.train
-        if other is not None:
-            held_out, held_source = columns(other[0], names, other[1]), other[1]
-            held_rows = range(other[0].num_rows)
-        elif job.data.eval_fraction is not None and table.num_rows == 1 and job.data.prompt is None:
-            text = train[0][0]
-            at = len(text) - held_out_of(len(text), job.data.eval_fraction, job.data.train)
-            train, held_out = [[text[:at]]], [[text[at:]]]
-        elif job.data.eval_fraction is not None:
-            kept, held = split_rows(table.num_rows, job.data.eval_fraction, seed, job.data.train)
-            rows, held_rows = kept.tolist(), held.tolist()
-            held_out = [[column[row] for row in held_rows] for column in train]
-            train = [[column[row] for row in rows] for column in train]
-        texts = [text for column in train for text in column]
+        train = _texts(rows, names)
+        held_out = None if other is None else _texts(other, names)
+        fraction = job.data.eval_fraction
+        if fraction is not None and len(train.texts[0]) == 1 and job.data.prompt is None:
+            text = train.texts[0][0]
+            at = len(text) - held_out_of(len(text), fraction, rows.source)
+            train, held_out = replace(train, texts=[[text[:at]]]), replace(train, texts=[[text[at:]]])
+        elif fraction is not None:
+            kept, held = split_rows(len(train.texts[0]), fraction, seed, rows.source)
+            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
+        texts = [text for column in train.texts for text in column]
         tokenizer = tokenizer_for(job, config, texts, decoder=True, cache=cache)
-        first = _store(train, tokenizer, limit, rows, job.data.train, cache)
-        second = None if held_out is None else _store(held_out, tokenizer, limit, held_rows, held_source, cache)
-        return finish(first, second, tokenizer, None, avoid_used=False)
+        first = _store(train, tokenizer, limit, cache)
+        second = None if held_out is None else _store(held_out, tokenizer, limit, cache)
+        done = finish(first, second, tokenizer, None, avoid_used=False)
+        done.leave_out(rows, other)
+        return done
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Cross-entropy summed over the labels that are not -100; targets (batch, length), already shifted."""
@@ -99,14 +133,18 @@ def prompted(
     return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
 
 
-def _store(texts: list[list[str]], tokenizer: Any, limit: Limit, rows: Sequence[int], source: str, cache: Path) -> TokenStore:
+def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenStore:
+    texts = samples.texts
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
     settings = [FORMAT, CausalLM.kind, pairs, limit.max_length if pairs else block]
     key = fingerprint(settings, identity(tokenizer), *texts)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
-        arrays, found = _prompts(texts, tokenizer, limit, rows, source) if pairs else _plain(texts[0], tokenizer, block, source)
+        if pairs:
+            arrays, found = _prompts(texts, tokenizer, limit, samples.places)
+        else:
+            arrays, found = _plain(texts[0], tokenizer, block, samples.places.source)
         return arrays, {
             "kind": CausalLM.kind,
             "label_names": None,
@@ -116,8 +154,10 @@ def _store(texts: list[list[str]], tokenizer: Any, limit: Limit, rows: Sequence[
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
+    leave_out_tokenless(store, samples.places, samples.left_out)
     if pairs:
-        limit.check(store.lengths, rows, source)
+        without = {sample for sample, _ in store.meta["left_out"]}
+        limit.check(store.lengths, samples.places.take([s for s in range(len(texts[0])) if s not in without]))
     return store
 
 
@@ -140,33 +180,36 @@ def _plain(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[d
     return arrays, Encoded(inputs, None, lengths, 0)
 
 
-def _prompts(
-    texts: list[list[str]], tokenizer: Any, limit: Limit, rows: Sequence[int], source: str
-) -> tuple[dict[str, Any], Encoded]:
+def _prompts(texts: list[list[str]], tokenizer: Any, limit: Limit, places: Places) -> tuple[dict[str, Any], Encoded]:
     import numpy as np
 
     inputs: list[NDArray[np.int32]] = []
     labels: list[NDArray[np.int64]] = []
     cut = 0
+    left_out: dict[int, str] = {}
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
         prompts = _tokens(tokenizer, texts[0][start : start + CHUNK], special=True)
         completions = _tokens(tokenizer, texts[1][start : start + CHUNK], special=False)
-        for row, prompt, completion in zip(rows[start : start + CHUNK], prompts, completions, strict=True):
+        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
             if not completion:
-                raise DataError(f"{source}: row {row + 1}: the completion has no tokens; remove the row")
+                left_out[sample] = "the completion has no tokens"
+                continue
             read, predicted = prompted(prompt, completion, end, limit.max_length)
-            limit.check([len(read)], [row], source)
+            limit.check([len(read)], places, sample)
             if all(label == IGNORED for label in predicted):
-                raise DataError(
-                    f"{source}: row {row + 1}: nothing of the completion is left to predict: the prompt has {len(prompt):,} "
-                    f"tokens, data.max_length = {limit.max_length}; shorten the prompt or raise data.max_length"
+                left_out[sample] = (
+                    f"nothing of the completion is left to predict: the prompt has {len(prompt):,} tokens, "
+                    f"data.max_length = {limit.max_length}"
                 )
+                continue
             cut += len(prompt) + len(completion) > len(read) + (end is None)
             inputs.append(np.array(read, np.int32))
             labels.append(np.array(predicted, np.int64))
+    if not inputs:
+        raise DataError(f"{places.source}: no row has anything to predict: {left_out[0]}")
     lengths = np.array([len(one) for one in inputs], np.int64)
-    found = Encoded(np.concatenate(inputs), None, lengths, cut)
+    found = Encoded(np.concatenate(inputs), None, lengths, cut, left_out)
     arrays = {
         "input_ids": found.ids,
         "labels": np.concatenate(labels),

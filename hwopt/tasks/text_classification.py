@@ -12,8 +12,20 @@ from hwopt.data import TokenStore, fingerprint, split_rows
 from hwopt.errors import DataError, listing, nearest, shorten
 from hwopt.job import Job
 from hwopt.model_facts import is_decoder
-from hwopt.tables import column_of, columns, empty_texts
-from hwopt.tasks import FORMAT, Metrics, Prepared, Task, finish, limit_of, read_sources, refuse_router, tokenizer_for
+from hwopt.rows import LeftOut, Places
+from hwopt.tables import Rows, column_of, columns, strings
+from hwopt.tasks import (
+    FORMAT,
+    Metrics,
+    Prepared,
+    Task,
+    finish,
+    leave_out_tokenless,
+    limit_of,
+    read_sources,
+    refuse_router,
+    tokenizer_for,
+)
 from hwopt.tokenizer import Limit, encode, identity, uses_token_types
 
 if TYPE_CHECKING:
@@ -25,19 +37,26 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
 
 
+MEASURED = 0.1
+"""The share of numbers with a fraction from which on a column holds measurements."""
+
+
 @dataclass(frozen=True)
 class Samples:
-    """Texts and labels, and the rows of `source` that they come from, counted from 0."""
+    """Texts and labels, and where they come from."""
 
-    source: str
-    rows: Sequence[int]
+    places: Places
+    left_out: LeftOut
     texts: list[list[str]]
     """One list a column."""
     labels: list[str]
 
-    def take(self, rows: Sequence[int]) -> Samples:
+    def take(self, samples: Sequence[int]) -> Samples:
         return Samples(
-            self.source, rows, [[column[row] for row in rows] for column in self.texts], [self.labels[row] for row in rows]
+            self.places.take(samples),
+            self.left_out,
+            [[column[sample] for sample in samples] for column in self.texts],
+            [self.labels[sample] for sample in samples],
         )
 
 
@@ -50,27 +69,20 @@ class TextClassification(Task):
         """Labels are numbered in the order of the sorted labels of the training file, or as the model's config has them."""
         refuse_router(config, job)
         limit = limit_of(job, max_positions)
-        table, other = read_sources(job)
-        train = _samples(table, job, job.data.train)
-        held_out = None if other is None else _samples(other[0], job, other[1])
-        names = _order(train.labels, class_names(table, job.data.label), config)
+        rows, other = read_sources(job)
+        train = _samples(rows, job)
+        held_out = None if other is None else _samples(other, job)
+        names = _order(train.labels, class_names(rows.table, job.data.label), config)
         if len(names) == 1:
-            raise DataError(
-                f"{train.source}: every {job.data.label!r} is {names[0]!r}; classification needs two classes at least"
-            )
+            raise DataError(f"{rows.source}: every {job.data.label!r} is {names[0]!r}; classification needs two classes at least")
         notes = []
-        notes += [
-            f"{empty:,} of {len(samples.labels):,} texts of {samples.source} are empty"
-            for samples in (train, held_out)
-            if samples is not None and (empty := empty_texts(samples.texts))
-        ]
         if len(names) * 2 > len(train.labels) > 8:
             notes.append(f"{len(names):,} labels in {len(train.labels):,} samples: is {job.data.label!r} the right column?")
         if held_out is not None:
-            _check_known(held_out, names)
+            held_out = _known(held_out, names)
         elif job.data.eval_fraction is not None:
-            rows, held_rows = split_rows(len(train.labels), job.data.eval_fraction, seed, train.source)
-            train, held_out = train.take(rows.tolist()), train.take(held_rows.tolist())
+            kept, held = split_rows(len(train.labels), job.data.eval_fraction, seed, rows.source)
+            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
         texts = [text for column in train.texts for text in column]
         decoder = is_decoder(config)
         tokenizer = tokenizer_for(job, config, texts, decoder, cache)
@@ -81,6 +93,7 @@ class TextClassification(Task):
         assert stores[0] is not None
         done = finish(stores[0], stores[1], tokenizer, names, avoid_used=decoder)
         done.notes.extend(notes)
+        done.leave_out(rows, other)
         return done
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
@@ -104,13 +117,14 @@ class TextClassification(Task):
         return ClassMetrics(len(prepared.label_names or ()), device)
 
 
-def read_labels(table: pa.Table, name: str, source: str) -> list[str]:
+def read_labels(rows: Rows, name: str) -> list[str]:
     """The label of each row by its name. Whole numbers are named alike however they are written (1, 1.0, "1").
 
-    Raises DataError for a missing label, and for measurements (0.37): classification wants classes.
+    Rows without one are left out, with "" here. Raises DataError for measurements (0.37): classification wants classes.
     """
     import pyarrow as pa
 
+    table, source = rows.table, rows.source
     column = column_of(table, name, source)
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -118,22 +132,34 @@ def read_labels(table: pa.Table, name: str, source: str) -> list[str]:
     if not known:
         raise DataError(f"{source}: column {name!r} holds {kind}; labels are strings or whole numbers")
     classes = class_names(table, name)
-    values = column.to_pylist()
-    for row, value in enumerate(values, 1):
+    values: list[Any] = list(strings(column, rows, name)) if text else column.to_pylist()
+    for row, value in enumerate(values):
+        odd = rows.odd.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
-            raise DataError(f"{source}: row {row}: {name!r} has no label ({shorten(value)}); remove the row or fill it in")
+            rows.leave_out(row, f"{name!r} has no label ({shorten(value)})")
+            values[row] = None
+        elif isinstance(odd, list | dict):
+            rows.leave_out(row, f"{name!r} is no label: {shorten(odd)}")
+            values[row] = None
+    there = [value for value in values if value is not None]
     if classes:
-        return [classes[value] for value in values]
-    if pa.types.is_floating(kind) or (text and all(map(_NUMBER.fullmatch, values))):
-        for row, value in enumerate(values, 1):
-            number = float(value)
-            if number != number // 1:
+        return ["" if value is None else classes[value] for value in values]
+    if pa.types.is_floating(kind) or (text and all(map(_NUMBER.fullmatch, there))):
+        measured = [row for row, value in enumerate(values) if value is not None and float(value) % 1]
+        for row in measured:
+            if len(measured) > MEASURED * len(there) or rows.left_out.strict:
                 raise DataError(
-                    f"{source}: row {row}: {name!r} is {shorten(value)}: classification wants classes, not measurements; "
+                    f"{rows.places.at(row)}: {name!r} is {shorten(values[row])}: classification wants classes, not measurements; "
                     "choose another column with data.label"
                 )
-        return [str(int(value) if text and _WHOLE.fullmatch(value) else int(float(value))) for value in values]
-    return [str(value) for value in values]
+            rows.leave_out(row, f"{name!r} is a measurement among classes: {shorten(values[row])}")
+            values[row] = None
+        return ["" if value is None else _whole(value) for value in values]
+    return ["" if value is None else str(value) for value in values]
+
+
+def _whole(value: Any) -> str:
+    return str(int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else int(float(value)))
 
 
 def class_names(table: pa.Table, name: str) -> list[str] | None:
@@ -159,19 +185,28 @@ def _order(labels: list[str], classes: list[str] | None, config: PretrainedConfi
     return tuple(sorted(found))
 
 
-def _samples(table: pa.Table, job: Job, source: str) -> Samples:
-    labels = read_labels(table, job.data.label, source)
-    return Samples(source, range(table.num_rows), columns(table, job.data.text, source), labels)
+def _samples(rows: Rows, job: Job) -> Samples:
+    """Every row that has a text and a label."""
+    texts, labels = columns(rows, job.data.text), read_labels(rows, job.data.label)
+    kept = rows.kept()
+    whole = Samples(rows.places, rows.left_out, texts, labels)
+    return whole.take(kept)
 
 
-def _check_known(samples: Samples, names: tuple[str, ...]) -> None:
+def _known(samples: Samples, names: tuple[str, ...]) -> Samples:
+    """`samples` without those whose label no training sample has."""
     known = set(names)
-    for row, label in zip(samples.rows, samples.labels, strict=True):
+    numbers = samples.places.numbers
+    for number, label in zip(numbers, samples.labels, strict=True):
         if label not in known:
-            raise DataError(
-                f"{samples.source}: row {row + 1}: label {shorten(label)} does not occur in the training data."
-                f"{nearest(label, names)} It has: {listing(names)}"
+            samples.left_out.add(
+                number,
+                f"its label does not occur in the training data: {shorten(label)}.{nearest(label, names)} "
+                f"It has: {listing(names)}",
             )
+    kept = [sample for sample, label in enumerate(samples.labels) if label in known]
+    samples.left_out.check([numbers[sample] for sample in kept])
+    return samples.take(kept)
 
 
 def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limit, types: bool, cache: Path) -> TokenStore:
@@ -182,12 +217,13 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
     key = fingerprint(settings, identity(tokenizer), list(names), *samples.texts, samples.labels)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
-        found = encode(tokenizer, samples.texts, limit, samples.rows, samples.source, types)
+        found = encode(tokenizer, samples.texts, limit, samples.places, types)
+        kept = [label for sample, label in enumerate(samples.labels) if sample not in found.left_out]
         arrays = {
             "input_ids": found.ids,
             "offsets": np.concatenate([[0], np.cumsum(found.lengths)]),
-            "labels": np.array([numbers[label] for label in samples.labels], np.int64),
-            "counts": np.ones(len(samples.labels), np.int32),
+            "labels": np.array([numbers[label] for label in kept], np.int64),
+            "counts": np.ones(len(kept), np.int32),
         }
         if found.types is not None:
             arrays["token_type_ids"] = found.types
@@ -200,5 +236,8 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    limit.check(store.lengths, samples.rows, samples.source)  # another model may take less
+    leave_out_tokenless(store, samples.places, samples.left_out)
+    without = {sample for sample, _ in store.meta["left_out"]}
+    places = samples.places.take([sample for sample in range(len(samples.labels)) if sample not in without])
+    limit.check(store.lengths, places)  # another model may take less
     return store

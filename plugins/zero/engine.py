@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.engine import TakingTurns
+from hwopt.errors import NonFiniteError
 from hwopt.tensors import HostCopies
 
 
@@ -57,10 +59,17 @@ class ZeroEngine(TakingTurns):
         for event in self.on_gradients:
             event(self.run)
         self.deepspeed.step()
-        self.found_inf.fill_(float(self.deepspeed.optimizer.overflow))
-        self.skipped.add_(self.found_inf)
-        self.skipped_in_a_row.add_(self.found_inf).mul_(self.found_inf)
-        self.norm.fill_(float(self.deepspeed.get_global_grad_norm() or 0.0))
+        left_out = bool(self.deepspeed.optimizer.overflow)
+        norm = math.inf if left_out else float(self.deepspeed.get_global_grad_norm() or 0.0)
+        if not left_out and not 0 <= norm < math.inf:
+            import deepspeed
+
+            raise NonFiniteError(
+                f"plugin 'zero': DeepSpeed {deepspeed.__version__} has made an update with a gradient that is not finite; the "
+                "weights are lost. Take another version of it, or remove [plugins.zero]"
+            )
+        self.found_inf.fill_(float(left_out))
+        self.norm = torch.full_like(self.norm, norm)
         for event in self.on_updated:
             event(self.run)
         self.scheduler.step()

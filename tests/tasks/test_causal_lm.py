@@ -76,7 +76,8 @@ def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
     _, _, prepared = prepare(source, tmp_path / "cache", text="story")
     row = prepared.train.row(0)
-    assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs<|endoftext|>"
+    assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs"
+    assert prepared.notes == [f"1 of 3 rows of {source} was left out: line 3 (has no text)"]
 
 
 def test_what_is_held_out(tmp_path: Path) -> None:
@@ -118,12 +119,17 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
     assert prepared.notes == ["1 of 2 texts are longer than 6 tokens and are cut"]
     labels = prepared.train.row(0)["labels"]
     assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last one is predicted from the sixth token
-    with pytest.raises(DataError, match=r"a\.jsonl: row 1: has 26 tokens, the model takes 20; set data\.max_length = 20"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, the model takes 20; set data\.max_length = 20"):
         prepare(source, tmp_path / "cache", config, 20, **columns)
     prepare(source, tmp_path / "cache", config, 26, **columns)
     source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
-    with pytest.raises(DataError, match=r"row 2: nothing of the completion is left to predict: the prompt has 6 tokens"):
-        prepare(source, tmp_path / "cache", config, max_length=5, **columns)
+    with pytest.raises(DataError, match=r"b\.jsonl:2: nothing of the completion is left to predict: the prompt has 6 tokens"):
+        prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
+    for _ in range(2):  # made, and found in the cache
+        _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, **columns)
+        assert len(prepared.train) == 1
+        assert prepared.left_out[0]["rows"] == 2
+        assert [(row["line"], row["why"][:25]) for row in prepared.left_out[0]["left_out"]] == [(2, "nothing of the completion")]
     source = write(tmp_path / "c.jsonl", [{"ask": "a", "answer": ""}])
     with pytest.raises(DataError, match=r"every 'answer' is empty"):
         prepare(source, tmp_path / "cache", config, **columns)

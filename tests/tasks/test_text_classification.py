@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hwopt.errors import DataError, InputError
 from hwopt.job import Job
 from hwopt.model_facts import load_config
+from hwopt.rows import LeftOut, Places
+from hwopt.tables import Rows
 from hwopt.tasks import Prepared, Task, make_task
 from hwopt.tasks.text_classification import read_labels
 
@@ -101,10 +103,10 @@ def test_the_longer_text_of_a_pair_is_cut(tmp_path: Path) -> None:
 
 
 def test_too_long(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl: row 2: has \d+ tokens, the model takes 8; set data\.max_length = 8"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: has \d+ tokens, the model takes 8; set data\.max_length = 8"):
         prepare(tmp_path, positions=8)
     prepare(tmp_path, positions=32)
-    with pytest.raises(DataError, match="row 2"):  # the cached tokens are those of a model that takes more
+    with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens are those of a model that takes more
         prepare(tmp_path, positions=8)
     with pytest.raises(InputError, match="40 is more than the 32 tokens"):
         prepare(tmp_path, positions=32, max_length=40)
@@ -142,7 +144,7 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
     assert prepared.train.array("labels").tolist() == [1, 0, 1]
     hidden = rows.map(lambda row: {"label": -1}, features=features)
     hidden.save_to_disk(str(tmp_path / "hidden"))
-    with pytest.raises(DataError, match=r"row 1: 'label' has no label \(-1\)"):
+    with pytest.raises(DataError, match=r"none of its 3 rows can be used; the first one, row 1, 'label' has no label \(-1\)"):
         prepare(tmp_path, str(tmp_path / "hidden"))
 
 
@@ -159,14 +161,18 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
 )
 def test_labels_that_are_none(values: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_labels(pa.table({"label": values}), "label", "a.csv")
+        read_labels(Rows(pa.table({"label": values}), Places("a.csv", "row", [1, 2]), LeftOut("a.csv", "row", True)), "label")
 
 
 def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"eval\.jsonl: row 2: label 'yess' does not occur in the training data\. Did you mean 'yes'\?"
-    ):
-        prepare(tmp_path, eval=[ROWS[0], {**ROWS[1], "label": "yess"}])
+    unknown = [ROWS[0], {**ROWS[1], "label": "yess"}]
+    message = r"eval\.jsonl:2: its label does not occur in the training data: 'yess'\. Did you mean 'yes'\?"
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, eval=unknown, on_bad_row="stop")
+    prepared = prepare(tmp_path, eval=unknown)[2]
+    assert prepared.eval is not None
+    assert len(prepared.eval) == 1
+    assert "1 of 2 rows of" in prepared.notes[0]
     with pytest.raises(DataError, match="every 'label' is 'yes'; classification needs two classes"):
         prepare(tmp_path, [ROWS[0], ROWS[3]])
     many = [{"text": "a", "label": number} for number in range(9)]
