@@ -15,7 +15,7 @@ from hwopt import auto_profile, signals
 from hwopt.build import Run, build
 from hwopt.data_parallel import ended_with
 from hwopt.demo import demo_document
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, refuse_bytes
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, refuse_bytes, shorten
 from hwopt.hardware import detect, detect_software, limited
 from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
@@ -42,6 +42,7 @@ from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
 from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
+from hwopt.trust import trusted
 from hwopt.watchdog import Watch, end_the_others
 
 
@@ -105,6 +106,10 @@ def resolve(
     if memory_limit is not None:
         machine = limited(machine, memory_limit)
     model = job_file.job.model
+    if others := [name for name in trusted() if name not in (model.name, model.tokenizer)]:
+        raise InputError(
+            f"--trust-remote-code {shorten(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
+        )
     config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
     facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
     software = detect_software()
@@ -119,6 +124,7 @@ def resolve(
         chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
         plan = planner.walk(plan, resolved, cache, chosen_before)
     notes = [f"profile auto: {reason}"] if reason else []
+    notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted()]
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hwopt import randomness, signals
+from hwopt.blame import blaming, entered
 from hwopt.data_parallel import DataParallelEngine, make_equal
 from hwopt.engine import Engine
-from hwopt.errors import HwoptError, PluginError
 from hwopt.hardware import GIB
 from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
 from hwopt.model_facts import load_config, no_search_for_packed_rows
 from hwopt.model_files import skeleton_of
 from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation
-from hwopt.recipe import Recipe
+from hwopt.recipe import Recipe, Steps
 from hwopt.tasks import Prepared, Task, make_task
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Run:
             "samples": f"{len(train):,} ({train.folder.name})",
             "rows a step": self.batch.step,
             "seed": self.training.seed,
-            "order": None if (order := self.recipe.order) is None else getattr(order, "__qualname__", type(order).__name__),
+            "order": self.recipe.author_of("order").split(" (")[0],
         }
 
     @property
@@ -147,9 +147,8 @@ def build(plan: Plan, folder: Path, cache: Path, settle: Callable[[Run], None] =
     can talk to each other, where the run goes on: it sets `run.folder`, `run.checkpoint` and `run.step`.
     """
     with ExitStack() as stack:
-        for index, enter in enumerate(plan.recipe.process):
-            with blaming(f"process[{index}]"):
-                stack.enter_context(enter())
+        for enter in plan.recipe.process:
+            stack.enter_context(entered(enter))
         accelerator = make_accelerator(plan)
         stack.callback(forget, accelerator)
         run = prepare_data(plan, folder, cache, accelerator)
@@ -159,24 +158,12 @@ def build(plan: Plan, folder: Path, cache: Path, settle: Callable[[Run], None] =
         build_loaders(run)
         run.engine = make_engine(run)
         for step in plan.recipe.prepared_steps:
-            with blaming("prepared_steps"):
-                step(run)
+            step(run)
         if plan.recipe.collate is None:
             stack.enter_context(no_search_for_packed_rows())
         yield run
         accelerator.free_memory()  # engines are taken down while their ranks can still be reached
         accelerator.end_training()
-
-
-@contextmanager
-def blaming(part: str) -> Iterator[None]:
-    """What a plugin's callable raises while the run is built is the plugin's error."""
-    try:
-        yield
-    except (HwoptError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise PluginError(f"recipe.{part} of a plugin raised {type(error).__name__}: {error}") from error
 
 
 def make_engine(run: Run) -> Engine:
@@ -189,7 +176,9 @@ def make_accelerator(plan: Plan) -> Accelerator:
     from accelerate import Accelerator
 
     options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)
-    with blaming("accelerator"):
+    recipe = plan.recipe
+    authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
+    with blaming(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
         accelerator = Accelerator(**{key: made(value) for key, value in options.items()})
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory
@@ -199,7 +188,7 @@ def make_accelerator(plan: Plan) -> Accelerator:
 
 def made(option: Any) -> Any:
     """An option of the Accelerator, made now where it, or an entry of its list, is given as a factory."""
-    if isinstance(option, list):
+    if isinstance(option, list | Steps):
         return [made(entry) for entry in option]
     return option() if callable(option) else option
 
@@ -249,8 +238,7 @@ def adopt_model(run: Run, model: Any) -> None:
     if run.world_size > 1 and recipe.engine is None:
         make_equal(model.to(run.device))  # before masters and adapters are made of them
     for step in recipe.model_steps:
-        with blaming("model_steps"):
-            model = step(model, run)
+        model = step(model, run)
     model.train()
     run.loss = recipe.loss or run.task.loss
     run.inner_model = run.model = model
@@ -268,12 +256,10 @@ def build_optimizer(run: Run) -> None:
     groups = parameter_groups(run.inner_model, run.training)
     names = {id(parameter): name for name, parameter in run.inner_model.named_parameters()}
     run.trained = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    with blaming("optimizer"):
-        optimizer = make_optimizer(groups)
+    optimizer = make_optimizer(groups)
     run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
     for wrap in recipe.optimizer_wraps:
-        with blaming("optimizer_wraps"):
-            optimizer = wrap(optimizer, run)
+        optimizer = wrap(optimizer, run)
     run.optimizer = optimizer
     run.scheduler = make_scheduler(run)
 

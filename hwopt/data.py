@@ -127,7 +127,7 @@ class TokenStore:
             import numpy as np
 
             # plain ndarray views: indexing a memmap object costs several times as much
-            self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
+            self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
         return self._arrays[name]
 
     def row(self, index: int) -> dict[str, NDArray[Any]]:

@@ -7,7 +7,7 @@ A message has three beats: what is wrong and where, what is accepted (with the n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class HwoptError(Exception):
@@ -79,41 +79,45 @@ def exit_code_of(error: BaseException) -> int:
     for each in chain:
         if isinstance(each, KeyboardInterrupt):
             return 130
-        if isinstance(each, SystemExit) and isinstance(each.code, int):
-            return each.code
+        if isinstance(each, SystemExit) and each.code in (130, 143):  # of a signal; any other would end a run as if it were done
+            return int(each.code)
     return error.exit_code if isinstance(error, HwoptError) else 1
 
 
 class Problems:
     """Collects every problem of one input, so that a user mends a file once instead of line by line."""
 
+    LIMIT = 10
+    """That are said in full."""
+
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self.more = 0
 
-    def add(self, message: str) -> None:
-        self.messages.append(message)
+    def add(self, message: str | Callable[[], str]) -> None:
+        """A message, or what makes it: only those that will be read are made."""
+        if len(self.messages) < self.LIMIT:
+            self.messages.append(message if isinstance(message, str) else message())
+        else:
+            self.more += 1
 
-    def raise_if_any(self, error: type[HwoptError] = InputError, limit: int = 10) -> None:
-        """Raise `error` with all messages, one a line, the first `limit` of them in full."""
-        if not self.messages:
-            return
-        shown = self.messages[:limit]
-        if len(self.messages) > limit:
-            shown.append(f"… and {len(self.messages) - limit} more")
-        raise error("\n".join(shown))
+    def raise_if_any(self, error: type[HwoptError] = InputError) -> None:
+        """Raise `error` with all messages, one a line, the first of them in full."""
+        if self.messages:
+            raise error("\n".join([*self.messages, *([f"… and {self.more} more"] if self.more else [])]))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the known name that is most like `name`, or an empty string."""
     from difflib import get_close_matches  # costs what listing profiles cannot spare
 
-    matches = get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
+    matches = get_close_matches(name[:80], [one for one in known if len(one) <= 200], n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def listing(names: Sequence[str], limit: int = 12) -> str:
     """The accepted names in one line, cut where there are too many to read."""
-    shown = ", ".join(names[:limit])
+    shown = ", ".join(cut(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"
 
 
@@ -131,3 +135,15 @@ def shorten(value: object, limit: int = 60) -> str:
     """`repr(value)` that fits on a line, whatever was typed."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def cut(text: str, limit: int = 80) -> str:
+    """`text` as it is, but for what is too long to read."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control characters, escape sequences and marks that turn the direction of
+    writing around are spelled out. Names, labels and messages of files end on the screen; lines and tabs stay.
+    """
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)

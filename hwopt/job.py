@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hwopt.errors import InputError, listing, nearest
+from hwopt.paths import kind_of
 from hwopt.toml_files import Document, override, parse_assignment, read_toml, validate
 
 Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -51,7 +52,7 @@ class Model(Table):
 
 
 class Data(Table):
-    train: str
+    train: str = Field(min_length=1)
     """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
     eval: str | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
@@ -160,9 +161,10 @@ class JobFile:
 
 def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
-    if path.is_dir():
+    kind = kind_of(path, "JOB")
+    if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
-    if not path.exists():
+    if kind == "nothing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     return make_job(read_toml(path), assignments)
 

@@ -6,12 +6,14 @@ A bare `accelerate launch` exports defaults (`no`, `NO`, `False`, `1`); they con
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hwopt.errors import InputError, Problems, shorten
+from hwopt.errors import InputError, Problems, listing, shorten
 from hwopt.hardware import Hardware
+from hwopt.paths import read_whole
 
 NEUTRAL = frozenset({"", "0", "1", "no", "false", "none"})
 
@@ -37,6 +39,8 @@ FSDP_DEFAULTS = {
 }
 """What the launcher exports with a bare `--use_fsdp`; for DeepSpeed it exports nothing that it was not told."""
 
+MAX_BYTES = 1_000_000
+"""Of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change nothing but what is on the screen."""
 
@@ -99,14 +103,14 @@ def refuse_contradictions(
 def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
     """What the JSON file at `path` says otherwise than `planned`; what it leaves out or to "auto" is no contradiction."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(read_whole(Path(path), MAX_BYTES).decode())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
+        known, given = dict(leaves(planned)), dict(leaves(config))
+    except (InputError, ValueError, RecursionError) as error:
         yield f"{path} cannot be read as JSON ({error}). Write it anew: hwopt export --to deepspeed"
         return
-    known = dict(leaves(planned))
-    for key, value in leaves(config):
+    for key, value in given.items():
         if value == "auto" or key in PRINTS_ONLY or agree(value, known.get(key)):
             continue
         said = f"it is {spelled(known[key])}" if key in known else "there is no such thing"
@@ -143,12 +147,33 @@ def spelled(value: Any) -> str:
 
 def local_rank(environment: Mapping[str, str]) -> int:
     """This rank's number on its machine, and so the number of its device; 0 without a launcher."""
-    return int(environment.get("LOCAL_RANK", "0") or 0) if environment.get("LOCAL_RANK", "0").isdigit() else 0
+    return number_of(environment, "LOCAL_RANK", 0)
 
 
 def rank_and_world(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, number of ranks) as the launcher says, (0, 1) without one."""
-    try:
-        return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
-    except ValueError as error:
-        raise InputError(f"RANK and WORLD_SIZE must be whole numbers: {error}") from error
+    """(rank, number of ranks) as the launcher says, (0, 1) without one. Raises InputError for what no launcher says."""
+    rank, world_size = number_of(environment, "RANK", 0), number_of(environment, "WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise InputError(f"RANK={rank} does not go with WORLD_SIZE={world_size}: ranks count from 0. {BY_HAND}")
+    return rank, world_size
+
+
+def refuse_lost_ranks(environment: Mapping[str, str]) -> None:
+    """Raise InputError where the ranks that the variables speak of could not meet."""
+    _, world_size = rank_and_world(environment)
+    number_of(environment, "LOCAL_RANK", 0)
+    number_of(environment, "MASTER_PORT", 0, 2**16)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if not environment.get(name)]
+    if world_size > 1 and missing:
+        raise InputError(f"WORLD_SIZE={world_size}, but {listing(missing)} not set: the ranks could not meet. {BY_HAND}")
+
+
+BY_HAND = "Let `accelerate launch` or --processes set them, or unset them"
+
+
+def number_of(environment: Mapping[str, str], name: str, default: int, most: int = 1_000_000) -> int:
+    """A variable that is a whole number below `most`. Raises InputError where it is something else."""
+    text = environment.get(name, "") or str(default)
+    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) >= most:
+        raise InputError(f"{name}={shorten(text)}: expected a whole number below {most:,}. {BY_HAND}")
+    return int(text)

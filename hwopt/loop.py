@@ -19,9 +19,10 @@ import torch
 
 from hwopt import observe, randomness, signals
 from hwopt.best import BestWeights
+from hwopt.blame import Blamed
 from hwopt.build import Run
 from hwopt.checkpoint import SAVE, Checkpoints
-from hwopt.errors import DoesNotFitError, InputError, NonFiniteError, WorkerDiedError, listing, nearest
+from hwopt.errors import DoesNotFitError, InputError, NonFiniteError, PluginError, WorkerDiedError, listing, nearest
 from hwopt.ladder import Ladder
 from hwopt.microbatch import StepBatch
 from hwopt.model_files import save_final
@@ -38,7 +39,10 @@ def train(run: Run, listener: Listener) -> Row:
     """
     run.warn = partial(listener.warned, run)
     telemetry = Telemetry(run)
-    rescues: list[Callable[[], str | None]] = [partial(plugin.rescue, run) for plugin in run.plan.rescuers]
+    rescues: list[Callable[[], str | None]] = [
+        Blamed(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
+        for plugin in run.plan.rescuers
+    ]
     training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
     evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
     strain = Strain(run.device)
@@ -307,6 +311,8 @@ def fetched(loader: Any) -> Iterator[StepBatch]:
         if re.search(r"DataLoader worker .*(exited unexpectedly|is killed by signal)", str(error)):
             raise WorkerDiedError(f"a data-loading worker died: {error}. Try plugins.dataloader.workers = 0.") from error
         raise
+    except PluginError as error:  # a worker's comes with the lines of its traceback
+        raise PluginError(str(error).rpartition("PluginError: ")[2].strip()) from error
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import InputError, nearest, shorten
+from hwopt.errors import HwoptError, InputError, cut, nearest, shorten
+from hwopt.paths import kind_of, read_whole
+from hwopt.trust import is_trusted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,6 +55,36 @@ LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
 """Config keys that say how logits are changed: final_logit_softcapping, logit_scale, logits_scaling …"""
 
 
+MAX_BYTES = 10_000_000
+"""Of a config.json."""
+LARGEST = 2**40
+"""Of any whole number in a config."""
+MOST = {r"(layer|block|expert|stage|head|group|depth)s?$|^depths?_": 10_000, r"^num_labels$": 2**20}
+"""Pattern of keys -> the largest number that anything is made so many times of."""
+MODULES = 200_000
+"""The largest models have a tenth of them."""
+
+
+@contextmanager
+def counting_modules() -> Iterator[None]:
+    """Raises InputError where a model of more modules is built than any has: it would take hours."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    made = 0
+
+    def count(*_: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > MODULES:
+            raise InputError(f"model: has more than {MODULES:,} modules; its config asks for too many layers or experts")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 @contextmanager
 def no_search_for_packed_rows() -> Iterator[None]:
     """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
@@ -71,17 +103,18 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
 
     Raises InputError where there is no such model, it is gated, or the config names an unknown type or key.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if config is not None:
         model_type = config.get("model_type")
-        if model_type not in CONFIG_MAPPING_NAMES:
+        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
             raise InputError(
                 f"model.config.model_type: {shorten(model_type)} is not an architecture of transformers."
                 f"{nearest(str(model_type), CONFIG_MAPPING_NAMES)}"
             )
         options = {key: value for key, value in config.items() if key != "model_type"}
+        refuse_absurd(config, "model.config")
         try:
             made = AutoConfig.for_model(model_type, **options)
         except Exception as error:  # every architecture checks its own keys in its own way
@@ -94,12 +127,40 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         return made
     assert name is not None
     folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    is_folder = kind_of(folder, "model.name:") == "folder"
+    if is_folder and kind_of(folder / "config.json", "model.name:") == "nothing":
         raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
+    if is_folder and kind_of(folder / "adapter_config.json", "model.name:") != "nothing":
+        raise InputError(
+            f"model.name: the folder {name!r} holds an adapter (adapter_config.json); merge it into its model first, "
+            "or name that model and set [plugins.adapter]"
+        )
+    if is_folder:
+        read_whole(folder / "config.json", MAX_BYTES, "model.name:")
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        content, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        refuse_absurd(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
+    except HwoptError:
+        raise
     except Exception as error:  # transformers, the hub client and the network each raise their own
         raise InputError(_why_no_model(name, error)) from error
+
+
+def refuse_absurd(content: Any, where: str, above: str = "") -> None:
+    """Raise InputError for numbers in a config that no model has, before anything counts up to them."""
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: expected an object with the config's keys, got {shorten(content)}")
+    for key, value in content.items():
+        name = f"{above}{cut(str(key))}"
+        if isinstance(value, dict):
+            refuse_absurd(value, where, f"{name}.")
+        if "implementation" in str(key) and "/" in str(value):
+            raise InputError(f"{where}: {name}: {shorten(value)} would be fetched from the hub and run; leave it out")
+        for number in value if isinstance(value, list) else [value]:
+            most = next((limit for pattern, limit in MOST.items() if re.search(pattern, str(key))), LARGEST)
+            if isinstance(number, int) and abs(number) > most:
+                raise InputError(f"{where}: {name}: {shorten(number, 30)} is more than any model has (at most {most:,})")
 
 
 def _why_no_model(name: str, error: Exception) -> str:
@@ -109,9 +170,11 @@ def _why_no_model(name: str, error: Exception) -> str:
             f"model.name: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
         )
     if "trust_remote_code" in text or "custom code" in text:
-        return f"model.name: {name!r} brings code of its own, which hwopt does not run."
+        return f"model.name: {name!r} brings code of its own; where you trust it: --trust-remote-code {name}"
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     cause = "there is no such folder" if looks_local else "no such folder, and the hub has no such model or cannot be reached"
+    if Path(name).is_dir():
+        cause = "its config.json cannot be used"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"model.name: {name!r}: {cause} ({first_line[:160]}). Give a local folder or a hub name."
 
@@ -122,8 +185,24 @@ def is_decoder(config: PretrainedConfig) -> bool:
 
     fills_masks = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     generates = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    generates = generates or (type(config).__module__.startswith("transformers_modules.") and not fills_masks)
     bidirectional = getattr(config.get_text_config(), "use_bidirectional_attention", False)
     return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
+
+
+def own_class(config: PretrainedConfig, kind: str) -> type | None:
+    """The class that a trusted model brings for the task `kind`; None for those of transformers."""
+    name = str(getattr(config, "name_or_path", ""))
+    reference = (getattr(config, "auto_map", None) or {}).get(AUTO_CLASSES[kind])
+    if reference is None or not is_trusted(name):
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        found: type = get_class_from_dynamic_module(reference, name)
+    except Exception as error:  # a stranger's module
+        raise InputError(f"model.name: {name!r}: its own code cannot be used: {type(error).__name__}: {error}") from error
+    return found
 
 
 def model_class(config: PretrainedConfig, kind: str) -> type:
@@ -131,6 +210,8 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     import transformers
 
     mapping = getattr(transformers, AUTO_CLASSES[kind])._model_mapping
+    if (own := own_class(config, kind)) is not None:
+        return own
     if type(config) not in mapping:
         raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
     if kind == "causal-lm" and not is_decoder(config):
@@ -153,7 +234,7 @@ def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None 
     if path and path.is_file():
         try:
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, OSError):
+        except (ValueError, TypeError, OSError, RecursionError):
             pass  # written by another version, or cut short: look again
     facts = _look(config, kind, name)
     if path:
@@ -174,7 +255,7 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
     cls: Any = model_class(config, kind)
     text = config.get_text_config()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), counting_modules():
             model = cls(config)
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"model: {cls.__name__} cannot be built from its config: {error}") from error

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import HwoptError, PluginError
+from hwopt.blame import blaming
+from hwopt.errors import PluginError, shorten
 from hwopt.plugin import Evidence, Observation
 
 if TYPE_CHECKING:
     from hwopt.build import Run
     from hwopt.plan import Entry
 
+STATUS = ("active", "inactive", "unknown")
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})
 
 
@@ -74,14 +76,11 @@ def collect(run: Run) -> list[tuple[Entry, Evidence]]:
 
 
 def _evidence(entry: Entry, run: Run) -> Evidence:
-    try:
-        evidence: object = entry.plugin.evidence(run)
-    except HwoptError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{entry.author} of {entry.distribution}: evidence() raised {type(error).__name__}: {error}") from error
-    if not isinstance(evidence, Evidence):
-        raise PluginError(f"{entry.author} of {entry.distribution}: evidence() returned {evidence!r} instead of an Evidence")
+    with blaming(entry.who, "evidence()"):
+        evidence = entry.plugin.evidence(run)
+    fit = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
+    if not fit:
+        raise PluginError(f"{entry.who}: evidence() returned {shorten(evidence)} instead of an Evidence")
     return evidence
 
 

@@ -6,15 +6,17 @@ not there. Whose value wins: `--set`, the job, the profile, its parent, the plug
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hwopt.errors import HwoptError, InputError, PluginError, Problems, listing, nearest, shorten
+from hwopt.blame import blaming
+from hwopt.errors import InputError, PluginError, Problems, listing, nearest, shorten
 from hwopt.hardware import Hardware, described, detect_host
 from hwopt.job import Job, JobFile, Training
 from hwopt.model_facts import ModelFacts
@@ -31,6 +33,7 @@ if TYPE_CHECKING:  # for an annotation only: it stands to the right of this modu
 DEMO = "the embedded demo"
 """The name of the job document that no file holds."""
 
+DECISIONS = ("apply", "fallback", "skip", "choose")
 BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
 
 SMALLER = 0.9
@@ -60,6 +63,10 @@ class Entry:
     @property
     def author(self) -> str:
         return f"plugin {self.name!r} ({self.place})"
+
+    @property
+    def who(self) -> str:
+        return f"{self.author} of {self.distribution}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -214,7 +221,9 @@ def rescuers(profile: Profile, registry: Registry) -> Iterator[Plugin]:
         with suppress(PluginError, ValidationError):  # broken, or without default options: no help, but nobody asked for it
             found = registry.plugin(name)
             if name not in profile.content.plugins and found.rescue is not Plugin.rescue:
-                yield found(found.Options())
+                with blaming(f"plugin {name!r} of {registry.distribution(name)}", "its constructor"):
+                    helper = found(found.Options())
+                yield helper
 
 
 def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:
@@ -222,7 +231,7 @@ def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:
     recipe = Recipe()
     for entry in entries:
         if entry.decision != "skip":
-            with recipe.written_by(entry.author), blaming(entry):
+            with recipe.written_by(entry.author, entry.distribution), asking(entry, "apply()", context):
                 entry.plugin.apply(recipe, context)
     return recipe
 
@@ -232,10 +241,10 @@ def check_hyperparameters(recipe: Recipe, training: Training) -> None:
     try:
         Training.model_validate(training.model_dump(exclude_none=True))
     except ValidationError as error:
-        authors = ", ".join(sorted({recipe.author_of(f"training[{key!r}]") for key in recipe.training}))
+        authors = ", ".join(sorted({recipe.named(recipe.author_of(f"training[{key!r}]")) for key in recipe.training}))
         raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
     for key, value in recipe.batch.items():
-        author = recipe.author_of(f"batch[{key!r}]")
+        author = recipe.named(recipe.author_of(f"batch[{key!r}]"))
         if key not in BATCH_KEYS:
             near = nearest(key, BATCH_KEYS)
             raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
@@ -266,25 +275,26 @@ def decide(profile: Profile, registry: Registry, context: Context, choices: Mapp
             problems.add(str(error))
             continue
         document = replace(profile.document, data={"plugins": {name: table}})
-        options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
+        with blaming(f"plugin {name!r} of {registry.distribution(name)}", "checking its options"):
+            options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
         if options is not None:
             asked.append((plugin_class, options, profile.place(*key)))
     problems.raise_if_any()
     for plugin_class, options, place in asked:
-        yield entry_for(plugin_class(options), options, place, profile, registry, context, choices.get(plugin_class.name, 0))
+        with blaming(f"plugin {plugin_class.name!r} of {registry.distribution(plugin_class.name)}", "its constructor"):
+            plugin = plugin_class(options)
+        yield entry_for(plugin, options, place, profile, registry, context, choices.get(plugin_class.name, 0))
 
 
 def entry_for(
     plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
 ) -> Entry:
     entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
-    with blaming(entry):
-        answer: object = plugin.probe(context)
-        if not isinstance(answer, Decision):
-            raise PluginError(f"probe() returned {answer!r} instead of a Decision")
-        decision = answer
-    if decision.kind in ("fallback", "choose"):
-        plugin = type(plugin)(decision.options[choice])
+    with asking(entry, "probe()", context):
+        decision = plugin.probe(context)
+        check_decision(decision, type(plugin).Options)
+        if decision.kind in ("fallback", "choose"):
+            plugin = type(plugin)(decision.options[choice])
     provenance = {
         key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
         for key in type(options).model_fields
@@ -304,18 +314,30 @@ def entry_for(
     )
 
 
+def check_decision(decision: object, options: type[PluginOptions]) -> None:
+    """Raise PluginError for an answer of `probe` that is none."""
+    if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
+        raise PluginError(f"probe() returned {shorten(decision)} instead of a Decision")
+    if not isinstance(decision.reason, str):
+        raise PluginError(f"probe() gave {shorten(decision.reason)} as a reason instead of a text")
+    if decision.kind in ("fallback", "choose") and not decision.options:
+        raise PluginError(f"probe() decided to {decision.kind}, and gave no options")
+    if wrong := [given for given in decision.options if not isinstance(given, options)]:
+        raise PluginError(f"probe() gave {shorten(wrong[0])} as options instead of {options.__qualname__}")
+
+
 @contextmanager
-def blaming(entry: Entry) -> Iterator[None]:
-    """Whatever a plugin raises becomes a PluginError that names it and its distribution."""
-    who = f"{entry.author} of {entry.distribution}"
+def asking(entry: Entry, hook: str, context: Context | None = None) -> Iterator[None]:
+    """Around a plugin's hook: what it raises becomes a PluginError that names it and its distribution, what it prints goes to the
+    standard error, and the job of `context` stays as it is."""
+    before = context and context.job.model_dump()
     try:
-        yield
+        with blaming(entry.who, hook), redirect_stdout(sys.stderr):
+            yield
     except PluginError as error:
-        raise PluginError(f"{who}: {error}") from error
-    except HwoptError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{who} raised {type(error).__name__}: {error}") from error
+        raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
+    if context and context.job.model_dump() != before:
+        raise PluginError(f"{entry.who}: {hook} changed the job; a plugin writes into the recipe and nothing else")
 
 
 def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -361,7 +383,7 @@ def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
         for conflict in entry.plugin.conflicts:
             other = applied.get(conflict.other)
             if other is not None:
-                with blaming(entry):
+                with asking(entry, "conflicts"):
                     clash = conflict.when(entry.options, other.options)
                 if clash:
                     problems.add(f"{entry.author} and {other.author} cannot be used together: {conflict.why}")

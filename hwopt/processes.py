@@ -221,10 +221,10 @@ def leave_note(exit_code: int, message: str, secondhand: bool) -> bool:
     if NOTES not in os.environ:
         return False
     ending = Ending(exit_code, message, secondhand, time.time())
-    rank, _ = rank_and_world(os.environ)
     try:
+        rank, _ = rank_and_world(os.environ)
         (Path(os.environ[NOTES]) / f"rank-{rank}.json").write_text(json.dumps(asdict(ending)), encoding="utf-8")
-    except OSError:
+    except (OSError, InputError):
         return False
     return True
 

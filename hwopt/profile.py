@@ -16,7 +16,8 @@ from pydantic import Field, field_validator
 
 from hwopt.errors import InputError, Problems, listing, nearest, shorten
 from hwopt.job import Table, Training
-from hwopt.toml_files import Document, Key, override, read_toml, validate
+from hwopt.paths import kind_of
+from hwopt.toml_files import MAX_DEPTH, Document, Key, override, read_toml, validate
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -36,7 +37,7 @@ class Card(Table):
     match: tuple[str, ...] = ()
     """Parts of the device name as CUDA reports it."""
     memory_gib: Positive | None = None
-    compute_capability: str | None = Field(default=None, pattern=r"^\d+\.\d+$")
+    compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
     memory_bandwidth_gbps: Positive | None = None
     dense_tflops: DenseTflops = DenseTflops()
 
@@ -137,8 +138,8 @@ def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile
 def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
-        if not path.is_file():
-            raise InputError(f"--profile {spec}: no such file")
+        if (kind := kind_of(path, "--profile")) != "file":
+            raise InputError(f"--profile {spec}: {'no such file' if kind == 'nothing' else 'is no file; give a TOML file'}")
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
@@ -158,11 +159,13 @@ def _merged(path: Path, files: Mapping[str, Path], children: tuple[Path, ...]) -
     if not isinstance(parent_name, str):
         raise InputError(f"{where}: extends: expected the name of one profile, got {shorten(parent_name)}")
     beside = path.parent / f"{parent_name}.toml"
-    if parent_name not in files and not beside.is_file():
+    if parent_name not in files and kind_of(beside, f"{where}: extends:") != "file":
         raise InputError(f"{where}: extends: no such profile {shorten(parent_name)}.{nearest(parent_name, files)}")
     parent_path = files.get(parent_name, beside)
     if parent_path in (*children, path):
         raise InputError(f"{where}: extends: {parent_name!r} extends itself in a circle")
+    if len(children) >= MAX_DEPTH:
+        raise InputError(f"{where}: extends: {parent_name!r} would be the {MAX_DEPTH + 1}th profile in a line of parents")
     parent = _merged(parent_path, files, (*children, path))
     data = _merge(parent.data, document.data)
     data.pop("claims", None)  # a parent's claims are its own

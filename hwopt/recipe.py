@@ -7,10 +7,11 @@ so that two optimizations never override each other in silence. The fields and t
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from typing import Any
 
+from hwopt.blame import Blamed
 from hwopt.errors import PluginError, listing, nearest
 
 SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
@@ -34,7 +35,41 @@ class Settings(UserDict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._recipe.claim(f"{self._field}[{key!r}]")
-        super().__setitem__(key, value)
+        super().__setitem__(key, self._recipe.blamed(value, f"{self._field}[{key!r}]") if self._field == "accelerator" else value)
+
+    def __delitem__(self, key: str) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+
+
+class Steps(MutableSequence[Any]):
+    """A list whose entries know who added them, so that what one of them raises names its plugin."""
+
+    def __init__(self, recipe: Recipe, field: str) -> None:
+        self._recipe, self._field = recipe, field
+        self._steps: list[Any] = []
+
+    def insert(self, index: int, value: Any) -> None:
+        self._steps.insert(index, self._recipe.blamed(value, self._field))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; add to it instead of changing it")
+
+    def __delitem__(self, index: Any) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._steps[index]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._steps)
+
+    def __eq__(self, other: object) -> bool:
+        return self._steps == (other._steps if isinstance(other, Steps) else other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Recipe:
@@ -44,9 +79,9 @@ class Recipe:
     arguments. `accelerator["kwargs_handlers"]` is a list from the start: append to it.
     """
 
-    process: list[Callable[[], Any]]
+    process: Steps
     model_kwargs: Settings
-    model_steps: list[Callable[..., Any]]
+    model_steps: Steps
     loss: Callable[..., Any] | None
     order: Callable[..., Any] | None
     collate: Callable[..., Any] | None
@@ -55,49 +90,66 @@ class Recipe:
     loader: Settings
     training: Settings
     optimizer: Callable[..., Any] | None
-    optimizer_wraps: list[Callable[..., Any]]
+    optimizer_wraps: Steps
     scaler: Callable[[], Any] | None
     schedule: Callable[[int, int], float] | None
     accelerator: Settings
     engine: Callable[..., Any] | None
-    prepared_steps: list[Callable[..., Any]]
-    events: dict[str, list[Callable[..., Any]]]
-    export_steps: list[Callable[..., Any]]
-    final_steps: list[Callable[..., Any]]
-    state: list[Any]
+    prepared_steps: Steps
+    events: Mapping[str, Steps]
+    export_steps: Steps
+    final_steps: Steps
+    state: Steps
 
     def __init__(self) -> None:
         self._author: str | None = None
+        self._distributions: dict[str, str] = {}
         self._claims: dict[str, str] = {}
         for name in SLOTS:
             object.__setattr__(self, name, None)
         for name in LISTS:
-            object.__setattr__(self, name, [])
+            object.__setattr__(self, name, Steps(self, name))
         for name in SETTINGS:
             object.__setattr__(self, name, Settings(self, name))
-        self.accelerator.data["kwargs_handlers"] = []
-        object.__setattr__(self, "events", {name: [] for name in EVENTS})
+        self.accelerator.data["kwargs_handlers"] = Steps(self, "accelerator['kwargs_handlers']")
+        object.__setattr__(self, "events", {name: Steps(self, f"events[{name!r}]") for name in EVENTS})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
             self.claim(name)
+            value = self.blamed(value, name)
         elif not name.startswith("_"):
             known = (*SLOTS, *LISTS, *SETTINGS, "events")
             how = "add to it instead of replacing it" if name in known else f"it has: {listing(known, 30)}"
-            raise PluginError(f"{self._author or 'somebody'}: recipe.{name} cannot be set; {how}.{nearest(name, SLOTS)}")
+            raise PluginError(f"{self.author}: recipe.{name} cannot be set; {how}.{nearest(name, SLOTS)}")
         object.__setattr__(self, name, value)
 
+    @property
+    def author(self) -> str:
+        return self._author or "the core"
+
     @contextmanager
-    def written_by(self, author: str) -> Iterator[None]:
-        """Whatever is set inside the block belongs to `author` ("plugin 'x' (profile.toml:12)")."""
+    def written_by(self, author: str, distribution: str = "") -> Iterator[None]:
+        """Whatever is set inside the block belongs to `author` ("plugin 'x' (profile.toml:12)") of that distribution."""
         self._author, before = author, self._author
+        self._distributions.setdefault(author, distribution)
         try:
             yield
         finally:
             self._author = before
 
+    def blamed(self, value: Any, field: str) -> Any:
+        """`value` as it is kept: what a plugin's callable raises names the plugin."""
+        if self._author is None or not callable(value) or isinstance(value, Blamed):
+            return value
+        return Blamed(value, self.named(self._author), f"recipe.{field}")
+
+    def named(self, author: str) -> str:
+        """An author with its distribution."""
+        return " of ".join(filter(None, (author, self._distributions.get(author))))
+
     def claim(self, what: str) -> None:
-        author = self._author or "the core"
+        author = self.author
         first = self._claims.setdefault(what, author)
         if first is not author and first != author:
             raise PluginError(
@@ -106,7 +158,7 @@ class Recipe:
             )
 
     def written_by_author(self, author: str) -> list[str]:
-        """The slots and keys that `author` set, as `author_of` takes them; lists and events are nobody's."""
+        """The slots and keys that `author` set, as `author_of` takes them; lists and events are everybody's."""
         return [what for what, who in self._claims.items() if who == author]
 
     def author_of(self, what: str) -> str:

@@ -6,13 +6,17 @@ A plugin that cannot be used is an error that names it and the distribution that
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from importlib import metadata, util
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hwopt.errors import InputError, PluginError, listing, nearest
+from hwopt.blame import blaming
+from hwopt.errors import InputError, PluginError, listing, nearest, shorten
 
 if TYPE_CHECKING:  # pydantic costs more than listing profiles may
     from hwopt.plugin import Plugin
@@ -28,6 +32,11 @@ class Registry:
         found = metadata.entry_points(group=PLUGIN_GROUP) if entry_points is None else entry_points
         self._entry_points: dict[str, EntryPoint] = {}
         for entry_point in found:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", entry_point.name):
+                raise PluginError(
+                    f"plugin {shorten(entry_point.name)} of {distribution_of(entry_point)}: is no name for a table of a profile; "
+                    "letters, digits, '-' and '_' are"
+                )
             first = self._entry_points.setdefault(entry_point.name, entry_point)
             if first.value != entry_point.value:
                 raise PluginError(
@@ -69,13 +78,9 @@ class Registry:
 
     def _load(self, entry_point: EntryPoint) -> type[Plugin]:
         distribution = distribution_of(entry_point)
-        try:
+        who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
+        with blaming(who, "mend or uninstall it; it"), redirect_stdout(sys.stderr):
             loaded = entry_point.load()
-        except Exception as error:  # whatever a stranger's module raises while it is imported
-            raise PluginError(
-                f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value}): "
-                f"{type(error).__name__}: {error}. Mend or uninstall it."
-            ) from error
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded
         return plugin
@@ -83,11 +88,11 @@ class Registry:
 
 def check_contract(plugin: object, name: str, distribution: str) -> None:
     """Raise PluginError with the first rule of the contract that `plugin` breaks."""
-    from hwopt.plugin import API_VERSION, Plugin, PluginOptions, Stage
+    from hwopt.plugin import API_VERSION, Conflict, Plugin, PluginOptions, Stage
 
     who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
-        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {plugin!r}")
+        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {shorten(plugin)}")
     if plugin.api_version != API_VERSION:
         raise PluginError(
             f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
@@ -96,10 +101,20 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: its class is called {getattr(plugin, 'name', None)!r}; entry point and `name` must agree")
     if not isinstance(getattr(plugin, "stage", None), Stage):
         raise PluginError(f"{who}: `stage` must be one of {', '.join(stage.name for stage in Stage)}")
-    if not issubclass(plugin.Options, PluginOptions):
+    if not (isinstance(plugin.Options, type) and issubclass(plugin.Options, PluginOptions)):
         raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
     if plugin.probe is Plugin.probe:
         raise PluginError(f"{who}: has no probe()")
+    if plugin.preserves not in ("bits", "rounding", "method"):
+        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {shorten(plugin.preserves)}")
+    kinds = {"after": str, "requires": str, "slots": str, "conflicts": Conflict}
+    for key, kind in kinds.items():
+        value = getattr(plugin, key)
+        if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
+            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {shorten(value)}")
+    for hook in ("probe", "apply", "memory", "evidence", "rescue", "leaner"):
+        if not callable(getattr(plugin, hook)):
+            raise PluginError(f"{who}: `{hook}` is {shorten(getattr(plugin, hook))}, which cannot be called")
 
 
 def distribution_of(entry_point: EntryPoint) -> str:

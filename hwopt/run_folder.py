@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError, refuse_bytes, shorten
+from hwopt.paths import kind_of
 from hwopt.resume import in_folder, set_aside
 from hwopt.storage import write_json
 
@@ -32,22 +34,25 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it.
     """
     refuse_bytes(str(output_dir), "--output-dir")
-    if output_dir.exists() and not output_dir.is_dir():
-        raise InputError(f"--output-dir {output_dir}: is a file; give a folder")
+    there = next((each for each in (output_dir, *output_dir.parents) if kind_of(each, "--output-dir") != "nothing"), None)
+    if there is not None and not there.is_dir():
+        raise InputError(f"--output-dir {output_dir}: {there} is a file; give a folder")
     if name is None:
         stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
         names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
-        free = next(number for number, each in enumerate(names) if not (output_dir / each).exists())
+        free = next(number for number, each in enumerate(names) if not os.path.lexists(output_dir / each))
         return output_dir / names[max(0, free - 1) if resume or fresh else free]
-    fit = name.isprintable() and not re.search(r'[<>:"/\\|?*]', name) and name.strip(" .") == name and 0 < len(name) <= 120
-    if not fit or name.startswith("-") or RESERVED.fullmatch(name.split(".")[0]):
+    plain = unicodedata.normalize("NFKC", name)  # some systems take a wide "／" for a slash
+    fit = plain.isprintable() and not re.search(r'[<>:"/\\|?*]', plain) and plain.strip(" .") == plain
+    fit = fit and name.isprintable() and 0 < len(name.encode()) <= 120
+    if not fit or plain.startswith(("-", "~")) or RESERVED.fullmatch(plain.split(".")[0].strip()):
         raise InputError(
             f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
         )
     folder = output_dir / name
     if folder.exists() and trained_here(folder):
         raise in_use(folder)
-    if folder.exists() and not (resume or fresh):
+    if os.path.lexists(folder) and not (resume or (fresh and folder.is_dir())):
         raise taken(folder)
     return folder
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
+from hwopt.blame import blaming
 from hwopt.errors import PluginError
 from hwopt.hardware import Hardware, detect, detect_software
 from hwopt.job import Data, Job, Model
 from hwopt.model_facts import ModelFacts
+from hwopt.plan import check_decision
 from hwopt.plugin import Context
 from hwopt.registry import Registry
 
@@ -57,11 +63,15 @@ def ask(registry: Registry, name: str, context: Context) -> Answer:
     distribution = registry.distribution(name)
     try:
         plugin_class = registry.plugin(name)
-        decision = plugin_class(plugin_class.Options()).probe(context)
+        with blaming(f"plugin {name!r}", "probe()"), redirect_stdout(sys.stderr):
+            try:
+                plugin = plugin_class(plugin_class.Options())
+            except ValidationError:
+                return Answer(
+                    name, distribution, "ask", "has no default options; put a table into a profile and see `hwopt plan`"
+                )
+            decision = plugin.probe(context)
+            check_decision(decision, plugin_class.Options)
     except PluginError as error:
         return Answer(name, distribution, "broken", str(error))
-    except ValueError:
-        return Answer(name, distribution, "ask", "has no default options; put a table into a profile and see `hwopt plan`")
-    except Exception as error:  # a stranger's probe
-        return Answer(name, distribution, "broken", f"probe() raised {type(error).__name__}: {error}")
     return Answer(name, distribution, decision.kind, decision.reason)

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import DataError, listing, nearest, refuse_bytes, shorten
+from hwopt.paths import kind_of
 from hwopt.rows import LeftOut, Places
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt")
+ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4")
 ESCAPED = re.compile("[\udc80-\udcff]")
 """What bytes that are not UTF-8 are decoded to (surrogateescape)."""
 
@@ -65,7 +67,7 @@ def read_rows(source: str, split: str | None = None, strict: bool = True, name: 
     refuse_bytes(source, "data:")
     # a job is UTF-8, and so are the names in it, whatever Python takes the file system's for
     path = Path(os.fsdecode(source.encode("utf-8")))
-    if path.is_dir():
+    if kind_of(path, "data", DataError) == "folder":
         rows = _numbered(_folder(path, split), name or source, strict)
     elif path.exists() or path.suffix.lower() in EXTENSIONS or _looks_like_a_path(source):
         if split is not None and path.is_file():
@@ -159,6 +161,10 @@ def _file(path: Path, strict: bool) -> Rows:
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         what = "no such file" if folder.is_dir() else f"no such file: there is no folder {str(folder)!r}"
         raise DataError(f"{path}: {what}.{nearest(path.name, names)} Give a file ({listing(EXTENSIONS)}) or a hub name")
+    if kind_of(path, "data", DataError) != "file":
+        raise DataError(f"{path}: is no regular file; give one ({listing(EXTENSIONS)})")
+    if suffix in ARCHIVES:
+        raise DataError(f"{path}: is an archive, which hwopt does not unpack; unpack it and give a file ({listing(EXTENSIONS)})")
     if suffix not in EXTENSIONS:
         raise DataError(f"{path}: unknown kind of file {suffix!r}; hwopt reads {listing(EXTENSIONS)}")
     try:

@@ -21,6 +21,7 @@ from hwopt.data import fingerprint, write_folder
 from hwopt.errors import DataError, InputError, shorten
 from hwopt.job import Job
 from hwopt.rows import Places
+from hwopt.trust import is_trusted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +61,7 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
     except Exception as error:  # transformers, tokenizers, the hub client and the network each raise their own
         text = f"{type(error).__name__}: {error}"
         if "gated" in text.lower() or "401" in text or "403" in text:

@@ -10,15 +10,18 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from hwopt.errors import InputError, Problems, listing, nearest, shorten
+from hwopt.errors import InputError, Problems, cut, listing, nearest, shorten
+from hwopt.paths import read_whole
 
 MAX_BYTES = 1_000_000
+"""Of a profile, a job or a value on the command line."""
 MAX_DEPTH = 16
 """Far deeper than any profile, far shallower than Python's recursion limit."""
 
@@ -48,18 +51,12 @@ class Document:
 
 def read_toml(path: Path) -> Document:
     """Read a TOML file. Raises InputError with file and line where it is none."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
-    return parse_toml(raw, str(path))
+    return parse_toml(read_whole(path, MAX_BYTES), str(path))
 
 
 def parse_toml(raw: bytes, name: str) -> Document:
     if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{name}:1: begins with a byte-order mark, which TOML does not allow; save it as UTF-8 without BOM")
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"{name}: {len(raw):,} bytes are too many for a profile or job (at most {MAX_BYTES:,})")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -75,7 +72,24 @@ def parse_toml(raw: bytes, name: str) -> Document:
         raise InputError(f"{where}: is not valid TOML: {error}") from error
     except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise InputError(f"{name}: cannot be read as TOML: {type(error).__name__}") from error
-    return Document(name, data, dict(key_lines(text)))
+    document = Document(name, data, dict(key_lines(text)))
+    for key, value in leaves(data):
+        if is_wide(value):
+            raise InputError(f"{document.place(key)}: {'.'.join(map(cut, key))}: has more than the 64 bits of an integer of TOML")
+    return document
+
+
+def leaves(value: Any, above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value in tables and arrays, with its key."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, (*above, str(key)))
+    else:
+        yield above, value
+
+
+def is_wide(value: Any) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def nested(text: str) -> int:
@@ -126,6 +140,8 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
         if nested(value) > MAX_DEPTH:
             raise InputError(f"--set {shorten(text)}: the value is nested too deeply")
         parsed = tomllib.loads(f"value = {value.strip()}")
+        if any(is_wide(inner) for _, inner in leaves(parsed)):
+            raise InputError(f"--set {shorten(text)}: the value has more than the 64 bits of an integer of TOML")
         return parts, parsed["value"] if set(parsed) == {"value"} else value
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return parts, value.strip()
@@ -163,7 +179,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
     except ValidationError as error:
         found = problems or Problems()
         for problem in _of_values(model, error):
-            found.add(_describe(model, document, at, problem))
+            found.add(partial(_describe, model, document, at, problem))
         if problems is None:
             found.raise_if_any()
         return None
@@ -199,7 +215,7 @@ def _not_json(value: object) -> Any:
 
 def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:
     loc = tuple(str(part) for part in problem["loc"])
-    where, dotted = document.place((*at, *loc)), ".".join((*at, *loc))
+    where, dotted = document.place((*at, *loc)), ".".join(map(cut, (*at, *loc)))
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])

@@ -369,8 +369,8 @@ def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixt
     assert yaml.safe_load(Path("mine").read_text())["num_processes"] == 1
     assert export("ddp", "--to", "accelerate", "--output", ".", "--force") == 2
     assert "is a folder" in capsys.readouterr().err
-    assert export("ddp", "--to", "accelerate", "--output", "nowhere/file") == 6
-    assert "nowhere/file could not be written" in capsys.readouterr().err
+    assert export("ddp", "--to", "accelerate", "--output", "nowhere/file") == 2
+    assert "--output nowhere/file: there is no folder 'nowhere'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import exit_code_of, nearest
+from hwopt.errors import cut, exit_code_of, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -106,6 +106,7 @@ def run_command(arguments: list[str]) -> int:
     except Exit as error:
         return int(error.exit_code)
     except click.ClickException as error:
+        object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
         error.show()
         return error.exit_code
     except click.Abort:
@@ -115,7 +116,8 @@ def run_command(arguments: list[str]) -> int:
         from hwopt.processes import leave_note
 
         code = signals.received() or exit_code_of(error)
-        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or f"error: {error}")
+        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
+        message = printable(message)
         if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
             click.echo(message, err=True)
         return code
@@ -126,6 +128,16 @@ ENDINGS = {
     130: "interrupted",
     143: "terminated",
 }
+
+
+MOST_LINES, LONGEST_LINE = 12, 1_000
+
+
+def in_short(message: str) -> str:
+    """What fits on a screen of a message, which may quote a file or a stranger's exception."""
+    lines = [cut(line, LONGEST_LINE) for line in message.splitlines()]
+    more = len(lines) - MOST_LINES
+    return "\n".join(lines if more <= 0 else [*lines[: MOST_LINES - 1], f"… and {more + 1} more lines"])
 
 
 def traceback_text() -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import rich_click as click
 
-from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers
+from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers, say
 
 
 @click.command(
@@ -29,7 +29,7 @@ from hwopt.cli.options import job_options, profile_option, quiet_libraries, quie
 @click.option(
     "--deepspeed-config-file", metavar="FILE", help="To accelerate: point to this DeepSpeed JSON instead of spelling it out."
 )
-@click.option("--output", type=click.Path(path_type=Path), help="The file to write; default: the screen.")
+@click.option("--output", type=Path, help="The file to write; default: the screen.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def export(
     job: Path | None,
@@ -65,9 +65,9 @@ def export(
     )
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
     for remark in files.remarks(plan):
-        click.echo(remark, err=True)
+        say(remark, err=True)
     if output is None:
         click.echo(text, nl=False)
     else:
         files.write(output, text, force)
-        click.echo(f"written: {output}", err=True)
+        say(f"written: {output}", err=True)

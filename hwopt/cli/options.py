@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
+from hwopt.errors import printable
+from hwopt.trust import trust_only
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
@@ -19,8 +22,17 @@ def profile_option(command: Command) -> Command:
 
 
 def job_options(command: Command) -> Command:
-    """JOB, --set, --memory-limit and --strict."""
-    command = click.argument("job", required=False, type=click.Path(path_type=Path))(command)
+    """JOB, --set, --memory-limit, --trust-remote-code and --strict."""
+    command = click.option(
+        "--trust-remote-code",
+        "trusted",
+        multiple=True,
+        metavar="MODEL_NAME",
+        expose_value=False,
+        callback=lambda context, option, names: trust_only(names),
+        help="Run the code that this model brings. Nothing but the command line can say so.",
+    )(command)
+    command = click.argument("job", required=False, type=Path)(command)
     command = click.option(
         "--set",
         "assignments",
@@ -36,6 +48,11 @@ def job_options(command: Command) -> Command:
 
 def format_option(command: Command) -> Command:
     return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print what may come from a file."""
+    click.echo(printable(text), err=err)
 
 
 def quiet_libraries() -> None:

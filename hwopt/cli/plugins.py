@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option
+from hwopt.cli.options import format_option, say
 from hwopt.registry import Registry
 
 
@@ -34,9 +34,7 @@ def list_plugins(format_: str) -> None:
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        click.echo(
-            f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}"
-        )
+        say(f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}")
 
 
 @plugins.command("show", help="Show a plugin's options, what it writes, and where it comes from.")
@@ -52,11 +50,11 @@ def show(name: str, format_: str) -> None:
     if format_ == "json":
         click.echo(json.dumps(row, indent=2, default=str))
         return
-    click.echo(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
-    click.echo(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
-    click.echo(f"preserves  {row['preserves']}\nwrites     {', '.join(row['writes']) or 'nothing'}\n\n[plugins.{name}]")
+    say(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
+    say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
+    say(f"preserves  {row['preserves']}\nwrites     {', '.join(row['writes']) or 'nothing'}\n\n[plugins.{name}]")
     for item in row["options"] or ():
-        click.echo(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""))
+        say(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""))
     if not row["options"]:
         click.echo("# no options")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option
+from hwopt.cli.options import format_option, say
 from hwopt.errors import InputError, nearest
 from hwopt.registry import profile_files
 
@@ -40,7 +40,7 @@ def list_profiles(format_: str) -> None:
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        click.echo(f"{row['name']:<{width}}  {row['summary']}")
+        say(f"{row['name']:<{width}}  {row['summary']}")
     click.echo(f"{'auto':<{width}}  The profile of the card that is there, or one derived from the nearest")
 
 
@@ -59,7 +59,7 @@ def show(name: str, format_: str) -> None:
         click.echo(json.dumps(data, indent=2, default=str))
         return
     for key, value, place in leaves(data, (), profile.document.place):
-        click.echo(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
+        say(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
 
 
 def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers
+from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers, say
 
 if TYPE_CHECKING:
     from hwopt.plan import Plan
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @job_options
 @profile_option
 @click.option("--name", help="The run's folder under --output-dir; default: from job and profile.")
-@click.option("--output-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs go.")
+@click.option("--output-dir", type=Path, default=Path("runs"), show_default=True, help="Where runs go.")
 @click.option(
     "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
 )
@@ -55,14 +55,15 @@ def run(
         if (number := ranks_to_start(processes, os.environ)) > 1:
             ending = run_ranks(number, typed)
             if ending.message:
-                click.echo(ending.message, err=True)
+                say(ending.message, err=True)
             return ending.exit_code
     from hwopt import api, signals
-    from hwopt.launcher import rank_and_world
+    from hwopt.launcher import rank_and_world, refuse_lost_ranks
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen, Terminal, show_plan
 
     quiet_transformers()
+    refuse_lost_ranks(os.environ)
     rank, world_size = rank_and_world(os.environ)
     if name is not None:
         # a bad name, or one that is taken, is said before the work, not after

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from hwopt.build import blaming, made
+from hwopt.blame import blaming
+from hwopt.build import made
 from hwopt.errors import InputError
 from hwopt.plan import Plan
 from hwopt.plugin import Context, PluginOptions
@@ -40,7 +41,8 @@ def without_launcher() -> Iterator[None]:
 
 def engine_plugin(plan: Plan, key: str) -> Any | None:
     """What the run of `plan` hands to the Accelerator as `key`, a copy of its own; None where it has no such thing."""
-    with blaming("accelerator"), without_launcher():
+    field = f"accelerator[{key!r}]"
+    with blaming(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
         return copy.deepcopy(made(plan.recipe.accelerator.get(key)))
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from hwopt.errors import InputError, StorageError
 from hwopt.interop.accelerate import launcher_config, launcher_yaml
 from hwopt.interop.deepspeed import engine_config, no_deepspeed
+from hwopt.paths import kind_of
 from hwopt.plan import Plan
 from hwopt.registry import Registry
 
@@ -36,9 +37,12 @@ def remarks(plan: Plan) -> Iterator[str]:
 
 
 def refuse_taken(path: Path, force: bool) -> None:
-    if path.is_dir():
+    kind = kind_of(path, "--output")
+    if kind == "folder":
         raise InputError(f"--output {path}: is a folder; give the name of a file in it")
-    if path.exists() and not force:
+    if kind_of(path.parent, "--output") != "folder":
+        raise InputError(f"--output {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
+    if kind != "nothing" and not force:
         raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
 
 

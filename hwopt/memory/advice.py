@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from hwopt.blame import blaming
 from hwopt.errors import HwoptError
 from hwopt.memory.lengths import Lengths, lengths_of, share_cut
 from hwopt.memory.planner import Change, MemoryPlan, from_trace, held_part, highest, plan_memory
@@ -49,7 +50,9 @@ class Advisor:
         """One change a plugin: its first offer that fits, or its last one; and a shorter max_length."""
         for name in self.registry.names:
             best: Change | None = None
-            for offer in self.registry.plugin(name).leaner(self.present(name), self.plan.context):
+            with blaming(f"plugin {name!r} of {self.registry.distribution(name)}", "leaner()"):
+                offers = list(self.registry.plugin(name).leaner(self.present(name), self.plan.context))
+            for offer in offers:
                 best = self.tried(name, offer) or best
                 if best is not None and best.fits:
                     break

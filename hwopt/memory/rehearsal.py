@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hwopt.blame import blaming, entered
 from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator, padding_of
 from hwopt.engine import Engine
 from hwopt.loop import evaluating, forward_and_backward
@@ -29,6 +30,7 @@ from hwopt.plugin import MemorySpec
 from hwopt.recipe import Recipe
 from hwopt.tasks import Prepared, in_float32, make_task
 from hwopt.tokenizer import planned_config, uses_token_types
+from hwopt.trust import is_trusted
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def spec_of(plan: Plan) -> MemorySpec:
     """The sums and stand-ins of the plan's plugins, in their order."""
     spec = MemorySpec(plan.model.parameters, plan.model.parameters)
     for entry in plan.applied():
-        entry.plugin.memory(spec, plan.context)
+        with blaming(entry.who, "memory()"):
+            entry.plugin.memory(spec, plan.context)
     return spec
 
 
@@ -90,7 +93,7 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
     """
     with ExitStack() as stack:
         for enter in recipe.process if real or recipe.engine is None else []:  # an engine's are for its ranks
-            stack.enter_context(enter())
+            stack.enter_context(entered(enter))
         accelerator: Any = Stage(device, recipe.accelerator.get("mixed_precision", "no"))
         if real and recipe.engine is not None:
             accelerator = make_accelerator(replace(plan, recipe=recipe))
@@ -133,7 +136,8 @@ def made_up_model(run: Run) -> Any:
         config.pad_token_id = text.pad_token_id = 0
     auto = getattr(transformers, AUTO_CLASSES[run.task.kind])
     with no_init_weights():
-        model = auto.from_config(config, **in_float32(dict(run.recipe.model_kwargs)))
+        options = in_float32(dict(run.recipe.model_kwargs))
+        model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)  # what memory holds may not be finite, and the update would then be left out

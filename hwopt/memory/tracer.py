@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def traced_at(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) 
 def kept(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
     """What is in `path`, or what `make` makes, put there."""
     if path is not None and path.is_file():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # cut short: made again
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # cut short: made again
             return load(path)
     found = make()
     if path is not None:
@@ -148,7 +149,7 @@ def save(path: Path, found: dict[str, Timeline]) -> None:
 
 
 def load(path: Path) -> dict[str, Timeline]:
-    with np.load(path, allow_pickle=False) as arrays:
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
         fields: dict[str, dict[str, Any]] = {}
         for key in arrays.files:
             name, _, attribute = key.partition("/")

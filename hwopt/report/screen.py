@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hwopt.errors import printable
 from hwopt.telemetry import Listener, Row
 
 if TYPE_CHECKING:
@@ -77,12 +78,12 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2
     for number, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=number != folded)
     for row in rows:
-        made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
     return made
 
 
 def say(console: Console, label: str, text: str, style: str = "bold") -> None:
-    console.print(Text.assemble((f"{label}: ", style), text))
+    console.print(Text.assemble((f"{label}: ", style), printable(text)))
 
 
 class Terminal(Console):

@@ -25,6 +25,7 @@ from hwopt.tokenizer import (
     trained_tokenizer,
     vocabulary_of,
 )
+from hwopt.trust import is_trusted
 
 if TYPE_CHECKING:
     import torch
@@ -166,10 +167,22 @@ class Task:
         from safetensors import SafetensorError
 
         auto = getattr(transformers, AUTO_CLASSES[self.kind])
-        options = {"dtype": torch.float32, "trust_remote_code": False, "ignore_mismatched_sizes": new_head, **model_kwargs}
+        # safetensors alone: the older files are pickles, which can hold code
+        options = {
+            "dtype": torch.float32,
+            "use_safetensors": True,
+            "trust_remote_code": is_trusted(job.model.name),
+            "ignore_mismatched_sizes": new_head,
+            **model_kwargs,
+        }
         try:
             return auto.from_pretrained(job.model.name, config=config, revision=job.model.revision, **options)
         except (OSError, SafetensorError) as error:
+            if "safetensors" in str(error) and isinstance(error, OSError):
+                raise InputError(
+                    f"model.name: {job.model.name!r} has no weights as safetensors, and hwopt opens no pickles. Load the model "
+                    "where you trust it, and save it again with save_pretrained()"
+                ) from error
             raise InputError(
                 f"model.name: {job.model.name!r}: its weights cannot be loaded: {shorten(str(error), 200)}"
             ) from error
