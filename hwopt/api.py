@@ -20,7 +20,7 @@ from hwopt.hardware import detect, detect_software, limited
 from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
-from hwopt.loop import fitting, train
+from hwopt.loop import best_metric, fitting, train
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.communication import Ranks
@@ -186,6 +186,7 @@ def execute(
 
         def settle(run: Run) -> None:
             run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
+            best_metric(run)  # what is wrong with the job is said before a folder is made
             settled(run, stack, resume=resume, fresh=fresh)
             own.append(run)
 

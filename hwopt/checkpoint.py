@@ -109,13 +109,17 @@ class Checkpoints:
         except (StorageError, RuntimeError) as error:
             run.warn(f"what was learnt since step {self.saved_step} could not be saved: {error}")
 
-    def prune(self) -> None:
+    def prune(self, best_is_final: bool = False) -> None:
         """The oldest beyond training.save_total_limit go, and best weights that no checkpoint speaks of any more."""
+        if not self.run.is_main:
+            return
         folder, limit = self.run.folder, self.run.training.save_total_limit
         checkpoints = resume.in_folder(folder)
         for old in checkpoints[limit:] if limit else []:
             shutil.rmtree(old, ignore_errors=True)
-        spoken_of = {self.best.step} | {resume.peek(path).get("best_step") for path in resume.in_folder(folder)}
+        spoken_of = {resume.peek(path).get("best_step") for path in resume.in_folder(folder)}
+        if not best_is_final:
+            spoken_of.add(self.best.step)
         for step, path in resume.best_folders(folder).items():
             if step not in spoken_of:
                 shutil.rmtree(path, ignore_errors=True)

@@ -49,7 +49,7 @@ def train(run: Run, listener: Listener) -> Row:
     reseed = randomness.reseeder(run.device, run.training.seed)
 
     with writing(run) as writer, fitting("training", "plugins.batch.train"):
-        best = best_weights(run, writer)
+        best = BestWeights(run, writer, *best_metric(run))
         checkpoints = Checkpoints(run, writer, best, {"telemetry": telemetry, "training": training, "evaluation": evaluation})
         listener.started(run)
         # What can run out does so before step 1: the optimizer's state, the longest samples, the disk.
@@ -96,6 +96,7 @@ def train(run: Run, listener: Listener) -> Row:
             best.restore()
             save_final(run)
             summary = summarize(run, telemetry, seconds) | best.latest | best_of(best)
+            checkpoints.prune(best_is_final=True)
             listener.finished(run, summary)
     return summary
 
@@ -334,8 +335,11 @@ def evaluates_now(run: Run) -> bool:
     return run.step % (run.training.eval_steps or run.steps_per_epoch) == 0 or run.step == run.total_steps
 
 
-def best_weights(run: Run, writer: Writer) -> BestWeights:
-    """Keeps the best of what `training.metric_for_best_model` names, or of the task's own metric."""
+def best_metric(run: Run) -> tuple[str, bool]:
+    """What `training.metric_for_best_model` names, or the task's own metric, and whether a greater one is better.
+
+    Raises InputError where there is no such metric.
+    """
     asked = run.training.metric_for_best_model
     name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
     known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
@@ -347,7 +351,7 @@ def best_weights(run: Run, writer: Writer) -> BestWeights:
     if asked and run.eval_loader is None:
         raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
-    return BestWeights(run, writer, name, run.task.greater_is_better(name) if greater is None else greater)
+    return name, run.task.greater_is_better(name) if greater is None else greater
 
 
 def best_of(best: BestWeights) -> Row:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,8 +96,9 @@ def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterato
         finally:
             with suppress(OSError):
                 (folder / OWNER).unlink(missing_ok=True)
-            if folder.is_dir() and set(os.listdir(folder)) <= {LOCK}:  # it was never begun
-                shutil.rmtree(folder, ignore_errors=True)
+                (folder / LOCK).unlink()  # whoever waits for it takes another; Windows keeps it
+            with suppress(OSError):
+                folder.rmdir()  # where it was never begun
 
 
 @contextmanager

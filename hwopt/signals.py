@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from types import FrameType
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 ECHO = 2.0
 """Seconds in which a launcher passes on what its ranks have got as well."""
+LAST_STEP = 20.0
+"""Seconds that a data-loading process has left after SIGTERM."""
+
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl(2)."""
 
@@ -35,6 +39,14 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     _received.clear()
+    if hasattr(os, "register_at_fork"):
+        # a child's signals must not be heard as this process's own
+        os.register_at_fork(after_in_child=_deaf)
+
+
+def _deaf() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
 
 
 def listens() -> bool:
@@ -73,13 +85,23 @@ def ending(code: int) -> BaseException:
 
 
 def in_worker(worker: int) -> None:
-    """What a data-loading process does about signals: the terminal's is for the run; SIGUSR1 shows where it stands."""
+    """What a data-loading process does about signals: those to the whole group are for the run, which wants to end its step.
+
+    At SIGTERM, which may also come from the run alone, there are some seconds left for that step. SIGUSR1 shows where the process
+    stands.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _end_worker)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)
     if sys.platform == "linux":  # or one that hangs would outlive a run that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_worker(number: int, frame: FrameType | None) -> None:
+    if not hasattr(signal, "setitimer"):  # Windows, where SIGTERM cannot be heard either
+        os._exit(EXIT_CODES[signal.SIGTERM])
+    signal.setitimer(signal.ITIMER_REAL, LAST_STEP)  # SIGALRM ends it
 
 
 def counts_as_second(number: int, before: list[tuple[int, float]]) -> bool:

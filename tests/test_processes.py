@@ -209,7 +209,7 @@ from pathlib import Path
 import torch.distributed as dist
 from hwopt.processes import agreed
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
-print(agreed(Path(sys.argv[2])).name)
+print(agreed(Path(sys.argv[2]), None, 0)[0].name)
 dist.destroy_process_group()
 """
 

@@ -93,7 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of docs/exit-codes.md."""
     write_anything()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(run_command(arguments))
+    code = run_command(arguments)
+    end_workers()
+    sys.exit(code)
+
+
+def end_workers() -> None:
+    """Python would wait for those that are left, such as a run's that was interrupted."""
+    if multiprocessing := sys.modules.get("multiprocessing"):
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 def run_command(arguments: list[str]) -> int:

@@ -108,6 +108,7 @@ def build(recipe, model):
         optimizer = wrap(optimizer, None)
     scaler = recipe.scaler() if recipe.scaler else None
     run = SimpleNamespace(inner_model=model, optimizer=optimizer, scaler=scaler, losses=[], recipe=recipe)
+    run.trained = [name for name, p in model.named_parameters() if p.requires_grad]
     run.device, run.scheduler, run.training = torch.device("cpu"), None, SimpleNamespace(max_grad_norm=1.0)
     run.engine = Engine(run)
     return run
