@@ -7,6 +7,7 @@ ends with is compared, tensor by tensor, with a run that nobody disturbed. The s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -158,25 +159,6 @@ def takes(work: Work, undisturbed: Path) -> float:
     return time.monotonic() - began
 
 
-def kill_inside_a_save(call: int) -> None:
-    """This process kills itself at the n-th change that the writing of checkpoints makes to the disk."""
-    left = call
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*arguments: Any, **named: Any) -> Any:
-            nonlocal left
-            if threading.current_thread().name.startswith("hwopt-writer"):
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **named)
-
-        return counting
-
-    for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
-
-
 def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
     assert work.finished(name) == [0] * work.ranks
     run = work.folder / name
@@ -195,7 +177,7 @@ def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, ta
         again = killed % 10 == 9
         for _ in range(2 if again else 1):
             save = killed % 5 == 4
-            pids = work.started(name, partial(kill_inside_a_save, chance.randint(1, 150)) if save else lambda: None)
+            pids = work.started(name, partial(at_the_save, chance.randint(1, 150), kill_myself) if save else lambda: None)
             if not save:
                 time.sleep(chance.uniform(0.05, takes))
                 os.kill(pids[0], signal.SIGKILL)
@@ -373,3 +355,92 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
         assert len(said) == 1, what
         assert "is not whole" in said[0], what
     figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
+
+
+def at_the_save(call: int, happens: Callable[[], None], counted: Any = None) -> None:
+    """At the n-th change that the writing of checkpoints makes to the disk `happens` something; `counted` gets their number."""
+    made = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*arguments: Any, **named: Any) -> Any:
+            nonlocal made
+            if threading.current_thread().name.startswith("hwopt-writer"):
+                made += 1
+                if counted is not None:
+                    os.pwrite(counted, made.to_bytes(4, "little"), 0)
+                if made == call:
+                    happens()
+            return function(*arguments, **named)
+
+        return watching
+
+    for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, watched(getattr(os, name)))
+    import safetensors.torch
+
+    setattr(safetensors.torch, "serialize_file", watched(safetensors.torch.serialize_file))  # noqa: B010
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def changes_of_saves(work: Work, tmp_path: Path) -> int:
+    """How many changes the saves of a run make to the disk."""
+    with open(tmp_path / "changes", "w+b") as file:
+        assert work.finished("counted", partial(at_the_save, 0, lambda: None, file.fileno())) == [0]
+        found = int.from_bytes(os.pread(file.fileno(), 4, 0), "little")
+    shutil.rmtree(work.folder / "counted")
+    return found
+
+
+@pytest.mark.parametrize("every", [pytest.param(23, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
+def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
+    work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
+) -> None:
+    """One after the other, the changes that the saves of a run make to the disk; at most one interval is lost."""
+    changes = changes_of_saves(work, tmp_path)
+    assert changes > 50
+    happens = kill_myself if dies else disk_full
+    tried = survived = 0
+    for call in range(1, changes + 1, every):
+        name = f"{'dying' if dies else 'failing'}-{call}"
+        (pid,) = work.started(name, partial(at_the_save, call, happens))
+        code = ended(pid)
+        run = work.folder / name
+        assert code in ((-9,) if dies else (6, 0)), call  # what cannot be cleared away afterwards is no loss
+        if code == 6:
+            assert status(run)["exit_code"] == 6
+            assert "GiB are free" in status(run)["message"] or "could not be" in status(run)["message"]
+        done = max((step for step, _ in logged_steps(run)), default=0)
+        assert done - newest_whole(run) <= 5 + 3, call  # an interval, and the steps behind the last row
+        if call % (5 * every) == 1:
+            goes_on_exactly(work, name, undisturbed)
+        else:
+            shutil.rmtree(run)
+        tried, survived = tried + 1, survived + 1
+    if dies:
+        figures(
+            "every write, fsync, rename, remove of a save dies there", f"0 of {tried} leave none whole; one interval lost at most"
+        )
+    else:
+        figures("disk full at each of them", f"{survived} of {tried}: the old checkpoint survives; exit 6 with the free bytes")
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_step(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly_full() -> None:
+        usage = shutil.disk_usage(work.folder)
+        shutil.disk_usage = lambda path: usage._replace(free=100_000)
+
+    (pid,) = work.started("no-room", nearly_full)
+    assert ended(pid) == 6
+    said = status(work.folder / "no-room")["message"]
+    assert "checkpoint(s) of" in said
+    assert "GiB are free" in said
+    assert not (work.folder / "no-room" / "metrics.jsonl").exists()
+    shutil.rmtree(work.folder / "no-room")
