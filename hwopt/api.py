@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from signal import SIGINT
 from typing import Any, Literal
 
-from hwopt import auto_profile, signals
-from hwopt.build import Run, build
-from hwopt.data_parallel import ended_with
+from hwopt import auto_profile
+from hwopt.caches import cache_folder
 from hwopt.demo import demo_document
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of, refuse_bytes, shorten
+from hwopt.errors import InputError, shorten
+from hwopt.execution import execute
 from hwopt.hardware import detect, detect_software, limited
-from hwopt.interop.accelerate import exports_of
 from hwopt.job import JobFile, load_job, make_job
-from hwopt.launcher import local_rank, rank_and_world, refuse_contradictions
-from hwopt.loop import best_metric, fitting, train
+from hwopt.launcher import local_rank
+from hwopt.loop import fitting
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
 from hwopt.memory.parallel import Comparison, compared
-from hwopt.memory.tracer import only_sizes
 from hwopt.model_facts import facts_of, load_config
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
-from hwopt.processes import agreed, leave_note
 from hwopt.profile import load_profile, make_profile
 from hwopt.registry import Registry, profile_files
-from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
-from hwopt.resume import Checkpoint, checkpoint_in, newest, opened, refuse_another_run
+from hwopt.resume import checkpoint_in
 from hwopt.resume import peek as checkpoint_says
-from hwopt.run_folder import folder_to_go_on_in, owned, run_folder
-from hwopt.shortage import write_report
-from hwopt.telemetry import Listener, Listeners, Row
+from hwopt.run_folder import folder_to_go_on_in, run_folder
 from hwopt.tokenizer import planned_config
 from hwopt.toml_files import Document, parse_assignment
 from hwopt.trust import trusted
-from hwopt.watchdog import Watch, end_the_others
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where tokenised data and model facts are kept: HWOPT_CACHE, else hwopt under the user's cache folder."""
-    if given := environment.get("HWOPT_CACHE"):
-        refuse_bytes(given, "HWOPT_CACHE")
-        return Path(given)
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
 
 
 def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
@@ -158,192 +140,6 @@ def with_memory(
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
     """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
     return compared(plan, ranks, cache or cache_folder())
-
-
-def execute(
-    plan: Plan,
-    folder: Path,
-    listener: Listener | None = None,
-    *,
-    cache: Path | None = None,
-    replan: Callable[[Sequence[str]], Plan] | None = None,
-    resume: bool | Path = False,
-    fresh: bool = False,
-) -> Row:
-    """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
-
-    `resume`: go on from the newest whole checkpoint of `folder`, or from the checkpoint of that path. `fresh`: begin anew where
-    there was a run, which is kept beside it. `replan` gives the plan with further assignments; with it, a run that does not fit
-    ends with the lines that would save memory.
-    On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
-    Raises FolderInUseError where another process trains in `folder`, InputError where `resume` is another run's.
-    """
-    refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
-    rank, _ = rank_and_world(os.environ)
-    heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
-    with contextlib.ExitStack() as stack:
-        own: list[Run] = []  # once its folder is its own
-
-        def settle(run: Run) -> None:
-            run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
-            best_metric(run)  # what is wrong with the job is said before a folder is made
-            settled(run, stack, resume=resume, fresh=fresh)
-            own.append(run)
-
-        try:
-            with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder(), settle) as run:
-                run.ran_out = partial(planner.held, plan, cache or cache_folder())
-                watch = watching(run, stack)
-                run.watch, run.beat = watch, watch.beat
-                with reporting(run):
-                    summary = train(run, heard)
-            if (code := signals.received()) is not None:  # while the end was written
-                raise signals.ending(code)
-            set_status(own, rank, 0, "done")
-            return summary
-        except Complete as complete:
-            heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
-            return summary_of(folder)
-        except BaseException as error:
-            code = signals.received() or exit_code_of(error)
-            secondhand = (
-                isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0].folder) is not None)
-            )
-            if not secondhand:
-                set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
-            if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
-                # takes seconds, in which a launcher may end this rank: the code is written already
-                error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
-                if not secondhand:
-                    set_status(own, rank, code, str(error))
-            raise
-
-
-def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
-    """What ends a run that hangs, or that a second signal ends: with its exit code everywhere, and nobody left behind."""
-
-    def leave(code: int, message: str = "ended at once, by a second signal") -> None:
-        set_status([run], run.rank, code, message)
-        text = f"error: {message}"
-        if not leave_note(code, text, secondhand=False):
-            os.write(2, f"{text}\n".encode())
-        end_the_others()
-
-    stack.enter_context(signals.leaving(leave))
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return Watch(run.training.hang_timeout, run.folder, run.rank, leave, launcher)
-
-
-class Complete(Exception):
-    """There is nothing to go on with."""
-
-    exit_code = -1
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-
-def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
-    """The first rank makes the folder its own, for as long as `stack` lasts, and finds where the run goes on; all ranks hear.
-
-    Sets run.folder, run.checkpoint and run.step. Raises what the first rank raises, on all of them.
-    """
-    found: Checkpoint | None = None
-    error: HwoptError | Complete | None = None
-    if run.is_main:
-        try:
-            stack.enter_context(owned(run.folder, resume=resume is not False, fresh=fresh))
-            found = going_on(run, resume)
-        except (HwoptError, Complete) as refused:
-            error = refused
-    code = 0 if error is None else error.exit_code
-    folder, path, code = agreed(run.folder, found.folder if found else None, code)
-    if error is not None:
-        raise error
-    if code == Complete.exit_code:
-        raise Complete(run)
-    if code:
-        raise ended_with(code, 0)
-    if path is not None:
-        run.checkpoint = found or opened(path, verify=False)
-        run.step = run.checkpoint.step
-    run.folder = folder
-
-
-def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
-    """The checkpoint from which `run` goes on, of the same samples and steps; None: from the start."""
-    if resume is False:
-        return None
-    if isinstance(resume, Path) and resume.parent.absolute() != run.folder.absolute():
-        found: Checkpoint | None = opened(resume)
-    else:
-        found = newest(run.folder, run.warn)
-        if isinstance(resume, Path) and (found is None or found.folder.name != resume.name):
-            raise InputError(
-                f"--resume-from {resume}: {run.folder} has a newer checkpoint, {found.folder.name if found else 'none'}, which a "
-                "run from here would contradict. Give another --name, and the run goes on there; or --resume for the newest"
-            )
-    complete = status_code(run.folder) == 0
-    if complete and (found is None or resume is True) and steps_done(run.folder) >= run.total_steps:
-        raise Complete(run)
-    if complete and found is None:
-        raise InputError(
-            f"{run.folder} is complete after {steps_done(run.folder):,} steps, and has no checkpoint to go on from to "
-            f"{run.total_steps:,}; begin anew with --fresh, which keeps it, or give another --name"
-        )
-    if found is None:
-        run.say(f"there is no checkpoint in {run.folder}: the run begins at its start")
-        return None
-    refuse_another_run(found, run.facts)
-    if found.step > run.total_steps:
-        raise InputError(
-            f"{found.folder} is of step {found.step:,}, and the job has {run.total_steps:,} steps only: raise "
-            "training.max_steps or training.num_train_epochs"
-        )
-    run.say(f"going on after step {found.step:,} of {run.total_steps:,}, from {found.folder}")
-    return found
-
-
-@contextlib.contextmanager
-def reporting(run: Run) -> Iterator[None]:
-    """A run that did not fit leaves a report behind."""
-    try:
-        yield
-    except DoesNotFitError as error:
-        if not error.secondhand:
-            write_report(run, str(error))
-        raise
-
-
-def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> str:
-    """The lines that would save memory, with what the planner says they save; "" where it cannot tell."""
-    try:
-        memory = plan.memory or planner.plan_memory(plan, cache)
-        changes = advised(plan, memory, Registry(), replan, cache).changes
-    except HwoptError:
-        return ""
-    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the ladder has been at single rows
-    lines = [
-        f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})"
-        for change in changes
-        if not any(assignment.split(".")[1] in sizes for assignment in change.assignments)
-    ]
-    return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
-
-
-def ended_by_signal(own: Sequence[Run], code: int) -> str:
-    """What the status says of it; "" where it was none."""
-    if code not in signals.EXIT_CODES.values():
-        return ""
-    done = f"after step {own[0].step:,}, saved; go on with --resume" if own and own[0].step else "before the first step"
-    return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
-
-
-def set_status(own: Sequence[Run], rank: int, exit_code: int, message: str) -> None:
-    """Only in a run folder that is this run's; never hides the error that ended the run behind one of storage."""
-    if own and (rank == 0 or exit_code) and own[0].folder.is_dir():
-        with contextlib.suppress(StorageError):
-            write_status(own[0].folder, exit_code, message)
 
 
 __all__ = [

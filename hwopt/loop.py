@@ -38,66 +38,120 @@ def train(run: Run, listener: Listener) -> Row:
     the run folder stays whole in each case, and has a checkpoint of the last whole step.
     """
     run.warn = partial(listener.warned, run)
-    telemetry = Telemetry(run)
-    rescues: list[Callable[[], str | None]] = [
-        Blamed(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
-        for plugin in run.plan.rescuers
-    ]
-    training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
-    evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
-    strain = Strain(run.device)
-    reseed = randomness.reseeder(run.device, run.training.seed)
-
     with writing(run) as writer, fitting("training", "plugins.batch.train"):
-        best = BestWeights(run, writer, *best_metric(run))
-        checkpoints = Checkpoints(run, writer, best, {"telemetry": telemetry, "training": training, "evaluation": evaluation})
+        loop = Loop(run, listener, writer)
         listener.started(run)
-        # What can run out does so before step 1: the optimizer's state, the longest samples, the disk.
-        with run.engine.together(training):
-            run.engine.make_state()
-            checkpoints.require_space()
-        checkpoints.resume()
-        try_evaluation(run, evaluation)
-        run.model.train()
-        if run.plan.chose and run.checkpoint is None:
-            try_training(run, telemetry, reseed, training)
-
-        with signals.patience(), keeping(checkpoints, listener, telemetry):
+        get_ready(loop)
+        with signals.patience(), keeping(loop):
             with run.watch:
-                wish = owed(run, listener, telemetry, evaluation, best)
-                for batch in step_batches(run, telemetry):
-                    if telemetry.steps_here == 0:
-                        with telemetry.aside(), observe.observing(run):
-                            step(run, batch, telemetry, reseed, training)
-                        listener.evidence(run, observe.collect(run))
-                    else:
-                        step(run, batch, telemetry, reseed, training)
-
-                    if row := telemetry.stepped(batch):
-                        listener.row(run, row)
-                        telemetry.judge()
-                        if shortage := strain.seen():
-                            training.strained(batch.floor, f"after step {run.step}", shortage)
-                    wish = run.engine.agree(checkpoints.wish())
-                    if evaluates_now(run) and wish <= SAVE:
-                        wish = max(wish, evaluate_and_keep(run, listener, telemetry, evaluation, best))
-                    if wish or checkpoints.due():
-                        report(run, listener, telemetry)
-                        with telemetry.aside():
-                            checkpoints.save()
-                    if wish > SAVE:
-                        break
-
+                wish = steps(loop)
             if wish > SAVE:
-                stop(run, checkpoints, wish)
-            report(run, listener, telemetry)
-            seconds = telemetry.seconds
-            writer.wait()
-            best.restore()
-            save_final(run)
-            summary = summarize(run, telemetry, seconds) | best.latest | best_of(best)
-            checkpoints.prune(best_is_final=True)
-            listener.finished(run, summary)
+                stop(loop, wish)
+            return finish(loop)
+
+
+class Loop:
+    """What the loop keeps beside the run: the numbers, the ladders, the best weights, the checkpoints."""
+
+    def __init__(self, run: Run, listener: Listener, writer: Writer) -> None:
+        self.run, self.listener, self.writer = run, listener, writer
+        rescues: list[Callable[[], str | None]] = [
+            Blamed(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
+            for plugin in run.plan.rescuers
+        ]
+        self.training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
+        self.evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
+        self.telemetry = Telemetry(run)
+        self.strain = Strain(run.device)
+        self.reseed = randomness.reseeder(run.device, run.training.seed)
+        self.best = BestWeights(run, writer, *best_metric(run))
+        parts = {"telemetry": self.telemetry, "training": self.training, "evaluation": self.evaluation}
+        self.checkpoints = Checkpoints(run, writer, self.best, parts)
+
+
+def get_ready(loop: Loop) -> None:
+    """What can run out does so before step 1: the optimizer's state, the disk, the longest samples."""
+    run = loop.run
+    with run.engine.together(loop.training):
+        run.engine.make_state()
+        loop.checkpoints.require_space()
+    loop.checkpoints.resume()
+    try_evaluation(run, loop.evaluation)
+    run.model.train()
+    if run.plan.chose and run.checkpoint is None:
+        try_training(run, loop.telemetry, loop.reseed, loop.training)
+
+
+def steps(loop: Loop) -> int:
+    """Every step that is left, with its evaluations and checkpoints. Returns the exit code of a signal, else SAVE or 0."""
+    run, telemetry, checkpoints = loop.run, loop.telemetry, loop.checkpoints
+    wish = 0
+    if run.step and evaluates_now(run) and loop.best.evaluated != run.step:  # cut short by the signal that ended the run there
+        wish = evaluate_and_keep(loop)
+    for batch in step_batches(run, telemetry):
+        if telemetry.steps_here == 0:
+            with telemetry.aside(), observe.observing(run):
+                step(run, batch, telemetry, loop.reseed, loop.training)
+            loop.listener.evidence(run, observe.collect(run))
+        else:
+            step(run, batch, telemetry, loop.reseed, loop.training)
+
+        if row := telemetry.stepped(batch):
+            report(loop, row)
+            if shortage := loop.strain.seen():
+                loop.training.strained(batch.floor, f"after step {run.step}", shortage)
+        wish = run.engine.agree(checkpoints.wish())
+        if evaluates_now(run) and wish <= SAVE:
+            wish = max(wish, evaluate_and_keep(loop))
+        if wish or checkpoints.due():
+            report(loop, telemetry.flush())
+            with telemetry.aside():
+                checkpoints.save()
+        if wish > SAVE:
+            break
+    return wish
+
+
+def report(loop: Loop, row: Row | None) -> None:
+    """Show a log point, and what it means. Raises NonFiniteError where it means that the run must stop."""
+    if row is not None:
+        loop.listener.row(loop.run, row)
+        loop.telemetry.judge()
+
+
+def evaluate_and_keep(loop: Loop) -> int:
+    """Evaluate, and keep the weights if they are the best. Returns the exit code of a signal that came first, else 0."""
+    run = loop.run
+    report(loop, loop.telemetry.flush())
+    with loop.telemetry.aside():
+        metrics = evaluate(run, loop.evaluation)
+        if metrics is None:
+            code: int = run.engine.agree(signals.received() or 0)
+            return code
+        loop.best.consider(metrics)
+    loop.listener.row(run, metrics)
+    return 0
+
+
+def stop(loop: Loop, code: int) -> None:
+    """End the run, saved, because a signal asked for it. All ranks call it, and wait for the one that writes."""
+    loop.checkpoints.save()
+    loop.writer.wait()
+    loop.run.engine.agree(0)
+    raise signals.ending(code)
+
+
+def finish(loop: Loop) -> Row:
+    """The best weights become `final/`. Returns the summary."""
+    run = loop.run
+    report(loop, loop.telemetry.flush())
+    seconds = loop.telemetry.seconds
+    loop.writer.wait()
+    loop.best.restore()
+    save_final(run)
+    loop.checkpoints.prune(best_is_final=True)
+    summary = summarize(run, loop.telemetry, seconds) | loop.best.latest | best_of(loop.best)
+    loop.listener.finished(run, summary)
     return summary
 
 
@@ -110,51 +164,16 @@ def writing(run: Run) -> Iterator[Writer]:
         writer.close()
 
 
-def report(run: Run, listener: Listener, telemetry: Telemetry) -> None:
-    """The row that is on its way, and what it means. Raises NonFiniteError where it means that the run must stop."""
-    if row := telemetry.flush():
-        listener.row(run, row)
-        telemetry.judge()
-
-
 @contextmanager
-def keeping(checkpoints: Checkpoints, listener: Listener, telemetry: Telemetry) -> Iterator[None]:
+def keeping(loop: Loop) -> Iterator[None]:
     """What was learnt so far is saved where training cannot go on."""
     try:
         yield
     except (NonFiniteError, WorkerDiedError, DoesNotFitError) as error:
-        if row := telemetry.flush():
-            listener.row(checkpoints.run, row)
-        checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
+        if row := loop.telemetry.flush():
+            loop.listener.row(loop.run, row)
+        loop.checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
         raise
-
-
-def stop(run: Run, checkpoints: Checkpoints, code: int) -> None:
-    """End the run, saved, because a signal asked for it. All ranks call it, and wait for the one that writes."""
-    checkpoints.save()
-    checkpoints.writer.wait()
-    run.engine.agree(0)
-    raise signals.ending(code)
-
-
-def owed(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, best: BestWeights) -> int:
-    """The evaluation that a signal has cut short where this run goes on. Returns what `evaluate_and_keep` does."""
-    if run.step == 0 or not evaluates_now(run) or best.evaluated == run.step:
-        return 0
-    return evaluate_and_keep(run, listener, telemetry, ladder, best)
-
-
-def evaluate_and_keep(run: Run, listener: Listener, telemetry: Telemetry, ladder: Ladder, best: BestWeights) -> int:
-    """Evaluate, and keep the weights if they are the best. Returns the exit code of a signal that came first, else 0."""
-    report(run, listener, telemetry)
-    with telemetry.aside():
-        metrics = evaluate(run, ladder)
-        if metrics is None:
-            code: int = run.engine.agree(signals.received() or 0)
-            return code
-        best.consider(metrics)
-    listener.row(run, metrics)
-    return 0
 
 
 def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt import api, resume, signals, storage
+from hwopt import api, execution, resume, signals, storage
 from hwopt.cli.options import quiet_transformers
 from hwopt.job import JobFile
 from hwopt.plan import Plan
@@ -141,7 +141,9 @@ def logged_steps(run: Path) -> list[tuple[int, float]]:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     torch.set_num_threads(1)
-    return Work(tmp_path_factory.mktemp("reliability"))
+    work = Work(tmp_path_factory.mktemp("reliability"))
+    assert work.job.job.data.train  # the files are written once, here
+    return work
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +262,7 @@ def hold_when_owner(gate: int) -> None:
     """Whoever owns the folder waits until the others have been told."""
     from contextlib import contextmanager
 
-    real = api.owned
+    real = execution.owned
 
     @contextmanager
     def owned(*arguments: Any, **named: Any) -> Iterator[Path]:
@@ -268,7 +270,7 @@ def hold_when_owner(gate: int) -> None:
             os.read(gate, 1)
             yield folder
 
-    setattr(api, "owned", owned)  # noqa: B010
+    setattr(execution, "owned", owned)  # noqa: B010
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])

@@ -1,0 +1,17 @@
+"""Where tokenised data, model facts and traces are kept between runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hwopt.errors import refuse_bytes
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where tokenised data and model facts are kept: HWOPT_CACHE, else hwopt under the user's cache folder."""
+    if given := environment.get("HWOPT_CACHE"):
+        refuse_bytes(given, "HWOPT_CACHE")
+        return Path(given)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
