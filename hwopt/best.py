@@ -34,7 +34,7 @@ class BestWeights:
         self.evaluated, self.latest = int(state["evaluated"]), dict(state["latest"])
         if state["value"] is None or state["metric"] != self.metric:
             return
-        if not best_folder(self.run.folder, state["step"]).is_dir():
+        if not best_folder(self.run.folder, int(state["step"])).is_dir():
             self.run.warn(
                 f"the best weights so far, of step {state['step']}, do not lie in {self.run.folder}: "
                 "from here on the best of what comes is kept"

@@ -48,12 +48,17 @@ class Checkpoints:
                 f"{checkpoint.folder} belongs to another model or optimizer: {error}. Give the job and the profile that it was "
                 "made with, or begin anew with --fresh"
             ) from error
-        load_buffers(self.run.inner_model, state["buffers"])
-        ranks = state["ranks"]
-        own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
-        for name, part in self.parts.items():
-            if name in own:
-                part.load_state_dict(own[name])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise unreadable(checkpoint, error) from error
+        try:
+            load_buffers(self.run.inner_model, state["buffers"])
+            ranks = state["ranks"]
+            own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
+            for name, part in self.parts.items():
+                if name in own:
+                    part.load_state_dict(own[name])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise unreadable(checkpoint, error) from error
         self.saved_step = self.run.step
 
     def wish(self) -> int:
@@ -117,11 +122,11 @@ class Checkpoints:
         checkpoints = resume.in_folder(folder)
         for old in checkpoints[limit:] if limit else []:
             shutil.rmtree(old, ignore_errors=True)
-        spoken_of = {resume.peek(path).get("best_step") for path in resume.in_folder(folder)}
+        spoken_of = {str(resume.peek(path).get("best_step")) for path in resume.in_folder(folder)}
         if not best_is_final:
-            spoken_of.add(self.best.step)
+            spoken_of.add(str(self.best.step))
         for step, path in resume.best_folders(folder).items():
-            if step not in spoken_of:
+            if str(step) not in spoken_of:
                 shutil.rmtree(path, ignore_errors=True)
 
     def require_space(self) -> None:
@@ -136,6 +141,13 @@ class Checkpoints:
             there = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
             what = f"the run, with {kept} checkpoint(s) of {(model + state) / 2**30:.3f} GiB"
             require_space(run.folder, max(0, kept * (model + state) + best + model - there), what)
+
+
+def unreadable(checkpoint: resume.Checkpoint, error: Exception) -> StorageError:
+    return StorageError(
+        f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
+        "Go on from another one with --resume-from, or begin anew with --fresh"
+    )
 
 
 def sizes(run: Run) -> tuple[int, int]:

@@ -15,6 +15,9 @@ QUIET_STEPS = 200
 """Steps without running out before one coarser cut is tried again; doubled each time that this fails."""
 
 
+FINEST = 20
+"""A rung that no rows need."""
+
 KEPT = ("rung", "quiet", "patience", "trials", "times", "rescued")
 """What a checkpoint has of a ladder."""
 
@@ -45,6 +48,8 @@ class Ladder:
         """Where a run goes on nothing is found out again: what saved memory then is on from the start."""
         for name in KEPT:
             setattr(self, name, int(state[name]))
+        if not 0 <= self.rung <= FINEST:
+            raise ValueError(f"a rung of {self.rung}")
         for _ in range(min(self.rescued, len(self.rescues))):
             if (cost := self.rescues.pop(0)()) is not None:
                 self.warn(f"{self.what.lower()} ran out of memory before: {cost}")

@@ -104,7 +104,8 @@ def opened(folder: Path, verify: bool = True) -> Checkpoint:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise StorageError(f"{folder} is of format {content['format']}, and this version reads {FORMAT}")
-        Checkpoint(folder, content).step  # noqa: B018
+        if (match := NAME.fullmatch(folder.name)) and Checkpoint(folder, content).step != int(match[1]):
+            raise StorageError(f"{folder} says that it is of step {content['step']}")
     except FileNotFoundError as error:
         raise StorageError(f"{folder} holds a model, but no {STATE} to go on from") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -164,7 +165,7 @@ def peek(folder: Path) -> Mapping[str, Any]:
     for path in [folder, *in_folder(folder)] if folder.is_dir() else []:
         try:
             content = json.loads((path / STATE).read_text(encoding="utf-8"))
-            if isinstance(content, dict) and content.get("format") == FORMAT:
+            if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):
                 return content
         except (OSError, ValueError, RecursionError):
             continue
@@ -173,7 +174,8 @@ def peek(folder: Path) -> Mapping[str, Any]:
 
 def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
     """Raise InputError where going on from `checkpoint` would not be the same run: other samples, or other steps."""
-    before = checkpoint.content.get("facts", {})
+    before = checkpoint.content.get("facts")
+    before = before if isinstance(before, dict) else {}
     advice = {
         "rows a step": "keep the effective batch: --set plugins.batch.effective={0}",
         "samples": "it was trained on other data, or the data has changed since; give the same, or begin anew with --fresh",

@@ -37,6 +37,11 @@ class Counts:
     wait: float = 0.0
     """Seconds that the loop waited for data."""
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Counts:
+        """Raises ValueError for what are no numbers."""
+        return cls(int(state["steps"]), int(state["samples"]), int(state["tokens"]), float(state["wait"]))
+
 
 class Pile:
     """Single numbers of the device in their order; `fold` now and then, so that a long interval holds few tensors."""
@@ -252,11 +257,11 @@ class Telemetry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The sums of all ranks go on in the first one."""
         self.watch.load_state_dict(state["watch"])
-        self.total = Counts(**state["total"])
+        self.total = Counts.of(state["total"])
         self.loss_total, self.loss_steps = state["loss_total"], state["loss_steps"]
         self.started = time.perf_counter() - state["seconds"]
         interval = state["interval"]
-        self.interval = Interval(Counts(**interval["counts"]))
+        self.interval = Interval(Counts.of(interval["counts"]))
         self.interval.norms.folded.append(torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device))
         if self.run.is_main:
             loss_sum, weight, lost = interval["sums"]

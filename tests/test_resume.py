@@ -1,0 +1,302 @@
+"""Where a run goes on: to the same bits, from the newest whole checkpoint, with the same samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api, resume, storage
+from hwopt.errors import InputError, StorageError
+from hwopt.plan import Plan
+from hwopt.resume import STATE
+from hwopt.testing import TINY_BERT, Recorder, apart, gone_back, logged, plan_for, saved_bits, tiny_job, tiny_profile
+
+LAST = 12
+"""Steps of a run here: three epochs of 41 rows, 12 a step, the last one of each 5; evaluations every 5 and at the end."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
+    """Dropout, three micro-batches a step, a checkpoint after every step."""
+    settings = {
+        "max_steps": LAST,
+        "learning_rate": 1e-2,
+        "eval_steps": 5,
+        "save_steps": 1,
+        "save_total_limit": 0,
+        "logging_steps": 2,
+    }
+    job = tiny_job(folder / "data", samples=41, **(settings | (training or {})))
+    model = job.job.model.model_copy(update={"config": TINY_BERT | {"hidden_dropout_prob": 0.1}})
+    job = type(job)(job.job.model_copy(update={"model": model}), job.document)
+    return plan_for(tiny_profile(**{"batch": {"train": 4, "effective": 12}, **tables}), job)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    api.execute(make_plan(folder), folder / "run", cache=folder / "cache")
+    return folder
+
+
+def gone_on(folder: Path, step: int, target: Path, plan: Plan | None = None, **options: Any) -> Recorder:
+    """The run of `folder`, gone on from what it was after `step`."""
+    recorder = Recorder()
+    run = gone_back(folder / "run", target, step)
+    options = {"resume": True} | options
+    api.execute(plan or make_plan(folder), run, recorder, cache=folder / "cache", **options)
+    return recorder
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    parts = ("final", f"checkpoint-{LAST}")
+    return all(saved_bits(ours / part) == saved_bits(theirs / part) for part in parts)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
+def test_from_any_step_to_the_same_bits(step: int, whole: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch, at its end (4, 8, 12), after an evaluation (5), in a log interval (1, 3, 5, 11)."""
+    gone_on(whole, step, tmp_path / "run")
+    assert same(tmp_path / "run", whole / "run")
+    for key in ("step", "loss", "eval_loss", "learning_rate"):
+        assert logged(tmp_path / "run", key) == logged(whole / "run", key)
+    ours, theirs = (json.loads((run / "run" / "summary.json").read_text()) for run in (tmp_path, whole))
+    timed = ("_runtime", "_per_second", "data_wait")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key] == theirs[key] for key in ours if not key.endswith(timed))
+
+
+def test_twice_in_a_row(whole: Path, tmp_path: Path) -> None:
+    gone_on(whole, 3, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
+    shutil.copytree(whole / "data", tmp_path / "first" / "data")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 7)
+    api.execute(make_plan(whole), again, cache=whole / "cache", resume=True)
+    assert same(again, whole / "run")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_with_workers(workers: int, whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(whole, dataloader={"workers": workers})
+    gone_on(whole, 6, tmp_path / "run", plan)
+    assert same(tmp_path / "run", whole / "run")
+
+
+@pytest.mark.parametrize("train", [1, 12])
+def test_on_other_micro_batches(train: int, whole: Path, tmp_path: Path) -> None:
+    """Another card: the same samples, schedule and effective batch; with dropout the masks are others."""
+    from safetensors.torch import load_file
+
+    still = make_plan(whole)
+    still.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    api.execute(still, tmp_path / "still" / "run", cache=whole / "cache")
+    other = make_plan(whole, batch={"train": train, "effective": 12})
+    other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    gone_on(tmp_path / "still", 6, tmp_path / "run", other)
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
+    assert apart(ours, theirs) < 1e-5
+    assert logged(tmp_path / "run", "learning_rate") == logged(tmp_path / "still" / "run", "learning_rate")
+
+
+def test_another_optimizer_is_refused(whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(whole, optimizer={"name": "adamw_bnb_8bit"})
+    with pytest.raises(InputError, match=r"checkpoint-6 belongs to another model or optimizer: .*AdamW"):
+        gone_on(whole, 6, tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize(
+    ("training", "tables", "said"),
+    [
+        ({"seed": 7}, {}, "seed was 0, and is 7 now"),
+        ({}, {"batch": {"train": 4, "effective": 8}}, r"rows a step was 12, and is 8 now.*plugins.batch.effective=12"),
+        ({}, {"group_lengths": {}}, "order was the core, and is plugin 'group_lengths' now"),
+        ({"max_steps": 4}, {}, r"is of step 6, and the job has 4 steps only"),
+    ],
+)
+def test_another_run_is_refused(training: Any, tables: Any, said: str, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        gone_on(whole, 6, tmp_path / "run", make_plan(whole, training, **tables))
+    assert (tmp_path / "run" / "checkpoint-6").is_dir()
+
+
+def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "other")
+    path = Path(plan.job.data.train)
+    path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
+    with pytest.raises(InputError, match="it was trained on other data, or the data has changed since"):
+        gone_on(whole, 6, tmp_path / "run", plan)
+
+
+def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
+    """More steps, and so another schedule from there on."""
+    gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    assert logged(tmp_path / "run", "step")[-1] == 14
+
+
+def test_the_best_weights_of_before_are_still_the_best(tmp_path: Path) -> None:
+    """A rate that ruins the model after the first evaluation; the run goes on behind it."""
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant"}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    assert best < LAST
+    again = gone_back(tmp_path / "run", tmp_path / "again", best + 1)
+    assert (again / f"best-{best}").is_dir(), "a checkpoint speaks of it"
+    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
+    assert same(again, tmp_path / "run")
+
+
+def test_what_plugins_keep(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {"steps": 0, "seen": torch.zeros(2)}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+        def updated(self, run: Any) -> None:
+            self.state = {"steps": self.state["steps"] + 1, "seen": self.state["seen"] + 1}
+
+    def counting() -> tuple[Counter, Plan]:
+        counter, plan = Counter(), make_plan(tmp_path)
+        plan.recipe.state.append(counter)
+        plan.recipe.events["updated"].append(counter.updated)
+        return counter, plan
+
+    through, plan = counting()
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    counter, plan = counting()
+    gone_on(tmp_path, 5, tmp_path / "again", plan)
+    assert counter.state["steps"] == through.state["steps"] == LAST
+    assert counter.state["seen"].tolist() == [LAST, LAST]
+
+
+def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    summary = api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert summary["step"] == LAST
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+
+def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listening(Recorder):
+        def said(self, run: Any, message: str) -> None:
+            said.append(message)
+
+    api.execute(make_plan(whole), tmp_path / "run", Listening(), cache=whole / "cache", resume=True)
+    assert same(tmp_path / "run", whole / "run")
+    assert said == [f"there is no checkpoint in {tmp_path / 'run'}: the run begins at its start"]
+
+
+def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    with pytest.raises(InputError, match=r"holds checkpoints. To go on from the newest: --resume; to begin anew .*--fresh"):
+        api.execute(make_plan(whole), run, cache=whole / "cache")
+    assert resume.in_folder(run)[0].name == "checkpoint-6"
+    api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
+    assert same(run, whole / "run")
+    assert resume.in_folder(tmp_path / "run.old")[0].name == "checkpoint-6"
+
+
+def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    api.execute(make_plan(whole), run, cache=whole / "cache", resume=whole / "run" / "checkpoint-6")
+    assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(whole / "run" / f"checkpoint-{LAST}")
+
+
+def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-4")
+
+
+def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    weights = run / "checkpoint-6" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    recorder = Recorder()
+    api.execute(make_plan(whole), run, recorder, cache=whole / "cache", resume=True)
+    assert "checkpoint-6 is not whole: model.safetensors was changed" in recorder.warnings[0]
+    assert (run / "checkpoint-6.damaged").is_dir()
+    assert same(run, whole / "run")
+
+
+def test_no_whole_checkpoint_is_said(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 2)
+    for path in resume.in_folder(run):
+        (path / "config.json").unlink()
+    with pytest.raises(StorageError, match=r"no checkpoint in .* is whole.*config.json is missing.*--fresh"):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def rewrite(checkpoint: Path) -> None:
+        path = checkpoint / STATE
+        content = json.loads(path.read_text(encoding="utf-8"))
+        change(content)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    return rewrite
+
+
+def add_payload(checkpoint: Path) -> None:
+    """What torch.load would run."""
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
+    (checkpoint / "model.safetensors").unlink()
+
+
+def add_link(checkpoint: Path) -> None:
+    (checkpoint / "training_state.safetensors").unlink()
+    (checkpoint / "training_state.safetensors").symlink_to("/dev/zero")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "state is a list": rewritten(lambda content: content.update(state=[])),
+    "no ranks": rewritten(lambda content: content["state"].update(ranks=[])),
+    "a huge rung": rewritten(lambda content: content["state"]["ranks"][0]["training"].update(rung=10**9)),
+    "words for numbers": rewritten(lambda content: content["state"]["ranks"][0]["telemetry"].update(total={"steps": "many"})),
+    "a path for a step": rewritten(lambda content: content["state"]["ranks"][0]["best"].update(value=1.0, step="../../x")),
+    "another step": rewritten(lambda content: content.update(step=3)),
+    "no step": rewritten(lambda content: content.pop("step")),
+    "a tensor outside": rewritten(lambda content: content["state"]["buffers"].update({"bert.x": {"$tensor": "../../secret"}})),
+    "a pickle": add_payload,
+    "a link to a device": add_link,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest is right; what it holds is not what hwopt writes."""
+    monkeypatch.chdir(tmp_path)
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    for path in resume.in_folder(run)[1:]:
+        shutil.rmtree(path)
+    checkpoint = run / "checkpoint-6"
+    HOSTILE[name](checkpoint)
+    if name != "a link to a device":
+        storage.seal(checkpoint)
+    with pytest.raises((StorageError, InputError)):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert not (tmp_path / "RUN").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
