@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hwopt.data_parallel import make_equal
 from hwopt.engine import TakingTurns
 from hwopt.errors import PluginError
+from hwopt.tensors import described
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -69,7 +70,11 @@ class FsdpEngine(TakingTurns):
         super().restore(snapshot)
 
     def filled(self, made: Any, saved: Any) -> Any:
-        return super().filled(made, self.part(saved, made) if isinstance(made, DTensor) else saved)
+        if not isinstance(made, DTensor):
+            return super().filled(made, saved)
+        if not isinstance(saved, Tensor) or saved.shape != made.shape:
+            raise ValueError(f"there is {described(saved)} for {described(made)}")
+        return made.copy_(self.part(saved, made))
 
     def full_weights(self) -> dict[str, Tensor]:
         self.reshard()

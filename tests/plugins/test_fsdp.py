@@ -21,9 +21,11 @@ from hwopt.testing import (
     TINY_LLAMA,
     apart,
     finished,
+    gone_back,
     launcher,
     logged,
     plan_for,
+    saved_bits,
     tiny_job,
     tiny_profile,
     write_samples,
@@ -237,12 +239,14 @@ class Folder:
         )
         (folder / "on_hosts.py").write_text(ON_HOSTS)
 
-    def run(self, name: str, ranks: int = 1, fsdp: str = "", code: int = 0, half: bool = False, **training: Any) -> Path:
+    def run(
+        self, name: str, ranks: int = 1, fsdp: str = "", code: int = 0, half: bool = False, resume: bool = False, **training: Any
+    ) -> Path:
         (self.folder / "ranks.toml").write_text(self.profile + (f"[plugins.fsdp]\n{fsdp}" if ranks > 1 else ""))
         given = [part for key, value in training.items() for part in ("--set", f"training.{key}={value}")]
         command = ALONE if ranks == 1 else [*launcher(ranks), "on_hosts.py"]
         done = finished(
-            [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given],
+            [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given, *(["--resume"] if resume else [])],
             self.folder,
             HALF="1" if half else "",
         )
@@ -291,6 +295,20 @@ def test_ranks_train_the_model_of_one(ranks: int, fsdp: str, encoder: Folder, re
     assert best == json.loads((ours / "summary.json").read_text())["best_step"]
     assert best < 20  # so that it is not the last one that is saved
     check_equal(ours, one)
+
+
+def test_a_run_goes_on_from_its_shards(encoder: Folder) -> None:
+    """On as many ranks to the same bits, and on a single one that spreads nothing."""
+    through = encoder.run("through", 2, save_steps=10)
+    last = through / "checkpoint-20"
+    gone_back(through, encoder.folder / "runs" / "again", 10)
+    again = encoder.run("again", 2, save_steps=10, resume=True)
+    assert saved_bits(again / "final") == saved_bits(through / "final")
+    assert saved_bits(again / "checkpoint-20") == saved_bits(last)
+    gone_back(through, encoder.folder / "runs" / "fewer", 10)
+    fewer = encoder.run("fewer", 1, save_steps=10, resume=True)
+    assert apart(weights(fewer / "checkpoint-20"), weights(last)) <= 1e-6
+    assert logged(fewer, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
 
 
 def test_gradients_that_are_not_finite_end_all_ranks(encoder: Folder) -> None:
