@@ -93,7 +93,7 @@ def in_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_worker)
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=2)
     if sys.platform == "linux":  # or one that hangs would outlive a run that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

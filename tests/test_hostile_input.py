@@ -253,7 +253,14 @@ WRONG = {
     "training.warmup_ratio": [*NO_NUMBER, "1.1"],
     "training.warmup_steps": [value for value in NO_COUNT if value not in ("0", str(2**63))],
     "training.seed": [value for value in NO_COUNT if value != "0"],
-    **{f"training.{key}": NO_COUNT for key in ("max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit")},
+    **{f"training.{key}": NO_COUNT for key in ("max_steps", "logging_steps", "eval_steps", "save_steps", "nonfinite_limit")},
+    "training.save_total_limit": [value for value in NO_COUNT if value != "0"],
+    **{f"training.{key}": NO_NUMBER for key in ("save_minutes", "hang_timeout")},
+    "training.nonfinite_share": [*NO_NUMBER, "0", "1.1"],
+    **{
+        key: ["3", "''", "'never'", "['skip']", "{}"]
+        for key in ("training.on_nonfinite", "training.loss_spike", "data.on_bad_row")
+    },
 }
 """Key -> values that it cannot have, as TOML spells them."""
 VALUES = [(key, value) for key, values in WRONG.items() for value in values]

@@ -265,6 +265,7 @@ def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert ended(failed(0, -15), failed(1, -15)) == (9, "error: the ranks ended without a word (rank 0: -15, rank 1: -15)")
     assert ended() == (9, "error: the ranks ended without a word (no exit codes)")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     assert leave_note(7, "error: rank 1 ended", secondhand=True)
     write_status(tmp_path, 7, "too large")

@@ -150,10 +150,13 @@ def test_a_label_seen_only_in_eval(tmp_path: Path) -> None:
     write_job(tmp_path)
     with open(tmp_path / "dev.jsonl", "a", encoding="utf-8") as file:
         file.write('{"text": "red", "label": "colr"}\n')
-    done = hwopt("run", "--profile", "cpu", cwd=tmp_path)
+    done = hwopt("run", "--profile", "cpu", "--set", "data.on_bad_row=stop", cwd=tmp_path)
     assert done.returncode == 4
-    assert "row 13" in done.stderr
+    assert "dev.jsonl:13: " in done.stderr
     assert "Did you mean 'colour'" in done.stderr
+    done = hwopt("run", "--profile", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 13 rows of dev.jsonl was left out: line 13" in done.stdout
 
 
 def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
@@ -306,6 +309,6 @@ def test_a_semicolon_table_and_empty_texts(tmp_path: Path) -> None:
     (tmp_path / "gaps.csv").write_text("text,label\n" + rows)
     done = hwopt("run", "--profile", "cpu", "--set", "data.train=gaps.csv", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 20 texts of gaps.csv are empty" in done.stdout
+    assert "1 of 20 rows of gaps.csv was left out: line 5 (has no text)" in done.stdout
     (tmp_path / "empty.csv").write_text("text,label\n,colour\n,other\n")
     assert hwopt("run", "--profile", "cpu", "--set", "data.train=empty.csv", cwd=tmp_path).returncode == 4
