@@ -97,6 +97,7 @@ class Checkpoints:
             content = {
                 "step": run.step,
                 "facts": run.facts,
+                "training": run.training.model_dump(mode="json"),
                 "machine": run.plan.machine,
                 "decided": run.plan.decided(),
                 "best_step": self.best.step,

@@ -24,7 +24,7 @@ from hwopt.plan import Plan
 from hwopt.processes import agreed, leave_note
 from hwopt.registry import Registry
 from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
-from hwopt.resume import Checkpoint, newest, opened, refuse_another_run
+from hwopt.resume import Checkpoint, changed_since, newest, opened, refuse_another_run
 from hwopt.run_folder import owned
 from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
@@ -171,6 +171,8 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
             f"{found.folder} is of step {found.step:,}, and the job has {run.total_steps:,} steps only: raise "
             "training.max_steps or training.num_train_epochs"
         )
+    if changes := changed_since(found, run.training.model_dump(mode="json")):
+        run.warn(f"not as the run was begun: {'; '.join(changes)}")
     run.say(f"going on after step {found.step:,} of {run.total_steps:,}, from {found.folder}")
     return found
 

@@ -138,6 +138,7 @@ def stop(loop: Loop, code: int) -> None:
     loop.checkpoints.save()
     loop.writer.wait()
     loop.run.engine.agree(0)
+    loop.run.say(f"stopped after step {loop.run.step:,}, saved in {loop.run.folder}; go on with --resume")
     raise signals.ending(code)
 
 

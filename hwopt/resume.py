@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hwopt.errors import InputError, StorageError
+from hwopt.errors import InputError, StorageError, shorten
 from hwopt.storage import damage, recover
 from hwopt.tensors import put_together
 
@@ -170,6 +170,17 @@ def peek(folder: Path) -> Mapping[str, Any]:
         except (OSError, ValueError, RecursionError):
             continue
     return {}
+
+
+def changed_since(checkpoint: Checkpoint, training: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters that the run was begun with otherwise, which is allowed: "training.max_steps was 100 and is 200"."""
+    before = checkpoint.content.get("training")
+    before = before if isinstance(before, dict) else {}
+    return [
+        f"training.{key} was {shorten(before[key])} and is {shorten(value)}"
+        for key, value in training.items()
+        if key in before and before[key] != value
+    ]
 
 
 def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:

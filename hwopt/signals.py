@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-ECHO = 2.0
-"""Seconds in which a launcher passes on what its ranks have got as well."""
+ECHO = 1.0
+"""Seconds in which a launcher, or `timeout`, passes on what the process has got from the terminal as well."""
 LAST_STEP = 20.0
 """Seconds that a data-loading process has left after SIGTERM."""
 
@@ -105,11 +105,10 @@ def _end_worker(number: int, frame: FrameType | None) -> None:
 
 
 def counts_as_second(number: int, before: list[tuple[int, float]]) -> bool:
-    """Add a signal to those `before`; whether it is a second one, and no launcher's echo of the first."""
+    """Add a signal to those `before`; whether it is a second one, and no echo of the first."""
     now = time.monotonic()
     before.append((number, now))
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    return len(before) > 1 and not (launched and now - before[0][1] < ECHO)
+    return now - before[0][1] > ECHO
 
 
 def _end(number: int, frame: FrameType | None) -> None:

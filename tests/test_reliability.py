@@ -251,7 +251,8 @@ def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> No
     while not (run / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGTERM)
-    time.sleep(0.3)
+    os.kill(pid, signal.SIGTERM)  # passed on by a launcher
+    time.sleep(1.5 * signals.ECHO)
     os.kill(pid, signal.SIGTERM)
     assert ended(pid, within=20) == 143
     assert status(run)["exit_code"] == 143

@@ -142,8 +142,9 @@ def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
 
 
 def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
-    """More steps, and so another schedule from there on."""
-    gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    """More steps, and so another schedule from there on; it is said."""
+    heard = gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    assert heard.warnings == ["not as the run was begun: training.max_steps was 12 and is 14"]
     assert logged(tmp_path / "run", "step")[-1] == 14
 
 

@@ -9,6 +9,7 @@ import codecs
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -100,8 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def end_workers() -> None:
     """Python would wait for those that are left, such as a run's that was interrupted."""
-    if multiprocessing := sys.modules.get("multiprocessing"):
-        for worker in multiprocessing.active_children():
+    if (multiprocessing := sys.modules.get("multiprocessing")) and (workers := multiprocessing.active_children()):
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise, as if something had gone wrong
+        for worker in workers:
             worker.kill()
 
 
