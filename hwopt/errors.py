@@ -6,6 +6,7 @@ A message has three beats: what is wrong and where, what is accepted (with the n
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -66,22 +67,48 @@ class WorkerDiedError(HwoptError):
     exit_code = 9
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The code of docs/exit-codes.md for a process that ends by `error`.
+DEATHS = {
+    r"DataLoader worker .*(exited unexpectedly|is killed by signal)": (
+        "a data-loading worker died: {0}. Try plugins.dataloader.workers = 0"
+    ),
+    r"/gloo/|Connection (closed|reset) by peer": "another rank is gone, its own output says why ({0})",
+}
+"""What RuntimeErrors say of them. torch raises the first from a signal handler, wherever the process stands, and again."""
 
-    A signal counts more than what fails because of it: workers that die with the process, say.
-    """
+
+def death(error: BaseException) -> WorkerDiedError | None:
+    """What `error` says of a worker or rank that is gone, itself or because of what it was raised behind."""
+    for each in chain_of(error):
+        if type(each) is RuntimeError:
+            for pattern, message in DEATHS.items():
+                if re.search(pattern, str(each)):
+                    return WorkerDiedError(message.format(str(each).strip().removesuffix(".")))
+    return None
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """`error`, and what it was raised from or behind."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__context__
-    for each in chain:
+    return chain
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code of docs/exit-codes.md for a process that ends by `error`.
+
+    A signal counts more than what fails because of it: workers that die with the process, say.
+    """
+    for each in chain_of(error):
         if isinstance(each, KeyboardInterrupt):
             return 130
         if isinstance(each, SystemExit) and each.code in (130, 143):  # of a signal; any other would end a run as if it were done
             return int(each.code)
-    return error.exit_code if isinstance(error, HwoptError) else 1
+    if isinstance(error, HwoptError):
+        return error.exit_code
+    return 1 if death(error) is None else WorkerDiedError.exit_code
 
 
 class Problems:

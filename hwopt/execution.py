@@ -13,7 +13,7 @@ from hwopt import signals
 from hwopt.build import Run, build
 from hwopt.caches import cache_folder
 from hwopt.data_parallel import ended_with
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, exit_code_of
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, exit_code_of
 from hwopt.interop.accelerate import exports_of
 from hwopt.launcher import rank_and_world, refuse_contradictions
 from hwopt.loop import best_metric, fitting, train
@@ -77,16 +77,19 @@ def execute(
             return summary_of(folder)
         except BaseException as error:
             code = signals.received() or exit_code_of(error)
+            died = death(error) if code == WorkerDiedError.exit_code and not isinstance(error, HwoptError) else None
             secondhand = (
                 isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0].folder) is not None)
             )
             if not secondhand:
-                set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
+                set_status(own, rank, code, ended_by_signal(own, code) or str(died or error) or type(error).__name__)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already
                 error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
                 if not secondhand:
                     set_status(own, rank, code, str(error))
+            if died is not None:
+                raise died from error
             raise
 
 
@@ -96,7 +99,7 @@ def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
     def leave(code: int, message: str = "ended at once, by a second signal") -> None:
         set_status([run], run.rank, code, message)
         text = f"error: {message}"
-        if not leave_note(code, text, secondhand=False):
+        if not leave_note(code, text, secondhand=False, kills=True):
             os.write(2, f"{text}\n".encode())
         end_the_others()
 

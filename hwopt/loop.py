@@ -8,7 +8,6 @@ every sample once. No optimization is known here by name: each stands in the rec
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,17 @@ from hwopt.best import BestWeights
 from hwopt.blame import Blamed
 from hwopt.build import Run
 from hwopt.checkpoint import SAVE, Checkpoints
-from hwopt.errors import DoesNotFitError, InputError, NonFiniteError, PluginError, WorkerDiedError, listing, nearest
+from hwopt.errors import (
+    DoesNotFitError,
+    HwoptError,
+    InputError,
+    NonFiniteError,
+    PluginError,
+    WorkerDiedError,
+    death,
+    listing,
+    nearest,
+)
 from hwopt.ladder import Ladder
 from hwopt.microbatch import StepBatch
 from hwopt.model_files import save_final
@@ -135,6 +144,7 @@ def evaluate_and_keep(loop: Loop) -> int:
 
 def stop(loop: Loop, code: int) -> None:
     """End the run, saved, because a signal asked for it. All ranks call it, and wait for the one that writes."""
+    signals.heed(code)
     loop.checkpoints.save()
     loop.writer.wait()
     loop.run.engine.agree(0)
@@ -170,7 +180,9 @@ def keeping(loop: Loop) -> Iterator[None]:
     """What was learnt so far is saved where training cannot go on."""
     try:
         yield
-    except (NonFiniteError, WorkerDiedError, DoesNotFitError) as error:
+    except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:
+        if not isinstance(error, HwoptError) and death(error) is None:
+            raise
         if row := loop.telemetry.flush():
             loop.listener.row(loop.run, row)
         loop.checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
@@ -325,13 +337,9 @@ def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
 
 
 def fetched(loader: Any) -> Iterator[StepBatch]:
-    """What `loader` yields. Raises WorkerDiedError where one of its processes is gone; what a worker raises comes as it is."""
+    """What `loader` yields; what a worker raises comes as it is."""
     try:
         yield from loader
-    except RuntimeError as error:
-        if re.search(r"DataLoader worker .*(exited unexpectedly|is killed by signal)", str(error)):
-            raise WorkerDiedError(f"a data-loading worker died: {error}. Try plugins.dataloader.workers = 0.") from error
-        raise
     except PluginError as error:  # a worker's comes with the lines of its traceback
         raise PluginError(str(error).rpartition("PluginError: ")[2].strip()) from error
 

@@ -45,6 +45,8 @@ class Ending:
     secondhand: bool = False
     """Whether another rank is at fault."""
     time: float = 0.0
+    kills: bool = False
+    """Whether the rank has killed the others then."""
 
 
 def ranks_to_start(asked: str, environment: Mapping[str, str]) -> int:
@@ -173,6 +175,9 @@ def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
         return Ending(0, "")
     found = {rank: ending for rank in failures if (ending := noted_ending(notes, rank)) is not None}
     began = min((failure.timestamp for failure in failures.values()), default=0)
+    killer = min((ending for ending in found.values() if ending.kills), key=lambda ending: ending.time, default=None)
+    if killer is not None and killer.time <= began + 1:
+        return killer
     for rank, failure in failures.items():
         # in whole seconds; the launcher asks with SIGTERM, and kills half a minute later
         if rank not in found and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= began + 1:
@@ -184,6 +189,9 @@ def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
             # the rank at fault was ended over its work on the message; the status has as much of it as there was
             return replace(first, message=f"error: {read_status(folder)[1]}")
         return first
+    asked = {-signal.SIGTERM, *signals.EXIT_CODES.values()}
+    if found and all(failure.exitcode in asked for failure in failures.values()):
+        return min(found.values(), key=lambda ending: ending.time)  # a signal to one rank, on which all have agreed
     codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
     return Ending(WorkerDiedError.exit_code, f"error: the ranks ended without a word ({codes or 'no exit codes'})")
 
@@ -216,11 +224,11 @@ def end_what_is_left(notes: Path) -> None:
                 process.kill()
 
 
-def leave_note(exit_code: int, message: str, secondhand: bool) -> bool:
+def leave_note(exit_code: int, message: str, secondhand: bool, kills: bool = False) -> bool:
     """In a rank of such a launch: note how it ends. False elsewhere, where a process says it itself."""
     if NOTES not in os.environ:
         return False
-    ending = Ending(exit_code, message, secondhand, time.time())
+    ending = Ending(exit_code, message, secondhand, time.time(), kills)
     try:
         rank, _ = rank_and_world(os.environ)
         (Path(os.environ[NOTES]) / f"rank-{rank}.json").write_text(json.dumps(asdict(ending)), encoding="utf-8")

@@ -69,6 +69,12 @@ def received() -> int | None:
     return EXIT_CODES[signal.Signals(_received[0][0])] if _received else None
 
 
+def heed(code: int) -> None:
+    """As if the signal of this exit code had come here: another rank has got it, and a launcher's echo comes after it."""
+    if listens() and not _received:
+        _received.append((next(number for number, of_it in EXIT_CODES.items() if of_it == code), time.monotonic()))
+
+
 @contextmanager
 def patience(heard: Callable[[int], None] = lambda number: None) -> Iterator[None]:
     """Inside, the first signal does nothing but be `received`, and `heard`; whoever is patient ends by itself."""

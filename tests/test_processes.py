@@ -282,6 +282,16 @@ def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended(failed(0, 1), failed(2, -9, when=130)) == (1, "error: connection closed"), "the launcher killed it"
     assert leave_note(143, "terminated", secondhand=False)
     assert ended(failed(1, 7), failed(0, 143)) == (7, "error: too large"), "the launcher ended rank 0"
+    monkeypatch.setenv("RANK", "1")
+    assert leave_note(130, "interrupted", secondhand=False)
+    assert ended(failed(0, 143), failed(1, 130)) == (143, "terminated"), "a signal to rank 0, which came first"
+    (tmp_path / "rank-0.json").unlink()
+    assert ended(failed(0, -15), failed(1, 130)) == (130, "interrupted"), "the launcher ended rank 0"
+    assert ended(failed(0, 1), failed(1, 130))[0] == 9, "rank 0 has left no note"
+    assert leave_note(9, "error: nothing has happened", secondhand=False, kills=True)
+    now = int(time.time())
+    assert ended(failed(0, -9, now), failed(1, 9, now))[1] == "error: nothing has happened", "rank 1 has killed rank 0"
+    assert ended(failed(0, -9, now - 9), failed(1, 9, now))[1] == f"error: rank 0 {cause_of_death(9)}", "which rank 1 waited for"
     (tmp_path / "rank-1.json").write_text('{"exit_code": 7, "mess')
     assert noted_ending(tmp_path, 1) is None
 

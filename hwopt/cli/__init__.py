@@ -121,7 +121,10 @@ def run_command(arguments: list[str]) -> int:
         object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
         error.show()
         return error.exit_code
-    except click.Abort:
+    except click.Abort:  # what click makes of KeyboardInterrupt
+        from hwopt.processes import leave_note
+
+        leave_note(130, ENDINGS[130], secondhand=False)
         return 130
     except BaseException as error:
         from hwopt import signals
