@@ -56,6 +56,8 @@ class Run:
     """Optimizer steps done."""
     whole: bool = True
     """Whether weights and optimizer are between two steps."""
+    alone: bool = False
+    """Whether the other ranks cannot be asked any more."""
     observation: Observation = field(default_factory=Observation)
     last_step_batch: StepBatch | None = None
     step_batch: StepBatch | None = None

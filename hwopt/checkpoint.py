@@ -109,8 +109,9 @@ class Checkpoints:
         run = self.run
         if not run.whole or not (all_ranks or run.world_size == 1 or (run.is_main and not run.engine.takes_turns)):
             return
+        run.alone = not all_ranks and run.world_size > 1
         try:
-            self.save(all_ranks or run.world_size == 1)
+            self.save(not run.alone)
             self.writer.wait()
         except (StorageError, RuntimeError) as error:
             run.warn(f"what was learnt since step {self.saved_step} could not be saved: {error}")

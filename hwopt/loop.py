@@ -337,9 +337,13 @@ def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
 
 
 def fetched(loader: Any) -> Iterator[StepBatch]:
-    """What `loader` yields; what a worker raises comes as it is."""
+    """What `loader` yields; what a worker raises comes as it is. Raises WorkerDiedError where one is gone."""
     try:
         yield from loader
+    except (OSError, EOFError) as error:  # it was killed while it handed something over
+        if not loader.num_workers or "DataLoader worker" in str(error):
+            raise
+        raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try plugins.dataloader.workers = 0") from error
     except PluginError as error:  # a worker's comes with the lines of its traceback
         raise PluginError(str(error).rpartition("PluginError: ")[2].strip()) from error
 

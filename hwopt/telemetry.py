@@ -161,7 +161,10 @@ class Telemetry:
         return self.pending.ready is None or self.run.world_size > 1 or bool(self.pending.ready.query())
 
     def sums(self) -> Tensor:
-        """Sum of the finite losses, weight of the others in steps, and their number; over all ranks."""
+        """Sum of the finite losses, weight of the others in steps, and their number; over all ranks.
+
+        Where the other ranks are gone, this one's stand for theirs.
+        """
         device = self.run.device
         losses = self.interval.losses.values(device)
         weights = torch.tensor(self.interval.weights, dtype=torch.float64)
@@ -170,6 +173,8 @@ class Telemetry:
         finite = torch.isfinite(losses)
         parts = (torch.where(finite, losses, 0.0), torch.where(finite, 0.0, weights), ~finite)
         sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        if self.run.alone:
+            return sums * self.run.world_size
         if self.run.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums

@@ -30,6 +30,7 @@ from test_reliability import ended, forked, free_port
 
 from hwopt import api, resume, signals, storage
 from hwopt.cli import run_command
+from hwopt.errors import DataError, death, exit_code_of
 from hwopt.run_folder import owned
 from hwopt.testing import TINY_BERT, apart, launcher, logged, saved_bits, write_samples
 
@@ -98,10 +99,12 @@ class Work:
         assert [ended(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
         return self.run(name)
 
-    def goes_on_exactly(self, name: str, undisturbed: Path) -> None:
+    def goes_on_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
+        """Where one rank has saved without the others, what they have lost since the last log point is not in the log."""
         run = self.goes_on(name)
         assert bits(run) == bits(undisturbed)
-        assert logged(run, "loss") == logged(undisturbed, "loss")
+        assert logged(run, "step") == logged(undisturbed, "step")
+        assert saved_alone or logged(run, "loss") == logged(undisturbed, "loss")
         shutil.rmtree(run)
 
 
@@ -340,7 +343,7 @@ def test_who_hangs_or_is_killed_ends_the_run(work: Work, undisturbed: Path, time
                 assert any("hwopt" in path.read_text() for path in stacks), who
                 assert "nothing has happened" in launch.output
                 assert "nothing has happened" in status(launch.run)["message"]
-            work.goes_on_exactly(launch.name, undisturbed)
+            work.goes_on_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
     figures(
         "worker or rank killed or hung",
         f"{2 * times} data-loading workers and {2 * times} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
@@ -398,3 +401,15 @@ def ends_with(work: Work, by: str, code: int) -> Launch:
     name = "in-use" if code == 8 else f"{code} by {by}".replace(" ", "-")
     ranks = ["--processes", "2"] if by == "--processes 2" else []
     return Launch(work, name, [*LAUNCHERS[by], *RUN, "--name", name, *ENDINGS[code], *ranks], by)
+
+
+def test_a_death_is_known_wherever_it_is_noticed() -> None:
+    """torch raises that of a worker from a signal handler: in a collective, or in what cleans up after another error."""
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
+    behind = ValueError("in a finally block")
+    behind.__context__ = killed
+    assert str(death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
+    assert str(death(gone)).startswith("another rank is gone")
+    assert [exit_code_of(error) for error in (killed, gone, behind)] == [9, 9, 9]
+    assert [exit_code_of(error) for error in (RuntimeError("a bug"), ValueError(str(killed)), DataError("no rows"))] == [1, 1, 4]
