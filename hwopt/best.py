@@ -50,7 +50,7 @@ class BestWeights:
         if self.value is not None and not (better and math.isfinite(value)):
             return False
         self.value, self.step = value, self.run.step
-        kept = HostCopies()
+        kept = HostCopies(passing=self.run.engine.takes_turns)
         state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
         weights = self.run.state_dict()
         if self.run.is_main:

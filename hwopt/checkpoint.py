@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from hwopt import resume, signals
 from hwopt.errors import InputError, StorageError
+from hwopt.storage import GIB
 from hwopt.tensors import HostCopies, mapped
 from hwopt.writer import require_space
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 SAVE = 1
 """A wish; the exit codes of signals are above it."""
+ROOM = 0.9
+"""Of the host's free memory, what the copy of a checkpoint may take."""
 
 
 class Checkpoints:
@@ -34,6 +38,7 @@ class Checkpoints:
         self.saved_step = 0
         """The last step of which there is a checkpoint; there is nothing to save before the first."""
         self.saved_at = time.monotonic()
+        self.said_room = False
 
     def resume(self) -> None:
         """Go on from the run's checkpoint, where it has one. All ranks call it. Raises InputError where it is another run's."""
@@ -69,7 +74,23 @@ class Checkpoints:
             return 0
         self.writer.check()
         minutes = self.run.training.save_minutes
-        return SAVE if minutes and time.monotonic() - self.saved_at >= 60 * minutes else 0
+        if not minutes or time.monotonic() - self.saved_at < 60 * minutes:
+            return 0
+        return SAVE if self.host_has_room() else 0
+
+    def host_has_room(self) -> bool:
+        """Whether the host's memory takes the copy that is written: nobody has asked for what the clock does."""
+        needed, free = sum(sizes(self.run)), psutil.virtual_memory().available
+        if needed <= ROOM * free:
+            return True
+        self.saved_at = time.monotonic()
+        if not self.said_room:
+            self.said_room = True
+            self.run.warn(
+                f"a checkpoint takes {needed / GIB:.2f} GiB of the host's memory while it is written, and {free / GIB:.2f} are "
+                "free: none is written by the clock (training.save_minutes) while that is so; training.save_steps does"
+            )
+        return False
 
     def due(self) -> bool:
         """Whether this step is one of training.save_steps."""
@@ -84,7 +105,7 @@ class Checkpoints:
         run = self.run
         if run.step == self.saved_step:
             return
-        kept = HostCopies()
+        kept = HostCopies(passing=run.engine.takes_turns)
         own = {name: part.state_dict() for name, part in self.parts.items()}
         state = {
             "engine": run.engine.state(kept),
@@ -141,7 +162,7 @@ class Checkpoints:
             kept = min(saves, (training.save_total_limit or saves) + 1)
             best = 2 * model if run.eval_loader is not None else 0
             there = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
-            what = f"the run, with {kept} checkpoint(s) of {(model + state) / 2**30:.3f} GiB"
+            what = f"the run, with {kept} checkpoint(s) of {(model + state) / GIB:.3f} GiB"
             require_space(run.folder, max(0, kept * (model + state) + best + model - there), what)
 
 

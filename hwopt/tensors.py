@@ -17,22 +17,30 @@ MARK = "$tensor"
 
 
 class HostCopies:
-    """Copies of tensors in the host's memory, one of each, however often it is asked for: later steps do not reach them."""
+    """Copies of tensors in the host's memory, one of each, however often it is asked for: later steps do not reach them.
 
-    def __init__(self) -> None:
+    With `passing` the tensors were made to be copied, and may go afterwards: each is copied whenever it is asked for.
+    """
+
+    def __init__(self, passing: bool = False) -> None:
+        self.passing = passing
         self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self.bytes = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
+        if self.passing:
+            return self.copied(tensor)
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() == 0 or key not in self.made:
             # the original is kept too, or its address could be another tensor's by the time of the next question
-            self.made[key] = (tensor.to("cpu", copy=True).contiguous(), tensor)
+            self.made[key] = (self.copied(tensor), tensor)
         return self.made[key][0]
 
-    @property
-    def bytes(self) -> int:
-        return sum(copy.numel() * copy.element_size() for copy, _ in self.made.values())
+    def copied(self, tensor: Tensor) -> Tensor:
+        copy = tensor.to("cpu", copy=True).contiguous()
+        self.bytes += copy.numel() * copy.element_size()
+        return copy
 
 
 def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hwopt import api, resume, storage
+from hwopt import api, checkpoint, resume, storage
 from hwopt.errors import InputError, StorageError
 from hwopt.plan import Plan
 from hwopt.resume import STATE
@@ -39,7 +40,8 @@ def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: An
         "save_total_limit": 0,
         "logging_steps": 2,
     }
-    job = tiny_job(folder / "data", samples=41, **(settings | (training or {})))
+    given = {key: value for key, value in (settings | (training or {})).items() if value is not None}
+    job = tiny_job(folder / "data", samples=41, **given)
     model = job.job.model.model_copy(update={"config": TINY_BERT | {"hidden_dropout_prob": 0.1}})
     job = type(job)(job.job.model_copy(update={"model": model}), job.document)
     return plan_for(tiny_profile(**{"batch": {"train": 4, "effective": 12}, **tables}), job)
@@ -187,6 +189,27 @@ def test_what_plugins_keep(tmp_path: Path) -> None:
     gone_on(tmp_path, 5, tmp_path / "again", plan)
     assert counter.state["steps"] == through.state["steps"] == LAST
     assert counter.state["seen"].tolist() == [LAST, LAST]
+
+
+def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
+    """Every so many minutes; the newest are kept."""
+    training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
+    api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
+    assert [path.name for path in resume.in_folder(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
+    assert same(tmp_path / "run", whole / "run")
+    api.execute(make_plan(whole, training | {"save_minutes": 0}), tmp_path / "never", cache=whole / "cache")
+    assert not resume.in_folder(tmp_path / "never")
+
+
+def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
+    monkeypatch.setattr(checkpoint, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000)))
+    recorder = Recorder()
+    plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
+    api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
+    assert [path.name for path in resume.in_folder(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
+    (said,) = recorder.warnings
+    assert "of the host's memory while it is written" in said
 
 
 def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ class ZeroEngine(TakingTurns):
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        trained = self.snapshot(HostCopies())
+        trained = self.snapshot(HostCopies(passing=True))
         found: dict[str, Tensor] = {}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
             if name not in self.named:

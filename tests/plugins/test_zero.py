@@ -21,9 +21,11 @@ from hwopt.testing import (
     TINY_LLAMA,
     apart,
     finished,
+    gone_back,
     launcher,
     logged,
     plan_for,
+    saved_bits,
     tiny_job,
     tiny_profile,
     train_tiny,
@@ -235,3 +237,23 @@ def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path)
     assert apart(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
     found = json.loads((two / "evidence.json").read_text())["plugins"]
     assert {row["status"] for row in found} == {"active"}, found
+
+
+@pytest.mark.parametrize(
+    ("zero", "beside"),
+    [
+        ({"stage": 1, "offload": "none"}, {}),
+        ({"stage": 2, "offload": "optimizer"}, {"precision": {"dtype": "bf16"}}),
+        ({"stage": 3, "offload": "parameters"}, {}),
+    ],
+    ids=["1", "2-offload-bf16", "3-parameters"],
+)
+def test_a_run_goes_on_with_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
+    """With two parameter groups: DeepSpeed tells only those of the first where their state lies."""
+    training = {"max_steps": 6, "save_steps": 3, "weight_decay": 0.1, "learning_rate": 1e-2}
+    plan = plan_for(tiny_profile(zero=zero, **beside), tiny_job(tmp_path / "data", **training))
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 3)
+    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
+    for part in ("final", "checkpoint-6"):
+        assert saved_bits(again / part) == saved_bits(tmp_path / "run" / part)
