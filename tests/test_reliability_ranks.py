@@ -175,7 +175,7 @@ def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, 
             shutil.rmtree(work.run(name))
             continue
         assert all(codes.values())
-        work.goes_on_exactly(name, undisturbed)
+        work.goes_on_exactly(name, undisturbed, saved_alone=victims == pids[1:])
         killed += 1
     figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
 
