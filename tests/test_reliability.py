@@ -406,7 +406,7 @@ def changes_of_saves(work: Work, tmp_path: Path) -> int:
 def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
     work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
 ) -> None:
-    """One after the other, the changes that the saves of a run make to the disk; at most one interval is lost."""
+    """One after the other, the changes that the saves of a run make to the disk; at most the checkpoint being written is lost."""
     changes = changes_of_saves(work, tmp_path)
     assert changes > 50
     happens = kill_myself if dies else disk_full
@@ -421,16 +421,16 @@ def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
             assert status(run)["exit_code"] == 6
             assert "GiB are free" in status(run)["message"] or "could not be" in status(run)["message"]
         done = max((step for step, _ in logged_steps(run)), default=0)
-        assert done - newest_whole(run) <= 5 + 3, call  # an interval, and the steps behind the last row
+        # the one that was being written is lost; training goes on beside it until the next one is due
+        assert newest_whole(run) >= done // 5 * 5 - 5, call
         if call % (5 * every) == 1:
             goes_on_exactly(work, name, undisturbed)
         else:
             shutil.rmtree(run)
         tried, survived = tried + 1, survived + 1
     if dies:
-        figures(
-            "every write, fsync, rename, remove of a save dies there", f"0 of {tried} leave none whole; one interval lost at most"
-        )
+        lost = f"0 of {tried} leave none whole; at most the one being written is lost"
+        figures("every write, fsync, rename, remove of a save dies there", lost)
     else:
         figures("disk full at each of them", f"{survived} of {tried}: the old checkpoint survives; exit 6 with the free bytes")
 
