@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SPARE = 1.02
 """Of the bytes of the tensors: configs, the tokenizer, the file system's own."""
+BEAT = 0.5
+"""Seconds after which whoever waits for the disk says that the run is alive."""
 
 
 class Writer:
@@ -61,9 +63,12 @@ class Writer:
         self.last = self.pool.submit(write)
 
     def wait(self) -> None:
-        """Until everything is written."""
+        """Until everything is written; a slow disk is no hang."""
         last, self.last = self.last, None
         if last is not None:
+            while not wait([last], timeout=BEAT).done:
+                self.run.beat()
+            self.run.beat()
             last.result()
 
     def check(self) -> None:

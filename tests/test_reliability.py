@@ -259,6 +259,25 @@ def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> No
     goes_on_exactly(work, "twice", undisturbed)
 
 
+def test_a_slow_disk_is_no_hang(work: Work, undisturbed: Path) -> None:
+    """The loop waits for a write that takes longer than training.hang_timeout, and goes on."""
+
+    def slow_disk() -> None:
+        fsync, waited = os.fsync, []
+
+        def slow(number: int) -> None:
+            if not waited and threading.current_thread().name.startswith("hwopt-writer"):
+                waited.append(True)
+                time.sleep(8)
+            fsync(number)
+
+        os.fsync = slow
+
+    slow = Work(work.folder, training={"hang_timeout": 3})
+    assert slow.finished("slow-disk", slow_disk) == [0]
+    assert bits(work.folder / "slow-disk") == bits(undisturbed)
+
+
 def hold_when_owner(gate: int) -> None:
     """Whoever owns the folder waits until the others have been told."""
     from contextlib import contextmanager
