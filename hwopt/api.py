@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from hwopt import auto_profile
 from hwopt.caches import cache_folder
-from hwopt.demo import demo_document
 from hwopt.errors import InputError, shorten
 from hwopt.execution import execute
+from hwopt.given import find_job
 from hwopt.hardware import detect, detect_software, limited
-from hwopt.job import JobFile, load_job, make_job
 from hwopt.launcher import local_rank
 from hwopt.loop import fitting
 from hwopt.memory import planner
@@ -32,24 +31,7 @@ from hwopt.resume import checkpoint_in
 from hwopt.resume import peek as checkpoint_says
 from hwopt.run_folder import folder_to_go_on_in, run_folder
 from hwopt.tokenizer import planned_config
-from hwopt.toml_files import Document, parse_assignment
 from hwopt.trust import trusted
-
-
-def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
-    """The job at `path`; without one `job.toml` of the working folder, the job that `--set` spells out, or the demo."""
-    if path is not None:
-        return load_job(path, assignments)
-    if Path("job.toml").is_file():
-        return load_job(Path("job.toml"), assignments)
-    if any(parse_assignment(text)[0][:2] == ("data", "train") for text in assignments):
-        return make_job(Document("--set", {}), assignments)
-    document = demo_document(cache)
-    chosen = {parse_assignment(text)[0][:2] for text in assignments}
-    if ("model", "name") in chosen:  # the demo's data for another model
-        model = {key: value for key, value in document.data["model"].items() if key != "config"}
-        document = replace(document, data=document.data | {"model": model})
-    return make_job(document, assignments)
 
 
 def resolve(

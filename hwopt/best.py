@@ -50,6 +50,7 @@ class BestWeights:
         if self.value is not None and not (better and math.isfinite(value)):
             return False
         self.value, self.step = value, self.run.step
+        self.writer.wait()
         kept = HostCopies(passing=self.run.engine.takes_turns)
         state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
         weights = self.run.state_dict()

@@ -98,13 +98,14 @@ class Checkpoints:
         return steps is not None and self.run.step % steps == 0
 
     def save(self, all_ranks: bool = True) -> None:
-        """`checkpoint-<step>/`, written beside what comes next. All ranks call it, between two steps.
+        """`checkpoint-<step>/`, written beside what comes next, once the one before is. All ranks call it, between two steps.
 
         Without the others only the first rank can, where each rank holds the whole model.
         """
         run = self.run
         if run.step == self.saved_step:
             return
+        self.writer.wait(all_ranks)
         kept = HostCopies(passing=run.engine.takes_turns)
         own = {name: part.state_dict() for name, part in self.parts.items()}
         state = {
@@ -133,7 +134,7 @@ class Checkpoints:
         run.alone = not all_ranks and run.world_size > 1
         try:
             self.save(not run.alone)
-            self.writer.wait()
+            self.writer.wait(not run.alone)
         except (StorageError, RuntimeError) as error:
             run.warn(f"what was learnt since step {self.saved_step} could not be saved: {error}")
 

@@ -140,19 +140,24 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
 UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "GB": 1e9 / GIB, "MB": 1e6 / GIB}
 
 
-def limited(hardware: Hardware, limit: str) -> Hardware:
-    """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
+def gib_of(limit: str) -> float:
+    """What --memory-limit says ("8GiB", "7500MB"). Raises InputError for what is no size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
         raise InputError(
             f"--memory-limit {limit[:40]!r}: expected a number above 0 with a unit of {', '.join(UNITS)}, such as 8GiB"
         )
+    return float(found[1]) * UNITS[found[2]]
+
+
+def limited(hardware: Hardware, limit: str) -> Hardware:
+    """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
+    gib = gib_of(limit)
     if hardware.device_type == "cpu":
         raise InputError(
             f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none; torch's "
             "CPU allocator has no limit. Leave it out, or plan for a card with `hwopt plan --profile NAME`"
         )
-    gib = float(found[1]) * UNITS[found[2]]
     if gib > hardware.memory_gib:
         raise InputError(f"--memory-limit {limit}: is more than the {hardware.memory_gib:g} GiB of {hardware.name}")
     free = min(gib, hardware.free_memory_gib)

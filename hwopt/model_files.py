@@ -58,10 +58,10 @@ def save_final(run: Run) -> Path:
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:
-        with staged(target) as folder:
+        weights = model.state_dict()
+        with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
             if extras.is_dir():
                 shutil.copytree(extras, folder, dirs_exist_ok=True)
-            weights = model.state_dict()
             model.__dict__.pop("forward", None)  # as above; nothing computes with it any more
             write_model(run, model, weights, folder)
         shutil.rmtree(extras, ignore_errors=True)

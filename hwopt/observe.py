@@ -16,7 +16,7 @@ from hwopt.plugin import Evidence, Observation
 
 if TYPE_CHECKING:
     from hwopt.build import Run
-    from hwopt.plan import Entry
+    from hwopt.entries import Entry
 
 STATUS = ("active", "inactive", "unknown")
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 
 from hwopt.errors import InputError, StorageError, shorten
 from hwopt.storage import damage, recover
-from hwopt.tensors import put_together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +39,8 @@ class Checkpoint:
     @property
     def state(self) -> Any:
         """The state with its tensors, in the host's memory. Raises StorageError where they cannot be read."""
+        from hwopt.tensors import put_together  # torch; the command line looks at folders without it
+
         with ExitStack() as stack:
             find = tensors_of(self.folder, stack)
             try:

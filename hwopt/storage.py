@@ -27,10 +27,11 @@ GIB = 2**30
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, needs: float) -> Iterator[Path]:
     """A folder to write into that becomes `target` when the block ends well, and vanishes when it does not.
 
-    What `target` was before goes only when the new one is whole and in its place. Raises StorageError where it cannot be written.
+    What `target` was before goes only when the new one is whole and in its place. Raises StorageError where it cannot be written,
+    which says the bytes that it `needs`.
     """
     staging, old = beside(target)
     shutil.rmtree(staging, ignore_errors=True)
@@ -45,7 +46,7 @@ def staged(target: Path) -> Iterator[Path]:
         to_disk(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:  # a full disk comes as either
-        raise StorageError(said(target, error, size_of(staging))) from error
+        raise StorageError(said(target, error, needs, size_of(staging))) from error
     finally:
         with suppress(OSError):  # as the next run does
             recover(target)
@@ -131,12 +132,12 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_in(folder) if path.is_file()) if folder.is_dir() else 0
 
 
-def said(path: Path, error: OSError | SafetensorError, written: int) -> str:
-    """The message of a write that failed after so many bytes."""
+def said(path: Path, error: OSError | SafetensorError, needs: float, written: int) -> str:
+    """The message of a write that failed after so many bytes of those that it needs."""
     message = f"{path} could not be written: {getattr(error, 'strerror', None) or error}"
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         free = shutil.disk_usage(path.parent).free
-        message += f" (after {written / GIB:.3f} GiB, {free / GIB:.3f} GiB are free)"
+        message += f" (it needs {needs / GIB:.3f} GiB, {written / GIB:.3f} of them were written; {free / GIB:.3f} GiB are free)"
     return f"{message}. Free some space and run again."
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from hwopt.blame import blaming
+from hwopt.entries import check_decision
 from hwopt.errors import PluginError
 from hwopt.hardware import Hardware, detect, detect_software
 from hwopt.job import Data, Job, Model
 from hwopt.model_facts import ModelFacts
-from hwopt.plan import check_decision
 from hwopt.plugin import Context
 from hwopt.registry import Registry
 

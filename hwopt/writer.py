@@ -48,33 +48,39 @@ class Writer:
     ) -> None:
         """Write `target`: a model of `weights` that `from_pretrained` opens, `content` and `state`; `then` old folders go.
 
-        Waits for what is still being written. Raises StorageError where that failed, or the disk has not enough room.
+        Nothing else may be being written: `wait` first. Raises StorageError where the disk has not enough room.
         """
         copies = {name: kept(weight) for name, weight in weights.items()}
-        self.wait()
         require_space(target.parent, kept.bytes, target.name)
 
         def write() -> None:
-            with staged(target) as folder:
+            with staged(target, kept.bytes * SPARE) as folder:
                 write_model(self.run, self.run.skeleton, copies, folder)
                 write_state(folder, content, state)
             then()
 
         self.last = self.pool.submit(write)
 
-    def wait(self) -> None:
-        """Until everything is written; a slow disk is no hang."""
+    def wait(self, all_ranks: bool = True) -> None:
+        """Until everything is written. All ranks call it, so that a slow disk is a hang to none of them.
+
+        Raises StorageError where it went wrong, on the rank that writes.
+        """
+        while self.run.engine.agree(self.busy()) if all_ranks else self.busy():
+            self.run.beat()
+        self.run.beat()
         last, self.last = self.last, None
         if last is not None:
-            while not wait([last], timeout=BEAT).done:
-                self.run.beat()
-            self.run.beat()
             last.result()
+
+    def busy(self) -> int:
+        """1 where something is still being written after BEAT seconds, else 0, as soon as it is."""
+        return int(self.last is not None and not wait([self.last], timeout=BEAT).done)
 
     def check(self) -> None:
         """Raise what went wrong, without waiting."""
         if self.last is not None and self.last.done():
-            self.wait()
+            self.last.result()
 
     def close(self) -> None:
         self.pool.shutdown(wait=True)

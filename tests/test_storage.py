@@ -21,7 +21,7 @@ FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/a
 
 
 def write(target: Path, mark: bytes = b"") -> None:
-    with staged(target) as folder:
+    with staged(target, 0) as folder:
         for name, content in FILES.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content + mark)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import rich_click as click
 
-from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import begin, job_options, profile_option, quiet_transformers, say
 
 
 @click.command(
@@ -45,7 +45,7 @@ def export(
     output: Path | None,
     force: bool,
 ) -> None:
-    quiet_libraries()
+    begin([profile], job, assignments, memory_limit)
     from hwopt import api
     from hwopt.interop import files
     from hwopt.memory.communication import Ranks

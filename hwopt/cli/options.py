@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +53,15 @@ def format_option(command: Command) -> Command:
 def say(text: str, err: bool = False) -> None:
     """Print what may come from a file."""
     click.echo(printable(text), err=err)
+
+
+def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
+    """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
+    quiet_libraries()
+    from hwopt.caches import cache_folder
+    from hwopt.given import refuse_mistakes
+
+    refuse_mistakes(profiles, job, assignments, memory_limit, cache_folder())
 
 
 def quiet_libraries() -> None:

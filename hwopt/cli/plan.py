@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, job_options, quiet_libraries, quiet_transformers
+from hwopt.cli.options import begin, format_option, job_options, quiet_transformers
 
 if TYPE_CHECKING:
     from hwopt.plan import Plan
@@ -52,7 +52,7 @@ def plan(
     measure: bool,
     format_: str,
 ) -> None:
-    quiet_libraries()
+    begin(profiles, job, assignments, memory_limit)
     from hwopt import api
     from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side

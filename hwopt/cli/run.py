@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import job_options, profile_option, quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import begin, job_options, profile_option, quiet_transformers, say
 
 if TYPE_CHECKING:
     from hwopt.plan import Plan
@@ -48,7 +48,15 @@ def run(
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
-    quiet_libraries()
+    begin([profile], job, assignments, memory_limit)
+    from hwopt.launcher import rank_and_world, refuse_lost_ranks
+    from hwopt.resume import checkpoint_in
+    from hwopt.run_folder import run_folder
+
+    # a bad name, or one that is taken, is said before the work, not after
+    run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
+    if resume_from is not None:
+        resume_from = checkpoint_in(resume_from)
     if processes is not None:
         from hwopt.processes import ranks_to_start, run_ranks
 
@@ -57,18 +65,13 @@ def run(
             if ending.message:
                 say(ending.message, err=True)
             return ending.exit_code
+    refuse_lost_ranks(os.environ)
+    rank, world_size = rank_and_world(os.environ)
     from hwopt import api, signals
-    from hwopt.launcher import rank_and_world, refuse_lost_ranks
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen, Terminal, show_plan
 
     quiet_transformers()
-    refuse_lost_ranks(os.environ)
-    rank, world_size = rank_and_world(os.environ)
-    if name is not None:
-        # a bad name, or one that is taken, is said before the work, not after
-        api.run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
-
     before: Mapping[str, Any] = {}
 
     def resolved(changes: Sequence[str] = ()) -> Plan:
@@ -83,7 +86,6 @@ def run(
         )
 
     if resume_from is not None:
-        resume_from = api.checkpoint_in(resume_from)
         before = api.checkpoint_says(resume_from)
     elif resume and name is not None:
         before = api.checkpoint_says(output_dir / name)

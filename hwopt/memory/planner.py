@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.data_parallel import BUCKET_BYTES
+from hwopt.entries import Entry
 from hwopt.errors import InputError
 from hwopt.hardware import GIB, Hardware
 from hwopt.memory import closed_form
@@ -17,7 +18,7 @@ from hwopt.memory.roofline import Prediction, predict
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, traced, traced_at
 from hwopt.memory.tried import most_rows, remember
-from hwopt.plan import Entry, Plan
+from hwopt.plan import Plan
 
 # The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
 CONTEXT_GIB = 0.5

@@ -20,7 +20,8 @@ from hwopt.telemetry import Listener, Row
 
 if TYPE_CHECKING:
     from hwopt.build import Run
-    from hwopt.plan import Entry, Plan
+    from hwopt.entries import Entry
+from hwopt.plan import Plan
 
 STYLES = {
     "apply": "green",

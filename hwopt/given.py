@@ -1,0 +1,43 @@
+"""What the user gives: a job, a profile, assignments. Found, read and checked without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hwopt.demo import demo_document
+from hwopt.entries import given_options
+from hwopt.hardware import gib_of
+from hwopt.job import JobFile, load_job, make_job
+from hwopt.profile import load_profile
+from hwopt.registry import Registry, profile_files
+from hwopt.toml_files import Document, parse_assignment
+
+
+def refuse_mistakes(
+    profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None, cache: Path
+) -> None:
+    """Raise InputError or PluginError for what is wrong in what is given itself, whatever the machine and the model."""
+    for profile in profiles:
+        if profile != "auto":
+            given_options(load_profile(profile, profile_files(), assignments), Registry())
+    find_job(job, assignments, cache)
+    if memory_limit is not None:
+        gib_of(memory_limit)
+
+
+def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
+    """The job at `path`; without one `job.toml` of the working folder, the job that `--set` spells out, or the demo."""
+    if path is not None:
+        return load_job(path, assignments)
+    if Path("job.toml").is_file():
+        return load_job(Path("job.toml"), assignments)
+    if any(parse_assignment(text)[0][:2] == ("data", "train") for text in assignments):
+        return make_job(Document("--set", {}), assignments)
+    document = demo_document(cache)
+    chosen = {parse_assignment(text)[0][:2] for text in assignments}
+    if ("model", "name") in chosen:  # the demo's data for another model
+        model = {key: value for key, value in document.data["model"].items() if key != "config"}
+        document = replace(document, data=document.data | {"model": model})
+    return make_job(document, assignments)
