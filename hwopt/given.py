@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from hwopt.demo import demo_document
 from hwopt.entries import given_options
@@ -18,13 +22,27 @@ from hwopt.toml_files import Document, parse_assignment
 def refuse_mistakes(
     profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None, cache: Path
 ) -> None:
-    """Raise InputError or PluginError for what is wrong in what is given itself, whatever the machine and the model."""
+    """Raise InputError or PluginError for what is wrong in what is given itself, whatever the machine and the model.
+
+    Where the job names a model of the hub and that is out of reach, the hub's client is told so.
+    """
     for profile in profiles:
         if profile != "auto":
             given_options(load_profile(profile, profile_files(), assignments), Registry())
-    find_job(job, assignments, cache)
+    model = find_job(job, assignments, cache).job.model.name
+    if model is not None and not Path(model).exists() and hub_is_out_of_reach():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
         gib_of(memory_limit)
+
+
+def hub_is_out_of_reach() -> bool:
+    """Whether there is no way to the hub, whose client would ask again and again for half a minute."""
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        return not getproxies() and not socket.getaddrinfo(hub, None)
+    except OSError:
+        return True
 
 
 def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:

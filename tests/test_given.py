@@ -1,0 +1,43 @@
+"""What is given is checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hwopt.given import hub_is_out_of_reach, refuse_mistakes
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_hub_whose_name_means_nothing_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    assert hub_is_out_of_reach()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # whether anybody listens there is the client's to find out
+    assert not hub_is_out_of_reach()
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_proxy_knows_names_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert not hub_is_out_of_reach()
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(("name", "offline"), [("somebody/some-model", "1"), (".", None)], ids=["of the hub", "a folder"])
+def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: str | None) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    job = tmp_path / "job.toml"
+    job.write_text(f'[model]\nname = "{name}"\n[data]\ntrain = "rows.jsonl"\n')
+    refuse_mistakes(["cpu"], job, [], None, tmp_path)
+    assert os.environ.get("HF_HUB_OFFLINE") == offline
