@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ class Writer:
         self.run = run
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="hwopt-writer")
         self.last: Future[None] | None = None
+        self.seconds = 0.0
+        """That the last write took."""
 
     def begin(
         self,
@@ -54,10 +57,12 @@ class Writer:
         require_space(target.parent, kept.bytes, target.name)
 
         def write() -> None:
+            began = time.monotonic()
             with staged(target, kept.bytes * SPARE) as folder:
                 write_model(self.run, self.run.skeleton, copies, folder)
                 write_state(folder, content, state)
             then()
+            self.seconds = time.monotonic() - began
 
         self.last = self.pool.submit(write)
 

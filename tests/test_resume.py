@@ -201,6 +201,20 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
     assert not resume.in_folder(tmp_path / "never")
 
 
+@pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
+def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed just before the next one is whole has lost ten minutes, not more; it is never due before half of them."""
+    now = [0.0]
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
+    writer: Any = SimpleNamespace(seconds=write)
+    checkpoints = checkpoint.Checkpoints(run, writer, best=SimpleNamespace(), parts={})  # type: ignore[arg-type]
+    now[0] = due - 1
+    assert not checkpoints.clock_says_so()
+    now[0] = due
+    assert checkpoints.clock_says_so()
+
+
 def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
     monkeypatch.setattr(checkpoint, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000)))

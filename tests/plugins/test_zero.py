@@ -257,3 +257,20 @@ def test_a_run_goes_on_with_the_same_bits(zero: dict[str, Any], beside: dict[str
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     for part in ("final", "checkpoint-6"):
         assert saved_bits(again / part) == saved_bits(tmp_path / "run" / part)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [pytest.param(2, "none", marks=pytest.mark.soak), (3, "parameters")])
+def test_two_ranks_go_on_from_their_parts(stage: int, offload: str, alone: Path) -> None:
+    """On as many ranks to the same bits, and on a single one up to rounding."""
+    (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
+    both, one = [*launcher(2), "-m", "hwopt"], [sys.executable, "-m", "hwopt"]
+    name = f"through-{stage}"
+    through = started(both, alone, name, "--set", "training.save_steps=10")
+    for ranks, command in (("both", both), ("one", one)):
+        again = gone_back(through, alone / "runs" / f"{name}-{ranks}", 10)
+        started(command, alone, again.name, "--set", "training.save_steps=10", "--resume")
+        assert logged(again, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
+        for part in ("final", "checkpoint-20"):
+            ours, theirs = (load_file(run / part / "model.safetensors") for run in (again, through))
+            assert apart(ours, theirs) <= 1e-6
+            assert ranks == "one" or saved_bits(again / part) == saved_bits(through / part)
