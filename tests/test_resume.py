@@ -203,7 +203,7 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
 def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is killed just before the next one is whole has lost ten minutes, not more; it is never due before half of them."""
+    """A run that is killed just before the next one is whole has lost ten minutes, not more; half of them it waits always."""
     now = [0.0]
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
