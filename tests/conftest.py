@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,3 +33,13 @@ def figures() -> Callable[[str, str], None]:
                 file.write(json.dumps({"what": what, "figure": figure}) + "\n")
 
     return keep
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -> Iterator[None]:
+    """A module that has a FIGURE (row of the table, text with {tests}) is counted in it where all of its tests pass."""
+    failed = request.session.testsfailed
+    yield
+    what, text = getattr(request.module, "FIGURE", ("", ""))
+    if what and request.session.testsfailed == failed:
+        figures(what, text.format(tests=sum(item.module is request.module for item in request.session.items)))  # type: ignore[attr-defined]

@@ -32,6 +32,10 @@ from hwopt.report.screen import Terminal, say, table
 from hwopt.tables import read_rows
 from hwopt.testing import TINY_BERT, finished, write_samples
 
+FIGURE = (
+    "run names, model folders, data, caches with payloads",
+    "{tests} of {tests}: nothing written outside, nothing run",
+)
 # fmt: off
 NAMES = [
     "", " ", ".", "..", "...", "/", "//", "/tmp/x", "/etc", "a/b", "../a", "a/../b", "a/", "./a", "~", "~/x", "~root", "\\",

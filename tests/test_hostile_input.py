@@ -11,7 +11,8 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SECONDS: list[float] = []
+"""That each input took in this process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def timed(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -> Iterator[None]:
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed and SECONDS:
+        figures(
+            "bad TOML, YAML, JSON, command lines",
+            f"{len(SECONDS):,} inputs: one message of at most {MOST_LINES} lines, exit 2, no traceback; the slowest took "
+            f"{max(SECONDS):.1f} s",
+        )
+
+
 def outcome(arguments: Sequence[str]) -> tuple[int, str]:
     """Exit code, and the message."""
     message = io.StringIO()
+    began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
         code = run_command(list(arguments))
+    SECONDS.append(time.perf_counter() - began)
     return code, message.getvalue()
 
 

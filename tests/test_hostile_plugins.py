@@ -23,6 +23,7 @@ from hwopt.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
 
 DISTRIBUTION = "strangers-tools 1.2"
+FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distribution named")
 
 
 class Boom(BaseException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +180,9 @@ def draws(number: int, optimizers: list[str]) -> list[Draw]:
 @pytest.mark.parametrize(
     ("number", "optimizers"), [(6, OPTIMIZERS[:2]), pytest.param(100, OPTIMIZERS, marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_no_poisoned_update_is_made(number: int, optimizers: list[str], tmp_path: Path) -> None:
+def test_no_poisoned_update_is_made(
+    number: int, optimizers: list[str], tmp_path: Path, figures: Callable[[str, str], None]
+) -> None:
     for place, draw in enumerate(draws(number, optimizers)):
         folder = tmp_path / str(place)
         tables = {"optimizer": {"name": draw.optimizer}, "precision": draw.precision}
@@ -194,6 +197,7 @@ def test_no_poisoned_update_is_made(number: int, optimizers: list[str], tmp_path
         assert all(math.isfinite(row["loss"]) for row in rows), "the mean leaves out what is not finite"
         assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
         assert [line for line in heard.warnings if f"at step {draw.step}: the update was left out" in line], heard.warnings
+    figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
 
 
 def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ class Screen(Listener):
             self.live.start()
 
     def evidence(self, run: Run, found: list[Any]) -> None:
-        self.console.print(table(("evidence", "after step 1", "seen"), ((e.name, v.status, v.seen) for e, v in found)))
+        titles = ("evidence", f"after step {run.step:,}", "seen")  # a run that goes on is looked at again
+        self.console.print(table(titles, ((e.name, v.status, v.seen) for e, v in found)))
 
     def row(self, run: Run, row: Row) -> None:
         if "eval_loss" in row:
