@@ -19,9 +19,7 @@ from hwopt.registry import Registry, profile_files
 from hwopt.toml_files import Document, parse_assignment
 
 
-def refuse_mistakes(
-    profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None, cache: Path
-) -> None:
+def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
     """Raise InputError or PluginError for what is wrong in what is given itself, whatever the machine and the model.
 
     Where the job names a model of the hub and that is out of reach, the hub's client is told so.
@@ -29,7 +27,8 @@ def refuse_mistakes(
     for profile in profiles:
         if profile != "auto":
             given_options(load_profile(profile, profile_files(), assignments), Registry())
-    model = find_job(job, assignments, cache).job.model.name
+    found = given_job(job, assignments)
+    model = found.job.model.name if found else None
     if model is not None and not Path(model).exists() and hub_is_out_of_reach():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
@@ -45,14 +44,21 @@ def hub_is_out_of_reach() -> bool:
         return True
 
 
-def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
-    """The job at `path`; without one `job.toml` of the working folder, the job that `--set` spells out, or the demo."""
+def given_job(path: Path | None, assignments: Sequence[str]) -> JobFile | None:
+    """The job at `path`; without one `job.toml` of the working folder, or the job that `--set` spells out. None: the demo."""
     if path is not None:
         return load_job(path, assignments)
     if Path("job.toml").is_file():
         return load_job(Path("job.toml"), assignments)
     if any(parse_assignment(text)[0][:2] == ("data", "train") for text in assignments):
         return make_job(Document("--set", {}), assignments)
+    return None
+
+
+def find_job(path: Path | None, assignments: Sequence[str], cache: Path) -> JobFile:
+    """The job that is given, or the demo, whose files are made in `cache`."""
+    if found := given_job(path, assignments):
+        return found
     document = demo_document(cache)
     chosen = {parse_assignment(text)[0][:2] for text in assignments}
     if ("model", "name") in chosen:  # the demo's data for another model

@@ -39,5 +39,12 @@ def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.delenv("HF_HUB_OFFLINE")
     job = tmp_path / "job.toml"
     job.write_text(f'[model]\nname = "{name}"\n[data]\ntrain = "rows.jsonl"\n')
-    refuse_mistakes(["cpu"], job, [], None, tmp_path)
+    refuse_mistakes(["cpu"], job, [], None)
     assert os.environ.get("HF_HUB_OFFLINE") == offline
+
+
+def test_the_demo_is_not_made_only_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    refuse_mistakes(["cpu"], None, [], "8GiB")
+    assert not list(tmp_path.iterdir())

@@ -58,10 +58,9 @@ def say(text: str, err: bool = False) -> None:
 def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
     """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
     quiet_libraries()
-    from hwopt.caches import cache_folder
     from hwopt.given import refuse_mistakes
 
-    refuse_mistakes(profiles, job, assignments, memory_limit, cache_folder())
+    refuse_mistakes(profiles, job, assignments, memory_limit)
 
 
 def quiet_libraries() -> None:
