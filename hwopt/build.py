@@ -6,7 +6,7 @@ In order: process contexts, Accelerator, data and tokenizer, model and its steps
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation
 from hwopt.recipe import Recipe, Steps
 from hwopt.tasks import Prepared, Task, make_task
+from hwopt.tensors import sampled
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,6 +57,8 @@ class Run:
     """Optimizer steps done."""
     whole: bool = True
     """Whether weights and optimizer are between two steps."""
+    frozen: Sequence[float] = ()
+    """Some of the weights that are not trained, which no checkpoint holds."""
     alone: bool = False
     """Whether the other ranks cannot be asked any more."""
     observation: Observation = field(default_factory=Observation)
@@ -122,6 +125,7 @@ class Run:
             "rows a step": self.batch.step,
             "seed": self.training.seed,
             "order": self.recipe.author_of("order").split(" (")[0],
+            "frozen": list(self.frozen),
         }
 
     @property
@@ -229,6 +233,7 @@ def build_model(run: Run) -> None:
     config = load_config(job.model.name, job.model.config, job.model.revision)
     adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
     run.skeleton = skeleton_of(run.inner_model)
+    run.frozen = sampled(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
 
 
 def adopt_model(run: Run, model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -201,3 +202,14 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None
                 f"{checkpoint.folder}: {key} was {before.get(key)}, and is {facts.get(key)} now: "
                 f"the steps would not go on from there; {hint.format(before.get(key))}"
             )
+    frozen, now = before.get("frozen"), facts["frozen"]
+    if isinstance(frozen, list) and len(frozen) == len(now) and not all(map(alike, frozen, now)):
+        raise InputError(
+            f"{checkpoint.folder}: it was trained on other frozen weights than those that model.name leads to now: give the same "
+            "folder, or the revision of then as model.revision"
+        )
+
+
+def alike(before: object, now: float) -> bool:
+    """Up to the rounding of half precision."""
+    return isinstance(before, float) and math.isclose(before, now, rel_tol=0.01, abs_tol=1e-6)

@@ -6,7 +6,7 @@ only be one of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,14 @@ def filled(made: Any, saved: Any) -> Any:
             raise ValueError(f"there is {there} for {sorted(map(str, made))}")
         return {key: filled(value, saved[key]) for key, value in made.items()}
     return saved
+
+
+@torch.no_grad()
+def sampled(tensors: Iterable[Tensor], most: int = 64) -> list[float]:
+    """An element of at most `most` matrices of numbers, evenly spaced: enough to tell one model's weights from another's."""
+    matrices = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel()]
+    chosen = matrices[:: -(-len(matrices) // most) or 1]
+    return [float(tensor.detach().flatten()[tensor.numel() // 2].nan_to_num()) for tensor in chosen if not tensor.is_meta]
 
 
 def described(value: Any) -> str:

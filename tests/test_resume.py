@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hwopt import api, checkpoint, resume, storage
 from hwopt.errors import InputError, StorageError
@@ -141,6 +143,24 @@ def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
     path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
     with pytest.raises(InputError, match="it was trained on other data, or the data has changed since"):
         gone_on(whole, 6, tmp_path / "run", plan)
+
+
+def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
+    """An adapter goes on upon the weights that it was begun on, also in another precision, and upon no others."""
+    base = tmp_path / "base"
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT))
+    model.save_pretrained(base)
+    plan = make_plan(whole, {"save_steps": 6}, adapter={"always": True})
+    named = plan.job.model.model_copy(update={"name": str(base), "config": None, "tokenizer": str(whole / "run" / "final")})
+    plan = replace(plan, job=plan.job.model_copy(update={"model": named}))
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    model.bfloat16().float().save_pretrained(base)
+    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
+    other = gone_back(tmp_path / "run", tmp_path / "other", 6)
+    AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT)).save_pretrained(base)
+    with pytest.raises(InputError, match=r"checkpoint-6: it was trained on other frozen weights .* model\.revision"):
+        api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
 def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
