@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from hwopt import randomness, signals
+from hwopt import randomness
 from hwopt.blame import blaming, entered
 from hwopt.data_parallel import DataParallelEngine, make_equal
 from hwopt.engine import Engine
 from hwopt.hardware import GIB
-from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
+from hwopt.loaders import build_loaders
+from hwopt.microbatch import StepBatch
 from hwopt.model_facts import load_config, no_search_for_packed_rows
 from hwopt.model_files import skeleton_of
 from hwopt.plan import BatchSizes, Plan
@@ -306,56 +306,3 @@ def make_scheduler(run: Run) -> Any:
 
 def _factor(schedule: Callable[[int, int], float], total: int, step: int) -> float:
     return schedule(step, total)
-
-
-def build_loaders(run: Run) -> None:
-    """Loaders that yield whole step batches. Never given to `accelerator.prepare`, which would deal them to ranks in turn."""
-    recipe, prepared, sizes = run.recipe, run.prepared, run.batch
-    padding = padding_of(run)
-    cut = recipe.cut or cut_in_order
-    padded = padding(cut=cut, most_rows=sizes.train)
-    train = StepSampler(
-        lengths=prepared.train.lengths,
-        counts=prepared.train.counts,
-        order=recipe.order or randomness.shuffled,
-        seed=run.training.seed,
-        rows=sizes.step,
-        total_steps=run.total_steps,
-        rank=run.rank,
-        world_size=run.world_size,
-        start=run.step,
-    )
-    collate = padded if recipe.collate is None else recipe.collate(padded)
-    run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
-    if prepared.eval is not None:
-        evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
-        run.eval_loader = make_loader(
-            run, StepDataset(prepared.eval, padding(cut=cut_in_order, most_rows=sizes.eval)), evaluation
-        )
-
-
-def padding_of(run: Run) -> Callable[..., Collate]:
-    """The default collate of `run`, without its cut and most rows."""
-    attention = getattr(run.inner_model.config, "_attn_implementation", None)
-    mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
-    if run.plan.model.prebuilt_mask and attention == "sdpa":
-        mask = "prebuilt_mask"
-    return partial(
-        Collate,
-        pad_id=run.prepared.tokenizer.pad_token_id or 0,
-        # right padding is never attended by what stands left of it
-        mask=None if run.plan.model.is_decoder else mask,
-        widths=Widths(run.batch.widths, run.batch.pad_to_multiple_of),
-    )
-
-
-def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[StepBatch]:
-    return DataLoader(
-        dataset,
-        sampler=sampler,
-        batch_size=None,  # the sampler's items are whole steps
-        worker_init_fn=signals.in_worker,
-        collate_fn=received,
-        generator=torch.Generator(),  # or the loader would draw from the global one
-        **dict(run.recipe.loader),
-    )

@@ -174,3 +174,7 @@ def printable(text: str) -> str:
     writing around are spelled out. Names, labels and messages of files end on the screen; lines and tabs stay.
     """
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

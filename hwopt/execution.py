@@ -14,9 +14,10 @@ from hwopt.build import Run, build
 from hwopt.caches import cache_folder
 from hwopt.data_parallel import ended_with
 from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, exit_code_of
+from hwopt.evaluation import best_metric
 from hwopt.interop.accelerate import exports_of
 from hwopt.launcher import rank_and_world, refuse_contradictions
-from hwopt.loop import best_metric, fitting, train
+from hwopt.loop import fitting, train
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.tracer import only_sizes

@@ -1,4 +1,4 @@
-"""The loop: train and evaluate, a page read from top to bottom.
+"""The loop: train, evaluate, keep; a page read from top to bottom.
 
 What it guarantees (docs/exactness.md): the loss of every micro-batch is summed and divided once by the count of the whole
 step over all ranks, so that no cut of a step changes its gradients; the schedule counts step batches; evaluation counts
@@ -7,7 +7,6 @@ every sample once. No optimization is known here by name: each stands in the rec
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,21 +20,13 @@ from hwopt.best import BestWeights
 from hwopt.blame import Blamed
 from hwopt.build import Run
 from hwopt.checkpoint import SAVE, Checkpoints
-from hwopt.errors import (
-    DoesNotFitError,
-    HwoptError,
-    InputError,
-    NonFiniteError,
-    PluginError,
-    WorkerDiedError,
-    death,
-    listing,
-    nearest,
-)
+from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, death, first_line
+from hwopt.evaluation import best_metric, evaluate, evaluates_now, try_evaluation
 from hwopt.ladder import Ladder
+from hwopt.loaders import fetched
 from hwopt.microbatch import StepBatch
 from hwopt.model_files import save_final
-from hwopt.shortage import Strain
+from hwopt.shortage import Strain, free_memory
 from hwopt.telemetry import Listener, Row, Telemetry
 from hwopt.writer import Writer
 
@@ -243,87 +234,6 @@ def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, resee
         telemetry.heard(loss.detach(), micro_batch)
 
 
-def free_memory(run: Run) -> None:
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
-
-
-@torch.no_grad()
-def evaluate(run: Run, ladder: Ladder) -> Row | None:
-    """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`.
-
-    None where a signal has come meanwhile.
-    """
-    started = time.perf_counter()
-    metrics = run.task.metrics(run.prepared, run.device)
-    with run.engine.together(ladder), evaluating(run):
-        for batch in fetched(run.eval_loader):
-            evaluate_batch(run, batch.to(run.device), metrics, ladder)
-            if run.engine.agree(signals.received() or 0):
-                return None
-    found = {f"eval_{name}": value for name, value in metrics.compute().items()}
-    seconds = time.perf_counter() - started
-    speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
-    return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
-
-
-def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> None:
-    """Add every row of `batch` to `metrics` once; what was added before the memory ran out is not added again."""
-    done = 0
-    while done < len(batch.lengths):
-        try:
-            for rows in evaluated_rows(run, batch, metrics, ladder.rung, done):
-                done = rows
-            continue
-        except torch.OutOfMemoryError as error:
-            if not run.engine.can_redo:
-                raise
-            shortage = first_line(error)
-        free_memory(run)
-        ladder.finer(batch.floor, f"after step {run.step}", shortage)
-
-
-def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
-    """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
-    for micro_batch, _ in batch.micro_batches(rung, first_row):
-        run.beat()
-        outputs = run.inner_model(**micro_batch.inputs)
-        if not batch.step.weightless:
-            loss, count = run.loss(outputs, micro_batch.targets)
-            metrics.update(outputs, micro_batch.targets, loss, count)
-        yield micro_batch.end_row
-
-
-@torch.no_grad()
-def try_evaluation(run: Run, ladder: Ladder) -> None:
-    """Evaluate the batch of the longest samples, and forget it."""
-    if run.eval_loader is None:
-        return
-    with run.engine.together(ladder), evaluating(run):
-        longest = next(iter(run.eval_loader.sampler))
-        batch = run.eval_loader.dataset[longest].to(run.device)
-        evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), ladder)
-
-
-@contextmanager
-def evaluating(run: Run) -> Iterator[None]:
-    """The model in evaluation mode, and back in training mode."""
-    run.inner_model.eval()
-    for event in run.recipe.events["evaluating"]:
-        event(run)
-    try:
-        yield
-    finally:
-        for event in run.recipe.events["evaluated"]:
-            event(run)
-        run.inner_model.train()
-
-
 def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
     """The run's step batches on its device, with the time that the loop waited for them."""
     batches = fetched(run.train_loader)
@@ -336,18 +246,6 @@ def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
         yield batch.to(run.device)
 
 
-def fetched(loader: Any) -> Iterator[StepBatch]:
-    """What `loader` yields; what a worker raises comes as it is. Raises WorkerDiedError where one is gone."""
-    try:
-        yield from loader
-    except (OSError, EOFError) as error:  # it was killed while it handed something over
-        if not loader.num_workers or "DataLoader worker" in str(error):
-            raise
-        raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try plugins.dataloader.workers = 0") from error
-    except PluginError as error:  # a worker's comes with the lines of its traceback
-        raise PluginError(str(error).rpartition("PluginError: ")[2].strip()) from error
-
-
 @contextmanager
 def fitting(what: str, key: str) -> Iterator[None]:
     """Out of memory becomes a message with the key to lower."""
@@ -358,32 +256,6 @@ def fitting(what: str, key: str) -> Iterator[None]:
             f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
             f"Lower {key} (and raise plugins.batch.accumulation as much), lower data.max_length, or add [plugins.checkpointing]."
         ) from error
-
-
-def evaluates_now(run: Run) -> bool:
-    """At `eval_steps`, else at the end of each epoch; always after the last step."""
-    if run.eval_loader is None:
-        return False
-    return run.step % (run.training.eval_steps or run.steps_per_epoch) == 0 or run.step == run.total_steps
-
-
-def best_metric(run: Run) -> tuple[str, bool]:
-    """What `training.metric_for_best_model` names, or the task's own metric, and whether a greater one is better.
-
-    Raises InputError where there is no such metric.
-    """
-    asked = run.training.metric_for_best_model
-    name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
-    known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
-    if name not in known:
-        raise InputError(
-            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
-            f"It is one of: {listing(known)}"
-        )
-    if asked and run.eval_loader is None:
-        raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
-    greater = run.training.greater_is_better
-    return name, run.task.greater_is_better(name) if greater is None else greater
 
 
 def best_of(best: BestWeights) -> Row:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -105,3 +106,9 @@ class Strain:
             return None
         self.signs = 0
         return f"{sign} twice in a row"
+
+
+def free_memory(run: Run) -> None:
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hwopt import randomness
 from hwopt.build import Run, build
 from hwopt.errors import InputError, NonFiniteError
+from hwopt.evaluation import evaluate
 from hwopt.ladder import Ladder
-from hwopt.loop import evaluate, step, step_batches
+from hwopt.loop import step, step_batches
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.registry import Registry
 from hwopt.telemetry import Telemetry

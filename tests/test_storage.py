@@ -206,7 +206,7 @@ def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
             counted = failing(call, OSError(28, "No space left on device"), patched)
             said = message_of(target)
-        assert not said or f"{target} could not be written: No space left on device (after " in said
+        assert not said or f"{target} could not be written: No space left on device (it needs " in said
         assert not said or "GiB are free" in said
         recover(target)
         assert mark_of(target) in (b"old", b"new")

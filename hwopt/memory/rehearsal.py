@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from hwopt.blame import blaming, entered
-from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator, padding_of
+from hwopt.build import Run, adopt_model, build_optimizer, forget, make_accelerator
 from hwopt.engine import Engine
-from hwopt.loop import evaluating, forward_and_backward
+from hwopt.evaluation import evaluating
+from hwopt.loaders import padding_of
+from hwopt.loop import forward_and_backward
 from hwopt.memory.tracker import Tracker
 from hwopt.microbatch import Step, StepBatch, cut_in_order
 from hwopt.model_facts import AUTO_CLASSES, load_config, no_search_for_packed_rows
