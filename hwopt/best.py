@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from hwopt.errors import InputError, listing, nearest
 from hwopt.resume import best_folder, opened
 from hwopt.tensors import HostCopies
 
@@ -69,3 +70,22 @@ class BestWeights:
             best = opened(best_folder(self.run.folder, self.step))
             self.run.engine.restore(best.state["engine"]["parameters"])
         self.run.accelerator.wait_for_everyone()
+
+
+def best_metric(run: Run) -> tuple[str, bool]:
+    """What `training.metric_for_best_model` names, or the task's own metric, and whether a greater one is better.
+
+    Raises InputError where there is no such metric.
+    """
+    asked = run.training.metric_for_best_model
+    name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
+    known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
+    if name not in known:
+        raise InputError(
+            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
+            f"It is one of: {listing(known)}"
+        )
+    if asked and run.eval_loader is None:
+        raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
+    greater = run.training.greater_is_better
+    return name, run.task.greater_is_better(name) if greater is None else greater

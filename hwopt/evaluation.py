@@ -11,7 +11,7 @@ import torch
 
 from hwopt import signals
 from hwopt.build import Run
-from hwopt.errors import InputError, first_line, listing, nearest
+from hwopt.errors import first_line
 from hwopt.ladder import Ladder
 from hwopt.loaders import fetched
 from hwopt.microbatch import StepBatch
@@ -24,25 +24,6 @@ def evaluates_now(run: Run) -> bool:
     if run.eval_loader is None:
         return False
     return run.step % (run.training.eval_steps or run.steps_per_epoch) == 0 or run.step == run.total_steps
-
-
-def best_metric(run: Run) -> tuple[str, bool]:
-    """What `training.metric_for_best_model` names, or the task's own metric, and whether a greater one is better.
-
-    Raises InputError where there is no such metric.
-    """
-    asked = run.training.metric_for_best_model
-    name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
-    known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
-    if name not in known:
-        raise InputError(
-            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
-            f"It is one of: {listing(known)}"
-        )
-    if asked and run.eval_loader is None:
-        raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
-    greater = run.training.greater_is_better
-    return name, run.task.greater_is_better(name) if greater is None else greater
 
 
 @torch.no_grad()

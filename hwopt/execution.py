@@ -10,11 +10,11 @@ from pathlib import Path
 from signal import SIGINT
 
 from hwopt import signals
+from hwopt.best import best_metric
 from hwopt.build import Run, build
 from hwopt.caches import cache_folder
 from hwopt.data_parallel import ended_with
 from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, exit_code_of
-from hwopt.evaluation import best_metric
 from hwopt.interop.accelerate import exports_of
 from hwopt.launcher import rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train

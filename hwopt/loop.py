@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from hwopt import observe, randomness, signals
-from hwopt.best import BestWeights
+from hwopt.best import BestWeights, best_metric
 from hwopt.blame import Blamed
 from hwopt.build import Run
 from hwopt.checkpoint import SAVE, Checkpoints
 from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, death, first_line
-from hwopt.evaluation import best_metric, evaluate, evaluates_now, try_evaluation
+from hwopt.evaluation import evaluate, evaluates_now, try_evaluation
 from hwopt.ladder import Ladder
 from hwopt.loaders import fetched
 from hwopt.microbatch import StepBatch
