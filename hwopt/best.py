@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError, listing, nearest
-from hwopt.resume import best_folder, opened
+from hwopt.resume import best_folder, opened, set_aside
+from hwopt.storage import damage
 from hwopt.tensors import HostCopies
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ class BestWeights:
         self.evaluated, self.latest = int(state["evaluated"]), dict(state["latest"])
         if state["value"] is None or state["metric"] != self.metric:
             return
-        if not best_folder(self.run.folder, int(state["step"])).is_dir():
+        folder = best_folder(self.run.folder, int(state["step"]))
+        if wrong := damage(folder) if folder.is_dir() else "there are none":
             self.run.warn(
-                f"the best weights so far, of step {state['step']}, do not lie in {self.run.folder}: "
+                f"the best weights so far, of step {state['step']}, cannot be taken from {folder} ({wrong}): "
                 "from here on the best of what comes is kept"
             )
+            if self.run.is_main and folder.is_dir():
+                set_aside(folder)
             return
         self.value, self.step = state["value"], int(state["step"])
 
@@ -63,12 +67,17 @@ class BestWeights:
     def restore(self) -> None:
         """Put the best weights back into the model, unless they are the current ones. All ranks call it.
 
-        Raises StorageError where they are not whole.
+        Where they are not whole any more the current ones stay, and nothing is called the best.
         """
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
-            best = opened(best_folder(self.run.folder, self.step))
-            self.run.engine.restore(best.state["engine"]["parameters"])
+            folder = best_folder(self.run.folder, self.step)
+            wrong = damage(folder) if self.run.is_main else ""
+            if self.run.engine.agree(int(wrong != "")):
+                self.run.warn(f"the best weights, {folder}, are not whole ({wrong}): final/ gets those of the last step")
+                self.value = None
+            else:
+                self.run.engine.restore(opened(folder, verify=False).state["engine"]["parameters"])
         self.run.accelerator.wait_for_everyone()
 
 

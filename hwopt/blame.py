@@ -1,7 +1,8 @@
 """Whatever a plugin's code raises is the plugin's error and names it: in its hooks, and in what it leaves in a recipe.
 
 `sys.exit()` in a plugin is an error like any other: it must not end a run as if that were done. What the user asked for (an
-interrupt, a signal) and hwopt's own errors go through as they are, and so does out of memory, which the loop knows how to take.
+interrupt, a signal) and hwopt's own errors go through as they are, and so does out of memory, which the loop knows how to take,
+and a full disk.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hwopt import signals
-from hwopt.errors import HwoptError, PluginError
+from hwopt.errors import HwoptError, PluginError, is_disk_full
 
 
 def blame(error: BaseException, who: str, what: str) -> NoReturn:
     """Raise `error` as the plugin's, or as it is where the plugin is not at fault."""
     asked = isinstance(error, KeyboardInterrupt | GeneratorExit) or signals.received() is not None
-    if asked or isinstance(error, HwoptError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is heavy
+    if (
+        asked or is_disk_full(error) or isinstance(error, HwoptError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, which is heavy
         raise error
     said = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
     raise PluginError(f"{who}: {what} {said}") from error

@@ -64,7 +64,10 @@ class Checkpoints:
                     part.load_state_dict(own[name])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise unreadable(checkpoint, error) from error
-        self.saved_step = self.run.step
+        if checkpoint.folder.parent.absolute() == self.run.folder.absolute():
+            self.saved_step = self.run.step
+        else:
+            self.save()  # or --resume would find nothing here until the first one is due
 
     def wish(self) -> int:
         """What this rank wants after a step: 0, SAVE, or the exit code of a signal that came."""

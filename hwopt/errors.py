@@ -6,6 +6,7 @@ A message has three beats: what is wrong and where, what is accepted (with the n
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +109,17 @@ def exit_code_of(error: BaseException) -> int:
             return int(each.code)
     if isinstance(error, HwoptError):
         return error.exit_code
+    if is_disk_full(error):
+        return StorageError.exit_code
     return 1 if death(error) is None else WorkerDiedError.exit_code
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether it says that a disk, or what one may have of it, is full: as Python, or as a package written in Rust has it."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, Exception) and (
+        getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
+    )
 
 
 class Problems:

@@ -34,15 +34,24 @@ def evaluate(run: Run, ladder: Ladder) -> Row | None:
     """
     started = time.perf_counter()
     metrics = run.task.metrics(run.prepared, run.device)
-    with run.engine.together(ladder), evaluating(run):
-        for batch in fetched(run.eval_loader):
-            evaluate_batch(run, batch.to(run.device), metrics, ladder)
+    batches = fetched(run.eval_loader)
+    with evaluating(run):
+        while evaluate_next(run, batches, metrics, ladder):
             if run.engine.agree(signals.received() or 0):
                 return None
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
     seconds = time.perf_counter() - started
     speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
     return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
+
+
+def evaluate_next(run: Run, batches: Iterator[StepBatch], metrics: Any, ladder: Ladder) -> bool:
+    """Evaluate one of the batches, of which each rank has as many; False where none is left. A rank that fails ends all."""
+    with run.engine.together(ladder):
+        batch = next(batches, None)
+        if batch is not None:
+            evaluate_batch(run, batch.to(run.device), metrics, ladder)
+    return batch is not None
 
 
 def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> None:

@@ -14,7 +14,7 @@ from hwopt.best import best_metric
 from hwopt.build import Run, build
 from hwopt.caches import cache_folder
 from hwopt.data_parallel import ended_with
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, exit_code_of
+from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, is_disk_full
 from hwopt.interop.accelerate import exports_of
 from hwopt.launcher import rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
@@ -25,7 +25,7 @@ from hwopt.plan import Plan
 from hwopt.processes import agreed, leave_note
 from hwopt.registry import Registry
 from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
-from hwopt.resume import Checkpoint, changed_since, newest, opened, refuse_another_run
+from hwopt.resume import Checkpoint, changed_since, checkpoint_folder, newest, opened, refuse_another_run
 from hwopt.run_folder import owned
 from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
@@ -76,22 +76,32 @@ def execute(
         except Complete as complete:
             heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
             return summary_of(folder)
-        except BaseException as error:
-            code = signals.received() or exit_code_of(error)
-            died = death(error) if code == WorkerDiedError.exit_code and not isinstance(error, HwoptError) else None
-            secondhand = (
-                isinstance(error, HwoptError) and error.secondhand and (not own or status_code(own[0].folder) is not None)
-            )
-            if not secondhand:
-                set_status(own, rank, code, ended_by_signal(own, code) or str(died or error) or type(error).__name__)
+        except BaseException as raised:
+            error = plainly(raised)
+            code = signals.exit_code(error)
+            told = own and status_code(own[0].folder) is not None
+            hears_of_it = rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
+            secondhand = isinstance(error, HwoptError) and error.secondhand and (not own or told)
+            silent = secondhand or (told and hears_of_it)  # the rank at fault has said why
+            if not silent:
+                set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already
                 error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
-                if not secondhand:
+                if not silent:
                     set_status(own, rank, code, str(error))
-            if died is not None:
-                raise died from error
+            if error is not raised:
+                raise error from raised
             raise
+
+
+def plainly(error: BaseException) -> BaseException:
+    """What has ended the run, as an error that says what to do, where hwopt knows it under another name."""
+    if isinstance(error, HwoptError) or signals.received() is not None:
+        return error
+    if is_disk_full(error):
+        return StorageError(f"{error}. Free some space, and go on with --resume")
+    return death(error) or error
 
 
 def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
@@ -212,7 +222,10 @@ def ended_by_signal(own: Sequence[Run], code: int) -> str:
     """What the status says of it; "" where it was none."""
     if code not in signals.EXIT_CODES.values():
         return ""
-    done = f"after step {own[0].step:,}, saved; go on with --resume" if own and own[0].step else "before the first step"
+    done = "before the first step"
+    if own and own[0].step:
+        saved = checkpoint_folder(own[0].folder, own[0].step).is_dir()  # it is there once it is whole
+        done = f"after step {own[0].step:,}, {'saved' if saved else 'which could not be saved'}; go on with --resume"
     return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
 
 

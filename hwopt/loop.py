@@ -183,9 +183,14 @@ def keeping(loop: Loop) -> Iterator[None]:
 def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
     """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
     run.step_batch = batch
-    with run.engine.together(ladder):
-        while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
-            ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+    before = telemetry.mark()
+    try:
+        with run.engine.together(ladder):
+            while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
+                ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+    except BaseException:
+        telemetry.back_to(before)  # the run is saved as of the step before, and makes this one again
+        raise
     run.whole = False
     run.engine.finish()
     run.step += 1

@@ -260,6 +260,6 @@ def agreed(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path
         told = [str(folder), str(checkpoint) if checkpoint else None, code]
         dist.broadcast_object_list(told, 0)
         folder, checkpoint, code = Path(str(told[0])), Path(str(told[1])) if told[1] else None, int(told[2] or 0)
-    if rank == 0 and NOTES in os.environ and not code:
+    if rank == 0 and NOTES in os.environ and code <= 0:  # below: there is nothing to do in it any more
         (Path(os.environ[NOTES]) / FOLDER_NOTE).write_text(str(folder.absolute()), encoding="utf-8")
     return folder, checkpoint, code

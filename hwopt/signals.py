@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
+
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 ECHO = 1.0
 """Seconds in which a launcher, or `timeout`, passes on what the process has got from the terminal as well."""
@@ -83,6 +85,16 @@ def patience(heard: Callable[[int], None] = lambda number: None) -> Iterator[Non
         yield
     finally:
         _heard.pop()
+
+
+def exit_code(error: BaseException) -> int:
+    """Of a process that `error` ends, where a signal may have come: it counts more than what fails because of it.
+
+    What is wrong by itself (a full disk, a loss that is not finite) is said all the same.
+    """
+    code = exit_code_of(error)
+    itself = isinstance(error, HwoptError) and not isinstance(error, WorkerDiedError) and not error.secondhand
+    return code if itself else received() or code
 
 
 def ending(code: int) -> BaseException:

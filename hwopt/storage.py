@@ -6,7 +6,6 @@ at any moment, or a disk that is full, leaves the folder that was there before; 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hwopt.errors import StorageError
+from hwopt.errors import StorageError, is_disk_full
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -45,7 +44,9 @@ def staged(target: Path, needs: float) -> Iterator[Path]:
         staging.rename(target)
         to_disk(target.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # a full disk comes as either
+    except Exception as error:
+        if not (isinstance(error, OSError | SafetensorError) or is_disk_full(error)):
+            raise
         raise StorageError(said(target, error, needs, size_of(staging))) from error
     finally:
         with suppress(OSError):  # as the next run does
@@ -132,10 +133,10 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_in(folder) if path.is_file()) if folder.is_dir() else 0
 
 
-def said(path: Path, error: OSError | SafetensorError, needs: float, written: int) -> str:
+def said(path: Path, error: Exception, needs: float, written: int) -> str:
     """The message of a write that failed after so many bytes of those that it needs."""
     message = f"{path} could not be written: {getattr(error, 'strerror', None) or error}"
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+    if is_disk_full(error):
         free = shutil.disk_usage(path.parent).free
         message += f" (it needs {needs / GIB:.3f} GiB, {written / GIB:.3f} of them were written; {free / GIB:.3f} GiB are free)"
     return f"{message}. Free some space and run again."

@@ -6,6 +6,7 @@ Plain click where start-up counts (the list of commands, profiles, plugins), ric
 from __future__ import annotations
 
 import codecs
+import contextlib
 import importlib
 import io
 import os
@@ -17,7 +18,8 @@ import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import cut, exit_code_of, nearest, printable
+from hwopt.errors import cut, nearest, printable
+from hwopt.errors import exit_code_of as exit_code_of
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -130,11 +132,12 @@ def run_command(arguments: list[str]) -> int:
         from hwopt import signals
         from hwopt.processes import leave_note
 
-        code = signals.received() or exit_code_of(error)
+        code = signals.exit_code(error)
         message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
         message = printable(message)
         if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
-            click.echo(message, err=True)
+            with contextlib.suppress(OSError):  # a full disk, to which the output goes, hides no exit code
+                click.echo(message, err=True)
         return code
 
 
