@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError, listing, nearest
@@ -21,6 +22,8 @@ class BestWeights:
 
     def __init__(self, run: Run, writer: Writer, metric: str, greater_is_better: bool) -> None:
         self.run, self.writer, self.metric = run, writer, metric
+        self.then: Callable[[], None] = lambda: None
+        """What follows once better ones are on the disk: those before may go."""
         self.sign = 1.0 if greater_is_better else -1.0
         self.value: float | None = None
         self.step = 0
@@ -54,14 +57,14 @@ class BestWeights:
         better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
         if self.value is not None and not (better and math.isfinite(value)):
             return False
-        self.value, self.step = value, self.run.step
         self.writer.wait()
+        self.value, self.step = value, self.run.step
         kept = HostCopies(passing=self.run.engine.takes_turns)
         state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
         weights = self.run.state_dict()
         if self.run.is_main:
             content = {"step": self.step, "metric": self.metric, "value": value if math.isfinite(value) else None}
-            self.writer.begin(best_folder(self.run.folder, self.step), content, state, weights, kept)
+            self.writer.begin(best_folder(self.run.folder, self.step), content, state, weights, kept, then=self.then)
         return True
 
     def restore(self) -> None:

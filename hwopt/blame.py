@@ -19,9 +19,8 @@ from hwopt.errors import HwoptError, PluginError, is_disk_full
 def blame(error: BaseException, who: str, what: str) -> NoReturn:
     """Raise `error` as the plugin's, or as it is where the plugin is not at fault."""
     asked = isinstance(error, KeyboardInterrupt | GeneratorExit) or signals.received() is not None
-    if (
-        asked or is_disk_full(error) or isinstance(error, HwoptError) or type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's, which is heavy
+    short = is_disk_full(error) or type(error).__name__ == "OutOfMemoryError"  # torch's, which is heavy
+    if asked or short or isinstance(error, HwoptError):
         raise error
     said = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
     raise PluginError(f"{who}: {what} {said}") from error

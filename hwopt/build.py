@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hwopt import randomness
 from hwopt.blame import blaming, entered
-from hwopt.data_parallel import DataParallelEngine, make_equal
+from hwopt.data_parallel import DataParallelEngine, first_rank_first, make_equal
 from hwopt.engine import Engine
 from hwopt.hardware import GIB
 from hwopt.loaders import build_loaders
@@ -126,6 +126,7 @@ class Run:
             "seed": self.training.seed,
             "order": self.recipe.author_of("order").split(" (")[0],
             "frozen": list(self.frozen),
+            "method": self.plan.method,
         }
 
     @property
@@ -212,7 +213,7 @@ def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator
     task = make_task(plan.job)
     model = plan.job.model
     config = load_config(model.name, model.config, model.revision)
-    with accelerator.main_process_first():
+    with first_rank_first(accelerator.process_index, accelerator.num_processes):
         prepared = task.prepare(plan.job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
     return Run(
         plan=plan,

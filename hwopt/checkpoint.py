@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from hwopt import resume, signals
 from hwopt.errors import InputError, StorageError
+from hwopt.hardware import host_memory
 from hwopt.storage import GIB
 from hwopt.tensors import HostCopies, mapped
 from hwopt.writer import require_space
@@ -35,6 +35,7 @@ class Checkpoints:
     def __init__(self, run: Run, writer: Writer, best: BestWeights, parts: Mapping[str, Any]) -> None:
         self.run, self.writer, self.best = run, writer, best
         self.parts = {"best": best, **parts} | {f"plugins/{number}": part for number, part in enumerate(run.recipe.state)}
+        best.then = self.prune
         self.saved_step = 0
         """The last step of which there is a checkpoint; there is nothing to save before the first."""
         self.saved_at = time.monotonic()
@@ -85,7 +86,7 @@ class Checkpoints:
 
     def host_has_room(self) -> bool:
         """Whether the host's memory takes the copy that is written: nobody has asked for what the clock does."""
-        needed, free = sum(sizes(self.run)), psutil.virtual_memory().available
+        needed, free = sum(sizes(self.run)), host_memory()[1]
         if needed <= ROOM * free:
             return True
         self.saved_at = time.monotonic()
@@ -124,7 +125,7 @@ class Checkpoints:
             content = {
                 "step": run.step,
                 "facts": run.facts,
-                "training": run.training.model_dump(mode="json"),
+                "settings": run.plan.settings,
                 "machine": run.plan.machine,
                 "decided": run.plan.decided(),
                 "best_step": self.best.step,
@@ -160,16 +161,16 @@ class Checkpoints:
 
     def require_space(self) -> None:
         """Raise StorageError where the disk has no room for what the run will keep. Only the first rank asks."""
-        run = self.run
+        run, training = self.run, self.run.training
         if run.is_main:
             model, state = sizes(run)
-            training = run.training
             saves = run.total_steps // training.save_steps if training.save_steps else (1 if training.save_minutes else 0)
             kept = min(saves, (training.save_total_limit or saves) + 1)
             best = 2 * model if run.eval_loader is not None else 0
+            final = sum(4 * p.numel() for p in run.skeleton.parameters())  # whole, also where an adapter is trained
             there = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
             what = f"the run, with {kept} checkpoint(s) of {(model + state) / GIB:.3f} GiB"
-            require_space(run.folder, max(0, kept * (model + state) + best + model - there), what)
+            require_space(run.folder, max(0, kept * (model + state) + best + final - there), what)
 
 
 def unreadable(checkpoint: resume.Checkpoint, error: Exception) -> StorageError:

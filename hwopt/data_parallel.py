@@ -9,6 +9,8 @@ Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ from hwopt.ladder import Ladder
 if TYPE_CHECKING:
     from hwopt.build import Run
 
+turns = itertools.count()
+"""Each block of `first_rank_first` has a name of its own, the same on all ranks."""
 BUCKET_BYTES = 25 << 20
 """As DistributedDataParallel has it."""
 
@@ -99,6 +103,26 @@ class DataParallelEngine(Engine):
             dist.all_reduce(flat)
             parts = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+
+@contextmanager
+def first_rank_first(rank: int, world_size: int) -> Iterator[None]:
+    """The first rank does the block, then the others do. However long it takes: a barrier of NCCL gives up after ten minutes.
+
+    Raises WorkerDiedError where the first rank is gone.
+    """
+    if world_size == 1:
+        yield
+        return
+    store, done = dist.distributed_c10d._get_default_store(), f"hwopt/{next(turns)}"
+    try:
+        while rank > 0 and not store.check([done]):
+            time.sleep(0.05)  # in Python, so that signals are heard
+    except RuntimeError as error:
+        raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
+    yield
+    if rank == 0:
+        store.set(done, "")
 
 
 def ended_with(code: int, rank: int) -> HwoptError:

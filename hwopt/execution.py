@@ -185,7 +185,7 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
             f"{found.folder} is of step {found.step:,}, and the job has {run.total_steps:,} steps only: raise "
             "training.max_steps or training.num_train_epochs"
         )
-    if changes := changed_since(found, run.training.model_dump(mode="json")):
+    if changes := changed_since(found, run.plan.settings):
         run.warn(f"not as the run was begun: {'; '.join(changes)}")
     run.say(f"going on after step {found.step:,} of {run.total_steps:,}, from {found.folder}")
     return found

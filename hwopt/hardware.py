@@ -6,6 +6,7 @@ of torch's scaled_dot_product_attention (aten/src/ATen/native/transformers/cuda/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from hwopt.errors import InputError
@@ -216,12 +218,45 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     return not architectures
 
 
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux says what a container may use."""
+
+
+def host_memory() -> tuple[int, int]:
+    """(bytes of the host's memory, bytes of it that are free), of which a container may be given a part only."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    given, used = given_memory()
+    if given is None or given >= found.total:
+        return int(found.total), int(found.available)
+    return given, max(0, min(int(found.available), given - used))
+
+
+def given_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> tuple[int | None, int]:
+    """(the fewest bytes that this process's control groups may use, None where nothing says so; bytes that they do use).
+
+    Cached files do not count: they go when they must. https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1.
+    """
+    found: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError):
+        for _, controllers, path in (line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()):
+            old = "memory" in controllers.split(",")
+            names = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file") if old else ("max", "current", "inactive_file")
+            group = groups / ("memory" if old else "") / path.lstrip("/")
+            for place in (group, *group.parents) if old or not controllers else ():
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    most, used = (int((place / f"memory.{name}").read_text()) for name in names[:2])
+                    stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                    found.append((most, used - int(stat.get(names[2], 0))))
+    return min(found, key=lambda group: group[0], default=(None, 0))
+
+
 def detect_host() -> Hardware:
     """The machine without its accelerators."""
-    import psutil
     import torch
 
-    memory = psutil.virtual_memory()
+    memory, free = host_memory()
     flags = {
         "amx_bf16": "_is_amx_tile_supported",
         "avx512_bf16": "_is_avx512_bf16_supported",
@@ -230,10 +265,10 @@ def detect_host() -> Hardware:
     return Hardware(
         device_type="cpu",
         name=cpu_name(),
-        memory_gib=round(memory.total / GIB, 2),
-        free_memory_gib=round(memory.available / GIB, 2),
+        memory_gib=round(memory / GIB, 2),
+        free_memory_gib=round(free / GIB, 2),
         cpu_cores=cpu_cores(),
-        cpu_memory_gib=round(memory.total / GIB, 2),
+        cpu_memory_gib=round(memory / GIB, 2),
         cpu_features=tuple(name for name, probe in flags.items() if getattr(torch.cpu, probe, bool)()),
         compiler=next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None),
         system=platform.system(),

@@ -150,7 +150,7 @@ def finish(loop: Loop) -> Row:
     seconds = loop.telemetry.seconds
     loop.writer.wait()
     loop.best.restore()
-    save_final(run)
+    save_final(run, loop.writer)
     loop.checkpoints.prune(best_is_final=True)
     summary = summarize(run, loop.telemetry, seconds) | loop.best.latest | best_of(loop.best)
     loop.listener.finished(run, summary)

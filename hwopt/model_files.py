@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hwopt.build import Run
+    from hwopt.writer import Writer
 
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -51,19 +53,23 @@ def write_model(run: Run, model: Any, weights: dict[str, Tensor], folder: Path) 
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def save_final(run: Run) -> Path:
-    """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`."""
-    target, extras = run.folder / "final", run.extras
+def save_final(run: Run, writer: Writer) -> Path:
+    """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`. All ranks call it."""
+    target = run.folder / "final"
     model = run.engine.whole_model()
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:
-        weights = model.state_dict()
-        with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
-            if extras.is_dir():
-                shutil.copytree(extras, folder, dirs_exist_ok=True)
-            model.__dict__.pop("forward", None)  # as above; nothing computes with it any more
-            write_model(run, model, weights, folder)
-        shutil.rmtree(extras, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
+        writer.submit(partial(write_final, run, model, target))
+    writer.wait()  # together: in a barrier the others would give up after some minutes
     return target
+
+
+def write_final(run: Run, model: Any, target: Path) -> None:
+    weights = model.state_dict()
+    with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
+        if run.extras.is_dir():
+            shutil.copytree(run.extras, folder, dirs_exist_ok=True)
+        model.__dict__.pop("forward", None)  # as above; nothing computes with it any more
+        write_model(run, model, weights, folder)
+    shutil.rmtree(run.extras, ignore_errors=True)

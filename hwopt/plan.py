@@ -94,6 +94,20 @@ class Plan:
         """What a choice of sizes depends on."""
         return [self.hardware.name, self.hardware.memory_gib, self.hardware.memory_limit_gib, self.world_size]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key -> value, of what the user may change between two sessions of a run; sizes that were chosen stand apart."""
+        tables = self.job.model_dump(mode="json", exclude={"training"}) | {"training": self.training.model_dump(mode="json")}
+        plugins = {f"plugins.{e.name}": e.options.model_dump(mode="json") for e in self.applied() if e.choices == 1}
+        return {f"{table}.{key}": value for table, values in (tables | plugins).items() for key, value in values.items()}
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """Of that, what makes another model or other steps of a run."""
+        own = [e for e in self.applied() if e.plugin.preserves == "method"]
+        found = {f"plugins.{e.name}.{key}": value for e in own for key, value in e.options.model_dump(mode="json").items()}
+        return {f"plugins.{e.name}": "in use" for e in own} | found | {"model.config": self.job.model.config}
+
     def decided(self) -> dict[str, Any]:
         """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""
         return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}

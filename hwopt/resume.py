@@ -174,15 +174,22 @@ def peek(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
-def changed_since(checkpoint: Checkpoint, training: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters that the run was begun with otherwise, which is allowed: "training.max_steps was 100 and is 200"."""
-    before = checkpoint.content.get("training")
+def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
+    """What the run was begun with otherwise, which is allowed: "training.max_steps was 100 and is 200"."""
+    before = checkpoint.content.get("settings")
     before = before if isinstance(before, dict) else {}
-    return [
-        f"training.{key} was {shorten(before[key])} and is {shorten(value)}"
-        for key, value in training.items()
+    changed = [
+        f"{key} was {shorten(before[key])} and is {shorten(value)}"
+        for key, value in settings.items()
         if key in before and before[key] != value
     ]
+    now, then = (plugins_of(each) for each in (settings, before))
+    changed += [f"{name} was not there" for name in sorted(now - then) if before]
+    return changed + [f"{name} is not there any more" for name in sorted(then - now)]
+
+
+def plugins_of(settings: Mapping[str, Any]) -> set[str]:
+    return {".".join(key.split(".")[:2]) for key in settings if key.startswith("plugins.")}
 
 
 def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
@@ -202,8 +209,16 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None
                 f"{checkpoint.folder}: {key} was {before.get(key)}, and is {facts.get(key)} now: "
                 f"the steps would not go on from there; {hint.format(before.get(key))}"
             )
-    frozen, now = before.get("frozen"), facts["frozen"]
-    if isinstance(frozen, list) and len(frozen) == len(now) and not all(map(alike, frozen, now)):
+    now, then = facts["method"], before.get("method")
+    then = then if isinstance(then, dict) else {}
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            raise InputError(
+                f"{checkpoint.folder}: {key} was {shorten(then.get(key))}, and is {shorten(now.get(key))} now: with these "
+                "weights that is another model, or the steps are others; keep it, or begin anew with --fresh"
+            )
+    frozen = before.get("frozen")
+    if isinstance(frozen, list) and len(frozen) == len(facts["frozen"]) and not all(map(alike, frozen, facts["frozen"])):
         raise InputError(
             f"{checkpoint.folder}: it was trained on other frozen weights than those that model.name leads to now: give the same "
             "folder, or the revision of then as model.revision"

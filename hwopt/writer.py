@@ -57,14 +57,22 @@ class Writer:
         require_space(target.parent, kept.bytes, target.name)
 
         def write() -> None:
-            began = time.monotonic()
             with staged(target, kept.bytes * SPARE) as folder:
                 write_model(self.run, self.run.skeleton, copies, folder)
                 write_state(folder, content, state)
             then()
+
+        self.submit(write)
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Begin what writes, in the thread."""
+
+        def timed() -> None:
+            began = time.monotonic()
+            write()
             self.seconds = time.monotonic() - began
 
-        self.last = self.pool.submit(write)
+        self.last = self.pool.submit(timed)
 
     def wait(self, all_ranks: bool = True) -> None:
         """Until everything is written. All ranks call it, so that a slow disk is a hang to none of them.

@@ -237,7 +237,7 @@ def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypat
 
 def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
-    monkeypatch.setattr(checkpoint, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000)))
+    monkeypatch.setattr(checkpoint, "host_memory", lambda: (2000, 1000))
     recorder = Recorder()
     plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
     api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
