@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hwopt.errors import InputError
-from hwopt.hardware import Hardware, described, detect, detect_software, has_kernels, limited
+from hwopt.hardware import GIB, Hardware, described, detect, detect_software, given_memory, has_kernels, limited
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
@@ -77,3 +79,18 @@ def test_detecting_this_machine() -> None:
     assert hardware.cpu_cores >= 1
     assert 0 < hardware.free_memory_gib <= hardware.memory_gib
     assert "torch" in detect_software()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_container_may_use(version: int, tmp_path: Path) -> None:
+    """The tightest of the groups that the process is in; files that are cached count as free."""
+    own, groups = tmp_path / "cgroup", tmp_path / "groups"
+    own.write_text("0::/pod/box\n" if version == 2 else "5:cpu:/\n4:memory:/pod/box\n0::/\n")
+    names = ("max", "current", "inactive_file") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    root = groups if version == 2 else groups / "memory"
+    for place, most in ((root, "max"), (root / "pod", 32 * GIB), (root / "pod" / "box", 64 * GIB)):
+        place.mkdir(parents=True, exist_ok=True)
+        for name, value in ((names[0], most), (names[1], 5 * GIB), ("stat", f"anon 7\n{names[2]} {GIB}\n")):
+            (place / f"memory.{name}").write_text(str(value))
+    assert given_memory(groups, own) == (32 * GIB, 4 * GIB)
+    assert given_memory(groups, tmp_path / "nothing") == (None, 0)

@@ -220,3 +220,27 @@ def test_workers_do_not_reach_the_result(tmp_path: Path) -> None:
         plan.recipe.loader.update({"num_workers": workers, "multiprocessing_context": "spawn" if workers else None})
         losses.append(train_tiny(plan, tmp_path / str(number)).losses)
     assert losses[0] == losses[1]
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+    """A worker dies between two micro-batches, say: the run goes on from the step before, and makes this one again."""
+    plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+        batches, loss, left = step_batches(run, telemetry), run.loss, [4]
+
+        def dying(*arguments: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+            return loss(*arguments)
+
+        run.loss = dying
+        step(run, next(batches), telemetry, reseed, ladder())
+        before = telemetry.mark()
+        left[0] = 2
+        with pytest.raises(RuntimeError, match="worker"):
+            step(run, next(batches), telemetry, reseed, ladder())
+        assert before > 0
+        assert telemetry.mark() == before
+        assert run.step == 1

@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from hwopt import processes
 from hwopt.cli import run_command
 from hwopt.errors import InputError
-from hwopt.processes import NOTES, Ending, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
+from hwopt.execution import Complete
+from hwopt.processes import NOTES, Ending, agreed, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
 from hwopt.report.journal import write_status
 from hwopt.testing import TINY_BERT, write_samples
 
@@ -225,6 +226,14 @@ def test_ranks_that_found_different_names_free_agree(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["job-0", "job-0"]
+
+
+def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with 0 on each rank, and so does the launch."""
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    write_status(tmp_path, 0, "done")
+    assert agreed(tmp_path, None, Complete.exit_code)[2] == Complete.exit_code
+    assert concluded(tmp_path, {}).exit_code == 0
 
 
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,46 @@ def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> No
     goes_on_exactly(work, "twice", undisturbed)
 
 
+def full_for(now: Callable[[], bool]) -> Callable[[], None]:
+    """What makes the disk full for the writing thread, once it is so."""
+
+    def disturb() -> None:
+        fsync = os.fsync
+
+        def full(number: int) -> None:
+            if now() and threading.current_thread().name.startswith("hwopt-writer"):
+                disk_full()
+            fsync(number)
+
+        os.fsync = full
+
+    return disturb
+
+
+def test_a_signal_hides_no_full_disk(work: Work) -> None:
+    """What could not be saved is not called saved."""
+    (pid,) = work.started("signal-full", full_for(lambda: signals.received() is not None))
+    run = work.folder / "signal-full"
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 6
+    assert status(run)["exit_code"] == 6
+    assert "No space left on device" in status(run)["message"]
+    shutil.rmtree(run)
+
+
+def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
+    """The others only hear that it is gone."""
+    both = Work(work.folder, 2)
+    codes = both.finished("rank-full", full_for(lambda: newest_whole(work.folder / "rank-full") == 10))
+    assert codes[0] == 6
+    assert codes[1] != 0
+    assert status(work.folder / "rank-full")["exit_code"] == 6
+    assert "No space left on device" in status(work.folder / "rank-full")["message"]
+    shutil.rmtree(work.folder / "rank-full")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_slow_disk_is_no_hang(work: Work, undisturbed: Path, ranks: int) -> None:
     """The loop waits for a write that takes longer than training.hang_timeout, and goes on; so do ranks that write nothing."""

@@ -163,6 +163,22 @@ def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
+def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_path: Path) -> None:
+    """The same tensors under another scale are another model; another way to load data is not."""
+    few, adapter = {"save_steps": 6}, {"always": True, "alpha": 16}
+    plan = make_plan(whole, few, adapter=adapter)
+    api.execute(plan, tmp_path / "run", cache=whole / "cache")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    with pytest.raises(InputError, match=r"plugins\.adapter\.alpha was 16, and is 32 now: .* keep it"):
+        api.execute(make_plan(whole, few, adapter=adapter | {"alpha": 32}), again, cache=whole / "cache", resume=True)
+    with pytest.raises(InputError, match=r"plugins\.adapter was 'in use', and is None now"):
+        api.execute(make_plan(whole, few), again, cache=whole / "cache", resume=True)
+    recorder = Recorder()
+    other = make_plan(whole, few, adapter=adapter, dataloader={"workers": 0}, batch={"train": 6, "effective": 12})
+    api.execute(other, again, recorder, cache=whole / "cache", resume=True)
+    assert recorder.warnings == ["not as the run was begun: plugins.batch.train was 4 and is 6; plugins.dataloader was not there"]
+
+
 def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
     """More steps, and so another schedule from there on; it is said."""
     heard = gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
@@ -246,6 +262,53 @@ def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypat
     assert "of the host's memory while it is written" in said
 
 
+def test_damaged_best_weights_end_no_run(tmp_path: Path) -> None:
+    """Those that a run goes on with are set aside; those that are damaged meanwhile are not put into final/."""
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    assert best < 6
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    weights = again / f"best-{best}" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    recorder = Recorder()
+    api.execute(plan, again, recorder, cache=tmp_path / "cache", resume=True)
+    assert "cannot be taken" in recorder.warnings[0]
+    assert (again / f"best-{best}.damaged").is_dir()
+    assert storage.damage(again / "final") == ""
+
+    class Damaging(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            super().row(run, row)
+            if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
+                path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    recorder = Damaging()
+    summary = api.execute(plan, tmp_path / "meanwhile", recorder, cache=tmp_path / "cache")
+    assert any("final/ gets those of the last step" in warning for warning in recorder.warnings)
+    assert "best_step" not in summary
+    assert saved_bits(tmp_path / "meanwhile" / "final") == weights_of(tmp_path / "run" / f"checkpoint-{LAST}")
+
+
+def weights_of(checkpoint: Path) -> dict[str, str]:
+    return {name: value for name, value in saved_bits(checkpoint).items() if name.startswith("model.")}
+
+
+def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
+    """Also where no checkpoint is ever written."""
+    plan = make_plan(tmp_path, {"eval_steps": 1, "save_steps": None, "save_minutes": 0})
+    most = 0
+
+    class Counting(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            nonlocal most
+            most = max(most, len(resume.best_folders(run.folder)))
+
+    api.execute(plan, tmp_path / "run", Counting(), cache=tmp_path / "cache")
+    assert 1 <= most <= 2
+
+
 def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
@@ -281,6 +344,7 @@ def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> Non
     run = tmp_path / "run"
     api.execute(make_plan(whole), run, cache=whole / "cache", resume=whole / "run" / "checkpoint-6")
     assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(whole / "run" / f"checkpoint-{LAST}")
+    assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
 
 
 def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwopt import storage
-from hwopt.errors import StorageError
+from hwopt.blame import blame
+from hwopt.errors import StorageError, exit_code_of, is_disk_full
 from hwopt.storage import MANIFEST, damage, recover, staged, write_json
 
 FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/adapter.safetensors": b"more" * 100, "empty": b""}
@@ -225,3 +227,26 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"status.json could not be written: Input/output error"):
             write_json(path, {"exit_code": 1})
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, "Quota"), Exception("No space left on device (os error 28)")],
+    ids=["a disk", "a quota", "tokenizers"],
+)
+def test_a_full_disk_in_other_words(error: Exception, tmp_path: Path) -> None:
+    """Packages written in Rust raise a bare Exception; in a plugin it is no fault of the plugin."""
+    with pytest.raises(StorageError, match="GiB are free"), staged(tmp_path / "folder", 0):
+        raise error
+    with pytest.raises(type(error)) as caught:
+        blame(error, "plugin 'x'", "its step")
+    assert caught.value is error
+    assert exit_code_of(error) == StorageError.exit_code
+    assert not is_disk_full(ValueError("(os error 2)"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_goes_to_a_full_disk_hides_no_exit_code() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "hwopt", "run", "no-such.toml"]
+        assert subprocess.run(command, stdout=full, stderr=full, stdin=subprocess.DEVNULL, check=False).returncode == 2
