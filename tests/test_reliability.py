@@ -102,9 +102,7 @@ def forked(work: Callable[[], None]) -> int:
         work()
         code = 0
     except BaseException as error:
-        from hwopt.errors import exit_code_of
-
-        code = signals.received() or exit_code_of(error)
+        code = signals.exit_code(error)
         if code == 1:
             import traceback
 
@@ -292,12 +290,13 @@ def test_a_signal_hides_no_full_disk(work: Work) -> None:
 def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
     """The others only hear that it is gone."""
     both = Work(work.folder, 2)
-    codes = both.finished("rank-full", full_for(lambda: newest_whole(work.folder / "rank-full") == 10))
+    run = work.folder / "rank-full"
+    codes = both.finished(run.name, full_for((run / "checkpoint-10").is_dir))
     assert codes[0] == 6
     assert codes[1] != 0
-    assert status(work.folder / "rank-full")["exit_code"] == 6
-    assert "No space left on device" in status(work.folder / "rank-full")["message"]
-    shutil.rmtree(work.folder / "rank-full")
+    assert status(run)["exit_code"] == 6
+    assert "No space left on device" in status(run)["message"]
+    shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
