@@ -104,9 +104,12 @@ class Plan:
     @property
     def method(self) -> dict[str, Any]:
         """Of that, what makes another model or other steps of a run."""
-        own = [e for e in self.applied() if e.plugin.preserves == "method"]
-        found = {f"plugins.{e.name}.{key}": value for e in own for key, value in e.options.model_dump(mode="json").items()}
-        return {f"plugins.{e.name}": "in use" for e in own} | found | {"model.config": self.job.model.config}
+        found: dict[str, Any] = {"model.config": self.job.model.config}
+        for entry in self.applied():
+            if entry.plugin.preserves == "method":
+                options = entry.options.model_dump(mode="json", exclude=set(entry.plugin.may_differ))
+                found |= {f"plugins.{entry.name}": "in use"} | {f"plugins.{entry.name}.{key}": options[key] for key in options}
+        return found
 
     def decided(self) -> dict[str, Any]:
         """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""

@@ -181,6 +181,8 @@ class Plugin:
     """Plugins of the same stage that come first where they are present."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
     """The most that it may change: nothing, rounding, or the training method itself."""
+    may_differ: ClassVar[tuple[str, ...]] = ()
+    """Options of one that changes the method which do not, and so may differ where a run goes on."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Plugins without which it makes no sense; refused where one is absent or skipped."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()

@@ -107,7 +107,7 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: has no probe()")
     if plugin.preserves not in ("bits", "rounding", "method"):
         raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {shorten(plugin.preserves)}")
-    kinds = {"after": str, "requires": str, "slots": str, "conflicts": Conflict}
+    kinds = {"after": str, "may_differ": str, "requires": str, "slots": str, "conflicts": Conflict}
     for key, kind in kinds.items():
         value = getattr(plugin, key)
         if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):

@@ -67,6 +67,7 @@ class Adapter(Plugin):
     name = "adapter"
     stage = Stage.MODEL
     preserves = "method"
+    may_differ = ("always",)
     slots = ("model_steps", "final_steps")
 
     class Options(PluginOptions):

@@ -111,6 +111,7 @@ class Quantize(Plugin):
     after = ("adapter",)  # what it leaves trainable is not quantized
     requires = ("adapter",)
     preserves = "method"
+    may_differ = ("dtype",)  # as the card has it
     slots = ("model_kwargs", "model_steps", "final_steps")
     conflicts = (
         Conflict(
