@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ class Checkpoints:
 
     def __init__(self, run: Run, writer: Writer, best: BestWeights, parts: Mapping[str, Any]) -> None:
         self.run, self.writer, self.best = run, writer, best
-        self.parts = {"best": best, **parts} | {f"plugins/{number}": part for number, part in enumerate(run.recipe.state)}
+        self.parts = {"best": best, **parts, **named_by_kind(run.recipe.state)}
         best.then = self.prune
         self.saved_step = 0
         """The last step of which there is a checkpoint; there is nothing to save before the first."""
@@ -171,6 +171,15 @@ class Checkpoints:
             there = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
             what = f"the run, with {kept} checkpoint(s) of {(model + state) / GIB:.3f} GiB"
             require_space(run.folder, max(0, kept * (model + state) + best + final - there), what)
+
+
+def named_by_kind(parts: Iterable[Any]) -> dict[str, Any]:
+    """What plugins keep, by names that other plugins in the profile do not change."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        kind = f"plugins/{type(part).__module__}.{type(part).__qualname__}"
+        found[f"{kind}/{sum(name.startswith(f'{kind}/') for name in found)}"] = part
+    return found
 
 
 def unreadable(checkpoint: resume.Checkpoint, error: Exception) -> StorageError:

@@ -163,6 +163,10 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
         found: Checkpoint | None = opened(resume)
     else:
         found = newest(run.folder, run.warn)
+        if isinstance(resume, Path) and not resume.is_dir():  # it was set aside just now
+            raise InputError(
+                f"--resume-from {resume}: it is not whole. The newest that is: {found and found.folder}; give --resume"
+            )
         if isinstance(resume, Path) and (found is None or found.folder.name != resume.name):
             raise InputError(
                 f"--resume-from {resume}: {run.folder} has a newer checkpoint, {found.folder.name if found else 'none'}, which a "

@@ -353,6 +353,20 @@ def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path:
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-4")
 
 
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"checkpoint-6: it is not whole. The newest that is: .*checkpoint-5; give --resume"):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-6")
+
+
+def test_what_plugins_keep_is_found_whatever_stands_beside_it() -> None:
+    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
+    both = checkpoint.named_by_kind([other, first, second])
+    assert checkpoint.named_by_kind([first, second]).items() <= both.items()
+    assert len(both) == 3
+
+
 def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     weights = run / "checkpoint-6" / "model.safetensors"
