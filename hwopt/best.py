@@ -97,7 +97,7 @@ def best_metric(run: Run) -> tuple[str, bool]:
             f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
             f"It is one of: {listing(known)}"
         )
-    if asked and run.eval_loader is None:
+    if asked and run.prepared.eval is None:
         raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
     return name, run.task.greater_is_better(name) if greater is None else greater

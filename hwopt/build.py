@@ -5,6 +5,7 @@ In order: process contexts, Accelerator, data and tokenizer, model and its steps
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -183,6 +184,8 @@ def make_accelerator(plan: Plan) -> Accelerator:
     from accelerate import Accelerator
 
     options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)
+    if plan.hardware.device_type == "cpu":  # where DeepSpeed is installed, libraries import it, and it says that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     recipe = plan.recipe
     authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
     with blaming(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):

@@ -204,6 +204,8 @@ class Engine:
             except ValueError as error:
                 raise ValueError(
                     f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, {error}"
+                    if state["class"] != type(self.optimizer).__name__
+                    else f"in the optimizer's state of {name}, {error}"
                 ) from error
         for group, numbers in zip(self.optimizer.param_groups, state["groups"], strict=False):
             group.update(numbers)

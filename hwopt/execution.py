@@ -14,7 +14,16 @@ from hwopt.best import best_metric
 from hwopt.build import Run, build
 from hwopt.caches import cache_folder
 from hwopt.data_parallel import ended_with
-from hwopt.errors import DoesNotFitError, HwoptError, InputError, StorageError, WorkerDiedError, death, is_disk_full
+from hwopt.errors import (
+    DoesNotFitError,
+    HwoptError,
+    InputError,
+    NonFiniteError,
+    StorageError,
+    WorkerDiedError,
+    death,
+    is_disk_full,
+)
 from hwopt.interop.accelerate import exports_of
 from hwopt.launcher import rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
@@ -25,7 +34,7 @@ from hwopt.plan import Plan
 from hwopt.processes import agreed, leave_note
 from hwopt.registry import Registry
 from hwopt.report.journal import Journal, status_code, steps_done, summary_of, write_status
-from hwopt.resume import Checkpoint, changed_since, checkpoint_folder, newest, opened, refuse_another_run
+from hwopt.resume import Checkpoint, bring_best, changed_since, checkpoint_folder, in_folder, newest, opened, refuse_another_run
 from hwopt.run_folder import owned
 from hwopt.shortage import write_report
 from hwopt.telemetry import Listener, Listeners, Row
@@ -79,6 +88,8 @@ def execute(
         except BaseException as raised:
             error = plainly(raised)
             code = signals.exit_code(error)
+            if own and rank == 0 and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError) and own[0].step:
+                error.args = (f"{error} {what_is_kept(own[0])}",)
             told = own and status_code(own[0].folder) is not None
             hears_of_it = rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
             secondhand = isinstance(error, HwoptError) and error.secondhand and (not own or told)
@@ -93,6 +104,11 @@ def execute(
             if error is not raised:
                 raise error from raised
             raise
+
+
+def what_is_kept(run: Run) -> str:
+    kept = in_folder(run.folder)
+    return f"The newest checkpoint is {kept[0]}." if kept else "Nothing has been saved yet."
 
 
 def plainly(error: BaseException) -> BaseException:
@@ -139,6 +155,8 @@ def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh
         try:
             stack.enter_context(owned(run.folder, resume=resume is not False, fresh=fresh))
             found = going_on(run, resume)
+            if found is not None and found.folder.parent.absolute() != run.folder.absolute():
+                bring_best(found, run.folder)
         except (HwoptError, Complete) as refused:
             error = refused
     code = 0 if error is None else error.exit_code
@@ -159,31 +177,30 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
     """The checkpoint from which `run` goes on, of the same samples and steps; None: from the start."""
     if resume is False:
         return None
-    if isinstance(resume, Path) and resume.parent.absolute() != run.folder.absolute():
-        found: Checkpoint | None = opened(resume)
+    own = in_folder(run.folder)
+    if isinstance(resume, Path):
+        found: Checkpoint | None = asked_for(resume)
+        if resume.parent.absolute() == run.folder.absolute() and own[0].name != resume.name:
+            raise InputError(
+                f"--resume-from {resume}: {run.folder} has a newer checkpoint, {own[0].name}, which a run from here would "
+                "contradict. Give another --name, and the run goes on there; or --resume for the newest"
+            )
     else:
         found = newest(run.folder, run.warn)
-        if isinstance(resume, Path) and not resume.is_dir():  # it was set aside just now
-            raise InputError(
-                f"--resume-from {resume}: it is not whole. The newest that is: {found and found.folder}; give --resume"
-            )
-        if isinstance(resume, Path) and (found is None or found.folder.name != resume.name):
-            raise InputError(
-                f"--resume-from {resume}: {run.folder} has a newer checkpoint, {found.folder.name if found else 'none'}, which a "
-                "run from here would contradict. Give another --name, and the run goes on there; or --resume for the newest"
-            )
+    if found is not None:
+        refuse_another_run(found, run.facts)
     complete = status_code(run.folder) == 0
-    if complete and (found is None or resume is True) and steps_done(run.folder) >= run.total_steps:
+    done = steps_done(run.folder) if complete else 0
+    if complete and (found is None or resume is True) and done >= run.total_steps:
         raise Complete(run)
     if complete and found is None:
         raise InputError(
-            f"{run.folder} is complete after {steps_done(run.folder):,} steps, and has no checkpoint to go on from to "
+            f"{run.folder} is complete after {done:,} steps, and has no checkpoint to go on from to "
             f"{run.total_steps:,}; begin anew with --fresh, which keeps it, or give another --name"
         )
     if found is None:
         run.say(f"there is no checkpoint in {run.folder}: the run begins at its start")
         return None
-    refuse_another_run(found, run.facts)
     if found.step > run.total_steps:
         raise InputError(
             f"{found.folder} is of step {found.step:,}, and the job has {run.total_steps:,} steps only: raise "
@@ -191,8 +208,18 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
         )
     if changes := changed_since(found, run.plan.settings):
         run.warn(f"not as the run was begun: {'; '.join(changes)}")
+    if done > found.step:
+        between = f"its newest checkpoint is of step {found.step:,}"
+        run.warn(f"the run had reached step {done:,}, {between}: the steps since then are made again")
     run.say(f"going on after step {found.step:,} of {run.total_steps:,}, from {found.folder}")
     return found
+
+
+def asked_for(path: Path) -> Checkpoint:
+    try:
+        return opened(path)
+    except StorageError as error:
+        raise StorageError(f"--resume-from: {error}. The newest whole one of a run: --resume") from error
 
 
 @contextlib.contextmanager

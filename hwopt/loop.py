@@ -7,6 +7,7 @@ every sample once. No optimization is known here by name: each stands in the rec
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,9 +41,10 @@ def train(run: Run, listener: Listener) -> Row:
     run.warn = partial(listener.warned, run)
     with writing(run) as writer, fitting("training", "plugins.batch.train"):
         loop = Loop(run, listener, writer)
+        go_on(loop)
         listener.started(run)
-        get_ready(loop)
-        with signals.patience(), keeping(loop):
+        rehearse(loop)
+        with signals.patience(partial(heard, run)), keeping(loop):
             with run.watch:
                 wish = steps(loop)
             if wish > SAVE:
@@ -69,13 +71,17 @@ class Loop:
         self.checkpoints = Checkpoints(run, writer, self.best, parts)
 
 
-def get_ready(loop: Loop) -> None:
-    """What can run out does so before step 1: the optimizer's state, the disk, the longest samples."""
-    run = loop.run
-    with run.engine.together(loop.training):
-        run.engine.make_state()
+def go_on(loop: Loop) -> None:
+    """Where the run goes on from a checkpoint, all is as it was then. Nothing is written before: it may be refused."""
+    with loop.run.engine.together(loop.training):
+        loop.run.engine.make_state()
         loop.checkpoints.require_space()
     loop.checkpoints.resume()
+
+
+def rehearse(loop: Loop) -> None:
+    """What can run out of memory does so before step 1: the longest samples are evaluated, and trained where sizes are chosen."""
+    run = loop.run
     try_evaluation(run, loop.evaluation)
     run.model.train()
     if run.plan.chose and run.checkpoint is None:
@@ -131,6 +137,12 @@ def evaluate_and_keep(loop: Loop) -> int:
         loop.best.consider(metrics)
     loop.listener.row(run, metrics)
     return 0
+
+
+def heard(run: Run, number: int) -> None:
+    """Say that a signal has come: the step may take a while. In its handler, where nothing may wait for a lock."""
+    if run.is_main:
+        os.write(2, b"stopping: the step is finished and saved; another signal ends the run at once\n")
 
 
 def stop(loop: Loop, code: int) -> None:

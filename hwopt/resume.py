@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hwopt.errors import InputError, StorageError, shorten
-from hwopt.storage import damage, recover
+from hwopt.errors import InputError, StorageError, listing, shorten
+from hwopt.storage import MANIFEST, damage, recover, size_of, staged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,8 @@ def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Those of the training state first."""
-    return sorted(folder.glob("*.safetensors"), key=lambda path: (path.name != TENSORS, path.name))
+    found = (path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    return sorted(found, key=lambda path: (path.name != TENSORS, path.name))
 
 
 def in_folder(folder: Path) -> list[Path]:
@@ -118,23 +120,32 @@ def opened(folder: Path, verify: bool = True) -> Checkpoint:
 def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint of a run folder; None where there is none at all.
 
-    One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole.
+    One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole, now or before.
     """
     for target in left_halfway(folder):
         recover(target)
-    wrong = ""
+    why = ""
     for path in in_folder(folder):
-        try:
-            return opened(path)
-        except StorageError as error:
-            wrong = str(error)
-            aside = set_aside(path)
-            warn(f"{wrong}; it lies in {aside.name} now, the one before is taken")
-    if wrong:
+        wrong = damage(path)
+        if not wrong:
+            return opened(path, verify=False)
+        why = f" (the last: {wrong})"
+        warn(f"{path} is not whole: {wrong}; it lies in {set_aside(path).name} now. The one before it is taken, if there is one")
+    if damaged := sorted(path.name for path in folder.glob("checkpoint-*.damaged*")):
         raise StorageError(
-            f"no checkpoint in {folder} is whole. The last: {wrong}. To begin anew: --fresh, which keeps the old folder"
+            f"no checkpoint in {folder} is whole; set aside as damaged: {listing(damaged)}{why}. "
+            "To begin anew: --fresh, which keeps the old folder"
         )
     return None
+
+
+def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
+    """The best weights that a checkpoint speaks of come along, whole or not at all, where a run goes on in another folder."""
+    step = checkpoint.content.get("best_step")
+    source = best_folder(checkpoint.folder.parent, step) if isinstance(step, int) else None
+    if source is not None and source.is_dir() and not damage(source):
+        with staged(best_folder(folder, step), size_of(source)) as copy:  # type: ignore[arg-type]
+            shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
 def set_aside(path: Path, mark: str = "damaged") -> Path:
@@ -198,7 +209,7 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None
     before = before if isinstance(before, dict) else {}
     advice = {
         "rows a step": "keep the effective batch: --set plugins.batch.effective={0}",
-        "samples": "it was trained on other data, or the data has changed since; give the same, or begin anew with --fresh",
+        "samples": "the data are others than it was trained on, or data.max_length is; give the same, or begin anew with --fresh",
         "seed": "keep it: --set training.seed={0}",
         "order": "keep the plugin that orders the samples",
         "task": "keep task.kind",

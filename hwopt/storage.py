@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; a reader refuses one that it does not know."""
 GIB = 2**30
+LEFT_BY_DESKTOPS = ("Thumbs.db", "desktop.ini")
+"""And files whose names begin with a dot. None is ever read."""
 
 
 @contextmanager
@@ -109,8 +111,9 @@ def damage(folder: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files below `folder` but its manifest."""
-    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
+    """All files below `folder` but its manifest, and what desktops and network file systems leave where somebody looks."""
+    found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
+    return sorted(path for path in found if not path.name.startswith(".") and path.name not in LEFT_BY_DESKTOPS)
 
 
 def sha256(path: Path) -> str:

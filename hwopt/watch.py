@@ -122,7 +122,7 @@ class Watch:
                 )
             said.append(
                 f"a gradient was not finite at {at}: the update was left out ({self.skipped} so far; "
-                f"more than {limit} in a row, or {allowed} in all, stop the run)"
+                f"more than {limit} in a row, or more than {allowed} in all, stop the run)"
             )
         if lost and not skip:
             return said, stopped(f"the loss was not finite at or before step {step}.")

@@ -104,15 +104,15 @@ class Optimizer(Plugin):
 
         @model_validator(mode="after")
         def another_one(self) -> Optimizer.Options:
-            chain = (self.name, *self.fallback)
-            if len(set(chain)) < len(chain):
-                raise ValueError(f"fallback = {list(self.fallback)} names an optimizer twice (name = {self.name!r})")
+            if len(set(self.fallback)) < len(self.fallback):
+                raise ValueError(f"fallback = {list(self.fallback)} names an optimizer twice")
             return self
 
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        chain = (self.options.name, *self.options.fallback)
+        # a name that --set gives may stand among the profile's fallbacks as well
+        chain = (self.options.name, *(name for name in self.options.fallback if name != self.options.name))
         refused: list[str] = []
         for place, name in enumerate(chain):
             able = available(name, context, alone=place == len(chain) - 1)

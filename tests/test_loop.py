@@ -244,3 +244,12 @@ def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
         assert before > 0
         assert telemetry.mark() == before
         assert run.step == 1
+
+
+def test_a_metric_that_is_named_is_taken(tmp_path: Path) -> None:
+    """As in the README: by its own name, or by the one that evaluations have."""
+    for metric in ("eval_f1", "accuracy"):
+        job = tiny_job(tmp_path / "data", metric_for_best_model=metric, max_steps=2)
+        train_tiny(plan_for(tiny_profile(), job), tmp_path / metric)
+        summary = json.loads((tmp_path / metric / "run" / "summary.json").read_text())
+        assert f"best_eval_{metric.removeprefix('eval_')}" in summary

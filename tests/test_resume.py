@@ -141,7 +141,7 @@ def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "other")
     path = Path(plan.job.data.train)
     path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
-    with pytest.raises(InputError, match="it was trained on other data, or the data has changed since"):
+    with pytest.raises(InputError, match="the data are others than it was trained on, or data.max_length is"):
         gone_on(whole, 6, tmp_path / "run", plan)
 
 
@@ -309,6 +309,43 @@ def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
     assert 1 <= most <= 2
 
 
+def test_a_complete_run_is_not_another_one(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    with pytest.raises(InputError, match="seed was 0, and is 5 now"):
+        api.execute(make_plan(whole, {"seed": 5}), run, cache=whole / "cache", resume=True)
+
+
+def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    for path in resume.in_folder(run)[: LAST - 6]:
+        shutil.rmtree(path)
+    recorder = Recorder()
+    api.execute(make_plan(whole, {"max_steps": 14}), run, recorder, cache=whole / "cache", resume=True)
+    assert any("had reached step 12, its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
+
+
+def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) -> None:
+    """Also when it is asked again, as scripts do."""
+    run = gone_back(whole / "run", tmp_path / "run", 2)
+    for path in resume.in_folder(run):
+        (path / "model.safetensors").write_bytes(b"x")
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"is whole; set aside as damaged: checkpoint-1.damaged, .*--fresh"):
+            api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert not (run / "final").exists()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "._model.safetensors", "Thumbs.db", ".nfs0001"])
+def test_what_desktops_leave_is_no_damage(name: str, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / name).write_bytes(b"x")
+    found = resume.newest(tmp_path, print)
+    assert found is not None
+    assert found.state["engine"]["parameters"]
+
+
 def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
@@ -347,6 +384,17 @@ def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> Non
     assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
 
 
+def test_the_best_weights_come_along(tmp_path: Path) -> None:
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    recorder = Recorder()
+    first = gone_back(tmp_path / "run", tmp_path / "first", 6) / "checkpoint-6"
+    api.execute(plan, tmp_path / "other", recorder, cache=tmp_path / "cache", resume=first)
+    assert recorder.warnings == []
+    assert saved_bits(tmp_path / "other" / "final") == saved_bits(tmp_path / "run" / "final")
+
+
 def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
@@ -354,10 +402,14 @@ def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path:
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Wherever the run would go on; nothing is renamed for it."""
     run = gone_back(whole / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(InputError, match=r"checkpoint-6: it is not whole. The newest that is: .*checkpoint-5; give --resume"):
-        api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-6")
+    for target in (run, tmp_path / "other"):
+        with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is not whole: .* --resume"):
+            api.execute(make_plan(whole), target, cache=whole / "cache", resume=run / "checkpoint-6")
+    assert (run / "checkpoint-6").is_dir()
+    assert not (tmp_path / "other" / "checkpoint-6").exists()
 
 
 def test_what_plugins_keep_is_found_whatever_stands_beside_it() -> None:

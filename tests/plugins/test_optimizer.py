@@ -135,8 +135,14 @@ def test_evidence_where_every_tensor_is_too_small():
 
 
 @pytest.mark.parametrize(
-    "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"name": "adamw_torch", "fallback": ["adamw_torch"]}', '{"lr": 0.1}']
+    "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"fallback": ["adamw_torch", "adamw_torch"]}', '{"lr": 0.1}']
 )
 def test_bad_options(text):
     with pytest.raises(ValidationError):
         Optimizer.Options.model_validate_json(text)
+
+
+def test_a_name_that_stands_among_the_fallbacks_too_is_tried_once():
+    """As where `--set plugins.optimizer.name=…` meets a profile's fallbacks."""
+    decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
+    assert decision.kind == "apply"
