@@ -166,7 +166,14 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
     if kind == "nothing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
-    return make_job(read_toml(path), assignments)
+    document = read_toml(path)
+    if (plugins := document.data.get("plugins")) is not None:
+        first = next(iter(plugins), "") if isinstance(plugins, dict) else ""
+        raise InputError(
+            f"{document.place(('plugins', first))}: plugins: a job has no plugins; give them in a profile, or as "
+            "--set plugins.precision.dtype=bf16 and the like"
+        )
+    return make_job(document, assignments)
 
 
 ALTERNATIVES = (

@@ -118,7 +118,10 @@ def load_profile(spec: str, files: Mapping[str, Path], assignments: Sequence[str
 
     Raises InputError where there is no such profile, a parent is missing or extends itself, or the file has problems.
     """
-    return make_profile(_merged(_find(spec, files), files, ()), assignments)
+    document = _merged(_find(spec, files), files, ())
+    if {"model", "data"} <= document.data.keys():
+        raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
+    return make_profile(document, assignments)
 
 
 def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile:
@@ -143,9 +146,8 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
-        raise InputError(
-            f"--profile {shorten(spec)}: no such profile.{nearest(spec, known)} `hwopt profiles` lists all: {listing(known, 30)}"
-        )
+        near = nearest(re.sub(r"\W", "", spec).lower(), known)  # "RTX 3070", say
+        raise InputError(f"--profile {shorten(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
     return files[spec]
 
 

@@ -5,6 +5,7 @@ tomllib reads (fast, strict, TOML 1.0); it keeps no positions, so a small scan o
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import tomllib
@@ -55,8 +56,9 @@ def read_toml(path: Path) -> Document:
 
 
 def parse_toml(raw: bytes, name: str) -> Document:
-    if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{name}:1: begins with a byte-order mark, which TOML does not allow; save it as UTF-8 without BOM")
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # as Notepad saves it
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{name}:1: is UTF-16; save it as UTF-8")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hwopt.errors import InputError
 from hwopt.given import hub_is_out_of_reach, refuse_mistakes
 
 
@@ -48,3 +49,15 @@ def test_the_demo_is_not_made_only_to_look_at_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     refuse_mistakes(["cpu"], None, [], "8GiB")
     assert not list(tmp_path.iterdir())
+
+
+def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):
+        refuse_mistakes(["./job.toml"], Path("job.toml"), [], None)
+    Path("both.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n[plugins.precision]\ndtype = "bf16"\n')
+    with pytest.raises(InputError, match=r"both\.toml:5: plugins: a job has no plugins; .* --set plugins\.precision\.dtype"):
+        refuse_mistakes(["cpu"], Path("both.toml"), [], None)
+    with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
+        refuse_mistakes(["RTX 3070"], Path("job.toml"), [], None)

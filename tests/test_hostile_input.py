@@ -129,7 +129,7 @@ BAD_TOML = {
     "NUL": b"\x00",
     "NULs": b"\x00" * 5000,
     "NUL inside": b'[model]\nname = "a\x00b"\n',
-    "UTF-8 BOM": b"\xef\xbb\xbf" + JOB,
+    "two BOMs": 2 * b"\xef\xbb\xbf" + JOB,
     "UTF-16": JOB.decode().encode("utf-16"),
     "UTF-16 without BOM": JOB.decode().encode("utf-16-le"),
     "UTF-32": JOB.decode().encode("utf-32"),

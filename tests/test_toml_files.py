@@ -45,7 +45,7 @@ def test_every_problem_at_once_with_its_line() -> None:
         b"a = " + b"{a=" * 60_000,
         b"a" + b".a" * 100_000 + b" = 1",
         b"[" + b"a." * 100_000 + b"a]",
-        b"\xef\xbb\xbf" + GOOD,
+        2 * b"\xef\xbb\xbf" + GOOD,
         GOOD.decode().encode("utf-16"),
         b"a = 1\na = 2",
         b"a = \xff",
@@ -167,3 +167,9 @@ def test_a_value_that_could_be_several_things_is_one_problem(table: dict[str, ob
     with pytest.raises(InputError) as caught:
         validate(Alternatives, Document("here", table))
     assert str(caught.value).splitlines() == [f"here: {said}"]
+
+
+def test_a_byte_order_mark_is_no_content() -> None:
+    assert parse_toml(b"\xef\xbb\xbfa = 1", "job.toml").data == {"a": 1}
+    with pytest.raises(InputError, match="job.toml:1: is UTF-16; save it as UTF-8"):
+        parse_toml("a = 1".encode("utf-16"), "job.toml")

@@ -132,7 +132,7 @@ def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str
 @pytest.mark.parametrize(
     ("content", "code", "expected"),
     [
-        ("\ufeff[model]\n", 2, "byte-order mark"),
+        ("\ufeff[model]\n", 2, "data: is missing"),
         ("a = " + "[" * 200_000, 2, "nested deeper"),
         ("[model]\nname = ''\n[data]\ntrain = 'x.csv'\n", 2, "name is empty"),
         ("[model]\nname = './nowhere'\n[data]\ntrain = 'train.jsonl'\n", 2, "no such folder"),
