@@ -86,38 +86,39 @@ def execute(
             heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
             return summary_of(folder)
         except BaseException as raised:
-            error = plainly(raised)
-            code = signals.exit_code(error)
-            if own and rank == 0 and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError) and own[0].step:
-                error.args = (f"{error} {what_is_kept(own[0])}",)
-            told = own and status_code(own[0].folder) is not None
-            hears_of_it = rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
-            secondhand = isinstance(error, HwoptError) and error.secondhand and (not own or told)
-            silent = secondhand or (told and hears_of_it)  # the rank at fault has said why
-            if not silent:
-                set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
+            error = plainly(raised, own)
+            written = concluded(error, own, rank)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already
                 error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
-                if not silent:
-                    set_status(own, rank, code, str(error))
+                if written:
+                    set_status(own, rank, signals.exit_code(error), str(error))
             if error is not raised:
                 raise error from raised
             raise
 
 
-def what_is_kept(run: Run) -> str:
-    kept = in_folder(run.folder)
-    return f"The newest checkpoint is {kept[0]}." if kept else "Nothing has been saved yet."
+def plainly(error: BaseException, own: Sequence[Run]) -> BaseException:
+    """What has ended the run, as an error that says what to do and what is kept."""
+    if not isinstance(error, HwoptError) and signals.received() is None:
+        full = StorageError(f"{error}. Free some space, and go on with --resume") if is_disk_full(error) else None
+        error = full or death(error) or error
+    if own and own[0].step and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError):
+        kept = in_folder(own[0].folder)
+        error.args = (f"{error} {f'The newest checkpoint is {kept[0]}.' if kept else 'Nothing has been saved yet.'}",)
+    return error
 
 
-def plainly(error: BaseException) -> BaseException:
-    """What has ended the run, as an error that says what to do, where hwopt knows it under another name."""
-    if isinstance(error, HwoptError) or signals.received() is not None:
-        return error
-    if is_disk_full(error):
-        return StorageError(f"{error}. Free some space, and go on with --resume")
-    return death(error) or error
+def concluded(error: BaseException, own: Sequence[Run], rank: int) -> bool:
+    """Write how the run ends into its status, but where the rank at fault has said so better. Whether it was written."""
+    code = signals.exit_code(error)
+    told = bool(own) and status_code(own[0].folder) is not None
+    hears_of_it = rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
+    secondhand = isinstance(error, HwoptError) and error.secondhand
+    if (secondhand and (told or not own)) or (hears_of_it and told):
+        return False
+    set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
+    return True
 
 
 def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
