@@ -140,8 +140,11 @@ def evaluate_and_keep(loop: Loop) -> int:
 
 
 def heard(run: Run, number: int) -> None:
-    """Say that a signal has come: the step may take a while. In its handler, where nothing may wait for a lock."""
-    if run.is_main:
+    """Say that a signal has come: the step may take a while. In its handler, where nothing may wait for a lock.
+
+    Launchers send ranks signals of their own, which are nobody's wish.
+    """
+    if run.world_size == 1:
         os.write(2, b"stopping: the step is finished and saved; another signal ends the run at once\n")
 
 
