@@ -74,6 +74,7 @@ class Work:
         if self.ranks > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         signals.listen()
         quiet_transformers()  # a child that is killed would keep the lock of all progress bars
         disturb()
