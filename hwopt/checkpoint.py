@@ -98,10 +98,10 @@ class Checkpoints:
             )
         return False
 
-    def due(self) -> bool:
-        """Whether this step is one of training.save_steps."""
+    def due(self, ahead: int = 0) -> bool:
+        """Whether this step, or one so many `ahead`, is one of training.save_steps."""
         steps = self.run.training.save_steps
-        return steps is not None and self.run.step % steps == 0
+        return steps is not None and (self.run.step + ahead) % steps == 0
 
     def save(self, all_ranks: bool = True) -> None:
         """`checkpoint-<step>/`, written beside what comes next, once the one before is. All ranks call it, between two steps.

@@ -95,6 +95,9 @@ def steps(loop: Loop) -> int:
     if run.step and evaluates_now(run) and loop.best.evaluated != run.step:  # cut short by the signal that ended the run there
         wish = evaluate_and_keep(loop)
     for batch in step_batches(run, telemetry):
+        if checkpoints.due(ahead=1):  # before the step, not behind it: less is lost where the one before does not come to its end
+            with telemetry.aside():
+                loop.writer.wait()
         if telemetry.steps_here == 0:
             with telemetry.aside(), observe.observing(run):
                 step(run, batch, telemetry, loop.reseed, loop.training)

@@ -142,9 +142,11 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
     """The best weights that a checkpoint speaks of come along, whole or not at all, where a run goes on in another folder."""
     step = checkpoint.content.get("best_step")
-    source = best_folder(checkpoint.folder.parent, step) if isinstance(step, int) else None
-    if source is not None and source.is_dir() and not damage(source):
-        with staged(best_folder(folder, step), size_of(source)) as copy:  # type: ignore[arg-type]
+    if not isinstance(step, int):
+        return
+    source = best_folder(checkpoint.folder.parent, step)
+    if source.is_dir() and not damage(source):
+        with staged(best_folder(folder, step), size_of(source)) as copy:
             shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 

@@ -42,4 +42,4 @@ def counted(request: pytest.FixtureRequest, figures: Callable[[str, str], None])
     yield
     what, text = getattr(request.module, "FIGURE", ("", ""))
     if what and request.session.testsfailed == failed:
-        figures(what, text.format(tests=sum(item.module is request.module for item in request.session.items)))  # type: ignore[attr-defined]
+        figures(what, text.format(tests=sum(item.path == request.path for item in request.session.items)))

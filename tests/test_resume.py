@@ -244,7 +244,8 @@ def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypat
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
     writer: Any = SimpleNamespace(seconds=write)
-    checkpoints = checkpoint.Checkpoints(run, writer, best=SimpleNamespace(), parts={})  # type: ignore[arg-type]
+    best: Any = SimpleNamespace()
+    checkpoints = checkpoint.Checkpoints(run, writer, best, parts={})
     now[0] = due - 1
     assert not checkpoints.clock_says_so()
     now[0] = due

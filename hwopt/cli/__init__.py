@@ -19,7 +19,6 @@ from click.exceptions import Exit
 
 from hwopt import __version__
 from hwopt.errors import cut, nearest, printable
-from hwopt.errors import exit_code_of as exit_code_of
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
