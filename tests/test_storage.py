@@ -246,7 +246,21 @@ def test_a_full_disk_in_other_words(error: Exception, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_goes_to_a_full_disk_hides_no_exit_code() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["run", "no-such.toml"], 2), (["run", "--no-such"], 2), (["profiles"], 6), (["--help"], 6)],
+    ids=["a bad job", "a bad option", "a listing", "help"],
+)
+def test_output_that_goes_to_a_full_disk_hides_no_exit_code(arguments: list[str], code: int, unbuffered: str) -> None:
+    """Python ends with 120 where what it has buffered cannot be written at its end."""
     with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [sys.executable, "-m", "hwopt", "run", "no-such.toml"]
-        assert subprocess.run(command, stdout=full, stderr=full, stdin=subprocess.DEVNULL, check=False).returncode == 2
+        done = subprocess.run(
+            [sys.executable, "-m", "hwopt", *arguments],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=full,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    assert done.returncode == code

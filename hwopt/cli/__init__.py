@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import cut, nearest, printable
+from hwopt.errors import StorageError, cut, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -43,7 +44,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of a listing went away; there is nobody left to flush to either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            throw_away(sys.stdout)
             return 0
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -97,7 +98,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run_command(arguments)
     end_workers()
-    sys.exit(code)
+    sys.exit(last_words(code))
+
+
+def last_words(code: int) -> int:
+    """Flush the output; Python, which would do it at its end, hides the code behind 120 where that fails."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            throw_away(stream)
+        except OSError:
+            throw_away(stream)
+            code = code or StorageError.exit_code
+    return code
+
+
+def throw_away(stream: TextIO) -> None:
+    """What cannot be written, and all that comes after it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def end_workers() -> None:
@@ -120,7 +140,8 @@ def run_command(arguments: list[str]) -> int:
         return int(error.exit_code)
     except click.ClickException as error:
         object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
-        error.show()
+        with contextlib.suppress(OSError):  # a full disk, to which the output goes, hides no exit code
+            error.show()
         return error.exit_code
     except click.Abort:  # what click makes of KeyboardInterrupt
         from hwopt.processes import leave_note
@@ -135,7 +156,7 @@ def run_command(arguments: list[str]) -> int:
         message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
         message = printable(message)
         if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
-            with contextlib.suppress(OSError):  # a full disk, to which the output goes, hides no exit code
+            with contextlib.suppress(OSError):
                 click.echo(message, err=True)
         return code
 
