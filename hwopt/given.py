@@ -16,6 +16,7 @@ from hwopt.hardware import gib_of
 from hwopt.job import JobFile, load_job, make_job
 from hwopt.profile import load_profile
 from hwopt.registry import Registry, profile_files
+from hwopt.sources import locate
 from hwopt.toml_files import Document, parse_assignment
 
 
@@ -33,6 +34,15 @@ def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequ
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
         gib_of(memory_limit)
+
+
+def refuse_missing_data(path: Path | None, assignments: Sequence[str]) -> None:
+    """Raise DataError where what the job trains or evaluates on cannot be: a plan does without, a run does not."""
+    if found := given_job(path, assignments):
+        data = found.job.data
+        locate(data.train, data.split)
+        if data.eval is not None:
+            locate(data.eval, data.eval_split)
 
 
 def hub_is_out_of_reach() -> bool:

@@ -30,7 +30,8 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     """The folder of a run, not made yet unless it goes on there.
 
     Without a name a new run takes the first free number behind `default`, and one that goes on the last one taken. Raises
-    InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it.
+    InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it, StorageError
+    where nothing can be written.
     """
     refuse_bytes(str(output_dir), "--output-dir")
     there = next((each for each in (output_dir, *output_dir.parents) if kind_of(each, "--output-dir") != "nothing"), None)
@@ -40,7 +41,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
         stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
         names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
         free = next(number for number, each in enumerate(names) if not os.path.lexists(output_dir / each))
-        return output_dir / names[max(0, free - 1) if resume or fresh else free]
+        return writable(output_dir / names[max(0, free - 1) if resume or fresh else free])
     plain = unicodedata.normalize("NFKC", name)  # some systems take a wide "／" for a slash
     fit = plain.isprintable() and not re.search(r'[<>:"/\\|?*]', plain) and plain.strip(" .") == plain
     fit = fit and name.isprintable() and 0 < len(name.encode()) <= 120
@@ -53,6 +54,14 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
         raise in_use(folder)
     if os.path.lexists(folder) and not (resume or (fresh and folder.is_dir())):
         raise taken(folder)
+    return writable(folder)
+
+
+def writable(folder: Path) -> Path:
+    """`folder`. Raises StorageError where it is not there and cannot be made, before the work that would be lost."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if there != folder and not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"{folder} cannot be made: nothing can be written in {there}; give another --output-dir")
     return folder
 
 

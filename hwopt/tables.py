@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,15 +18,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import DataError, listing, nearest, refuse_bytes, shorten
-from hwopt.paths import kind_of
+from hwopt.errors import DataError, listing, nearest, shorten
 from hwopt.rows import LeftOut, Places
+from hwopt.sources import EXTENSIONS, locate
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt")
-ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4")
 ESCAPED = re.compile("[\udc80-\udcff]")
 """What bytes that are not UTF-8 are decoded to (surrogateescape)."""
 
@@ -64,17 +61,12 @@ def read_rows(source: str, split: str | None = None, strict: bool = True, name: 
     "owner/name:configuration". Cells of csv and tsv stay strings. `split` (default train) is for the last two.
     Raises DataError, with the line where there is one.
     """
-    refuse_bytes(source, "data:")
-    # a job is UTF-8, and so are the names in it, whatever Python takes the file system's for
-    path = Path(os.fsdecode(source.encode("utf-8")))
-    if kind_of(path, "data", DataError) == "folder":
-        rows = _numbered(_folder(path, split), name or source, strict)
-    elif path.exists() or path.suffix.lower() in EXTENSIONS or _looks_like_a_path(source):
-        if split is not None and path.is_file():
-            raise DataError(f"{source}: a split ({split!r}) is for hub names and `datasets` folders; a file is read whole")
+    kind, path = locate(source, split)
+    if kind == "file":
         rows = _file(path, strict)
     else:
-        rows = _numbered(_hub(source, split or "train"), name or source, strict)
+        table = _folder(path, split) if kind == "folder" else _hub(source, split or "train")
+        rows = _numbered(table, name or source, strict)
     if rows.table.num_rows == 0:
         rows.left_out.check([])
         raise DataError(f"{source}: has no rows; give a file with at least one sample")
@@ -150,26 +142,9 @@ def column_of(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     return table[name]
 
 
-def _looks_like_a_path(source: str) -> bool:
-    return source.startswith((".", "/", "~", "\\")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
-
-
 def _file(path: Path, strict: bool) -> Rows:
     suffix = path.suffix.lower()
-    if not path.exists():
-        folder = path.parent
-        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-        what = "no such file" if folder.is_dir() else f"no such file: there is no folder {str(folder)!r}"
-        raise DataError(f"{path}: {what}.{nearest(path.name, names)} Give a file ({listing(EXTENSIONS)}) or a hub name")
-    if kind_of(path, "data", DataError) != "file":
-        raise DataError(f"{path}: is no regular file; give one ({listing(EXTENSIONS)})")
-    if suffix in ARCHIVES:
-        raise DataError(f"{path}: is an archive, which hwopt does not unpack; unpack it and give a file ({listing(EXTENSIONS)})")
-    if suffix not in EXTENSIONS:
-        raise DataError(f"{path}: unknown kind of file {suffix!r}; hwopt reads {listing(EXTENSIONS)}")
     try:
-        if path.stat().st_size == 0:
-            raise DataError(f"{path}: is empty; give a file with at least one sample")
         if suffix == ".parquet":
             return _numbered(_parquet(path), str(path), strict)
         if suffix == ".txt":
@@ -378,10 +353,6 @@ def _as_written(value: Any) -> str:
 def _folder(path: Path, split: str | None) -> pa.Table:
     import datasets
 
-    if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        files = sorted(file.name for file in path.iterdir() if file.suffix.lower() in EXTENSIONS)
-        hint = f"; give one of its files: {listing(files)}" if files else ""
-        raise DataError(f"{path}: is a folder that save_to_disk() of `datasets` did not make{hint}")
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged folder fails in arrow, json or the file system

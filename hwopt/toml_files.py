@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from hwopt.errors import InputError, Problems, cut, listing, nearest, shorten
 from hwopt.paths import read_whole
+from hwopt.words import instead_of
 
 MAX_BYTES = 1_000_000
 """Of a profile, a job or a value on the command line."""
@@ -221,6 +222,8 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])
+        if (home := _home_of(model, loc[-1]) or instead_of(loc[-1])) and home != dotted:
+            return f"{where}: {dotted}: unknown key; give {home} instead"
         return f"{where}: {dotted}: unknown key.{nearest(loc[-1], known)} It has: {listing(known, 30) or 'no options'}"
     if kind == "missing":
         return f"{where}: {dotted}: is missing"
@@ -232,6 +235,12 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     if kind in ("value_error", "assertion_error"):
         return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
     return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {shorten(given)}"
+
+
+def _home_of(model: type[BaseModel], word: str) -> str:
+    """The key `word` of another table, where only one has it."""
+    homes = [f"{table}.{word}" for table in model.model_fields if word in _fields_at(model, (table,))]
+    return homes[0] if len(homes) == 1 else ""
 
 
 def _fields_at(model: type[BaseModel], loc: Key) -> list[str]:

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hwopt.errors import InputError
-from hwopt.given import hub_is_out_of_reach, refuse_mistakes
+from hwopt.cli.run import run
+from hwopt.errors import DataError, InputError, StorageError
+from hwopt.given import hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
+from hwopt.job import Job, make_job
+from hwopt.registry import Registry
+from hwopt.run_folder import run_folder
+from hwopt.toml_files import Document
+from hwopt.words import INSTEAD
 
 
 @pytest.fixture
@@ -61,3 +67,80 @@ def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
         refuse_mistakes(["cpu"], Path("both.toml"), [], None)
     with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
         refuse_mistakes(["RTX 3070"], Path("job.toml"), [], None)
+
+
+JOB = '[model]\nname = "."\n[data]\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('train = "rows.jsnl"', "rows.jsonl"),
+        ('train = "no-such/rows.jsonl"', "there is no folder 'no-such'"),
+        ('train = "rows.jsonl"\neval = "evaluation.csv"', r"evaluation\.csv: no such file"),
+        ('train = "rows.zip"', "archive"),
+        ('train = "."', r"give one of its files: rows\.jsonl"),
+        ('train = "rows.jsonl"\nsplit = "train"', "a file is read whole"),
+    ],
+    ids=["a typo", "a folder", "evaluation", "an archive", "not made by datasets", "a split of a file"],
+)
+def test_data_that_is_not_there_is_said_before_a_run_plans(
+    data: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    Path("rows.zip").write_text("no archive")
+    Path("job.toml").write_text(JOB + data.replace("rows.jsnl", "./rows.jsnl"))
+    refuse_mistakes(["cpu"], None, [], None)  # a plan does without
+    with pytest.raises(DataError, match=message):
+        refuse_missing_data(None, [])
+
+
+def test_a_name_of_the_hub_is_the_hubs_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB + 'train = "nyu-mll/glue:rte"\neval_split = "validation"')
+    refuse_missing_data(None, [])
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_folder(tmp_path / "new" / "runs", "mine", "") == tmp_path / "new" / "runs" / "mine"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write everywhere
+    with pytest.raises(StorageError, match="nothing can be written in"):
+        run_folder(tmp_path / "new" / "runs", "mine", "")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert run_folder(tmp_path / "runs", "mine", "", resume=True).name == "mine"  # its own rights count
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("training.fp16", r"plugins\.precision\.dtype = 'fp16' \(in a profile, or with --set\)"),
+        ("training.per_device_train_batch_size", r"plugins\.batch\.train \(in a profile, or with --set\)"),
+        ("training.max_length", "data.max_length"),
+        ("data.seed", "training.seed"),
+        ("model.model_name_or_path", "model.name"),
+        ("training.output_dir", "--output-dir"),
+    ],
+)
+def test_words_of_others_are_told_their_place(word: str, instead: str) -> None:
+    table, key = word.split(".")
+    tables: dict[str, dict[str, object]] = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {}}
+    tables[table][key] = "1"
+    with pytest.raises(InputError, match=f"{word}: unknown key; give {instead} instead"):
+        make_job(Document("job.toml", tables))
+
+
+@pytest.mark.parametrize("word", INSTEAD)
+def test_what_is_to_be_given_instead_is_there(word: str) -> None:
+    place = INSTEAD[word].split(" ")[0].rstrip(",")
+    if place.startswith("--"):
+        assert place in {option for parameter in run.params for option in parameter.opts}
+        return
+    table, *keys = place.split(".")
+    if table != "plugins":
+        assert keys[0] in Job.model_fields[table].annotation.model_fields  # type: ignore[union-attr]
+        return
+    options = Registry().plugin(keys[0]).Options.model_fields
+    assert keys[1] == "enabled" or keys[1] in options

@@ -838,6 +838,7 @@ VARIABLES: list[dict[str, str]] = [
 def test_variables_of_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    Path("train.jsonl").write_text('{"text": "a", "label": "b"}\n')
     text = refused("run", "job.toml", "--profile", "cpu", "--name", "n")
     assert any(name in text for name in variables)
     assert not Path("runs").exists()

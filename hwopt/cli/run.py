@@ -49,24 +49,25 @@ def run(
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
     begin([profile], job, assignments, memory_limit)
+    from hwopt.given import refuse_missing_data
     from hwopt.launcher import rank_and_world, refuse_lost_ranks
+    from hwopt.processes import ranks_to_start, run_ranks
     from hwopt.resume import checkpoint_in
     from hwopt.run_folder import run_folder
 
-    # a bad name, or one that is taken, is said before the work, not after
+    # a bad name, or one that is taken, is said before the work, not after; so are data that are missing
     run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
     if resume_from is not None:
         resume_from = checkpoint_in(resume_from)
-    if processes is not None:
-        from hwopt.processes import ranks_to_start, run_ranks
-
-        if (number := ranks_to_start(processes, os.environ)) > 1:
-            ending = run_ranks(number, typed)
-            if ending.message:
-                say(ending.message, err=True)
-            return ending.exit_code
+    ranks = 1 if processes is None else ranks_to_start(processes, os.environ)
     refuse_lost_ranks(os.environ)
     rank, world_size = rank_and_world(os.environ)
+    refuse_missing_data(job, assignments)
+    if ranks > 1:
+        ending = run_ranks(ranks, typed)
+        if ending.message:
+            say(ending.message, err=True)
+        return ending.exit_code
     from hwopt import api, signals
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen, Terminal, show_plan
