@@ -74,8 +74,9 @@ def resolve(
         raise InputError(
             f"--trust-remote-code {shorten(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
         )
-    config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
-    facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
+    with job_file.placing():
+        config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
+        facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
     software = detect_software()
 
     def resolved(choices: Mapping[str, int]) -> Plan:

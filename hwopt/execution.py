@@ -25,6 +25,7 @@ from hwopt.errors import (
     is_disk_full,
 )
 from hwopt.interop.accelerate import exports_of
+from hwopt.job import placed
 from hwopt.launcher import rank_and_world, refuse_contradictions
 from hwopt.loop import fitting, train
 from hwopt.memory import planner
@@ -87,6 +88,8 @@ def execute(
             return summary_of(folder)
         except BaseException as raised:
             error = plainly(raised, own)
+            if isinstance(error, InputError):
+                error = placed(error, plan.place)
             written = concluded(error, own, rank)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -157,6 +159,21 @@ class JobFile:
 
     def place(self, *key: str) -> str:
         return self.document.place(key)
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Give errors about keys that only the model or the data show to be wrong their file and line."""
+        try:
+            yield
+        except InputError as error:
+            raise placed(error, self.place) from error
+
+
+def placed(error: InputError, place: Callable[..., str]) -> InputError:
+    """`error`, with the `place` of the job's key that its message begins with."""
+    key = re.match(rf"(?:{'|'.join(TABLES)})(?:\.[^:]*)?(?=:)", str(error))
+    where = place(*key[0].split(".")) if key else ""
+    return type(error)(f"{where}: {error}") if where else error
 
 
 def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:

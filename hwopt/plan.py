@@ -118,6 +118,12 @@ class Plan:
     def applied(self) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry.decision != "skip")
 
+    def place(self, *key: str) -> str:
+        """Where a key of the job was given, or the table around it; "" for what nobody gave."""
+        above = (".".join(key[:end]) for end in range(len(key), 0, -1))
+        found = next((self.provenance[each] for each in above if each in self.provenance), "")
+        return "" if found == "default" else found
+
     def to_dict(self) -> dict[str, Any]:
         """What `plan.json` and `hwopt plan --format json` hold."""
         return {

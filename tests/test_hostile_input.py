@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -697,7 +698,7 @@ def test_configs_of_models(config: str) -> None:
     assert code in (0, 2), (code, text)
     if code:
         check_message(text)
-        assert "model" in text
+        assert re.search(r"job\.toml:[12]: model", text), text
 
 
 def config_folder(content: bytes) -> None:
@@ -842,6 +843,17 @@ def test_variables_of_launchers(variables: dict[str, str], monkeypatch: pytest.M
     text = refused("run", "job.toml", "--profile", "cpu", "--name", "n")
     assert any(name in text for name in variables)
     assert not Path("runs").exists()
+
+
+def test_keys_that_only_the_run_shows_to_be_wrong() -> None:
+    Path("train.jsonl").write_text('{"text": "a b", "label": "x"}\n{"text": "c d", "label": "y"}\n' * 4)
+    with Path("job.toml").open("a") as job:
+        job.write("metric_for_best_model = 'acuracy'\n")
+    place = f"job.toml:{len(Path('job.toml').read_text().splitlines())}"
+    data = ("--set", "data.eval_fraction=0.5")
+    assert f"{place}: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data)
+    asked = ("--set", "training.metric_for_best_model=loss_of")
+    assert "--set: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data, *asked)
 
 
 ALONE: list[tuple[str, ...]] = [
