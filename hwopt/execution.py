@@ -131,7 +131,8 @@ def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
         set_status([run], run.rank, code, message)
         text = f"error: {message}"
         if not leave_note(code, text, secondhand=False, kills=True):
-            os.write(2, f"{text}\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
         end_the_others()
 
     stack.enter_context(signals.leaving(leave))

@@ -7,7 +7,6 @@ every sample once. No optimization is known here by name: each stands in the rec
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -143,12 +142,12 @@ def evaluate_and_keep(loop: Loop) -> int:
 
 
 def heard(run: Run, number: int) -> None:
-    """Say that a signal has come: the step may take a while. In its handler, where nothing may wait for a lock.
+    """Say that a signal has come: the step may take a while.
 
     Launchers send ranks signals of their own, which are nobody's wish.
     """
     if run.world_size == 1:
-        os.write(2, b"stopping: the step is finished and saved; another signal ends the run at once\n")
+        signals.acknowledge()
 
 
 def stop(loop: Loop, code: int) -> None:

@@ -106,6 +106,7 @@ def pass_on(number: int) -> None:
     ranks = psutil.Process().children()
     if not ranks:
         raise signals.ending(EXIT_CODES[signal.Signals(number)])
+    signals.acknowledge()
     for rank in ranks:
         with contextlib.suppress(psutil.Error):
             rank.terminate()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
@@ -85,6 +85,12 @@ def patience(heard: Callable[[int], None] = lambda number: None) -> Iterator[Non
         yield
     finally:
         _heard.pop()
+
+
+def acknowledge() -> None:
+    """Say what becomes of a signal. In its handler, where nothing may wait for a lock, and nothing may be raised."""
+    with suppress(OSError):
+        os.write(2, b"stopping: the step is finished and saved; another signal ends the run at once\n")
 
 
 def exit_code(error: BaseException) -> int:

@@ -189,7 +189,9 @@ def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
     for name, (_, code) in cases.items():
         found, said = end(processes[name])
         assert (found, status(folder, name)) == (code, code), said
-        assert said.strip() in ("", name)
+        first, *rest = said.splitlines()
+        assert first.startswith("stopping: the step is finished")
+        assert rest in ([], [name])
         assert not running(f" {name} ", folder)
 
 

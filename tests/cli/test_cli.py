@@ -259,6 +259,29 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
     assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_signal_that_nobody_can_be_told_of_is_heeded(tmp_path: Path) -> None:
+    write_job(tmp_path, max_steps=100_000)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hwopt", "run", "--profile", "cpu", "--name", "long"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+    assert process.stdout is not None
+    try:
+        assert any(line.startswith("step 3/") for line in process.stdout)
+        process.terminate()
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert list((tmp_path / "runs" / "long").glob("checkpoint-*"))
+
+
 @pytest.mark.parametrize("command", ["plan", "plan --format json", "run"])
 def test_a_reader_that_goes_away_ends_nothing(command: str, tmp_path: Path) -> None:
     """As in `hwopt plan | head -1`; a run is trained to its end."""
