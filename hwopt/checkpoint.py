@@ -129,6 +129,7 @@ class Checkpoints:
                 "machine": run.plan.machine,
                 "decided": run.plan.decided(),
                 "best_step": self.best.step,
+                "evaluated": self.best.evaluated,
             }
             self.writer.begin(resume.checkpoint_folder(run.folder, run.step), content, state, weights, kept, then=self.prune)
 

@@ -91,8 +91,9 @@ def steps(loop: Loop) -> int:
     """Every step that is left, with its evaluations and checkpoints. Returns the exit code of a signal, else SAVE or 0."""
     run, telemetry, checkpoints = loop.run, loop.telemetry, loop.checkpoints
     wish = 0
-    if run.step and evaluates_now(run) and loop.best.evaluated != run.step:  # cut short by the signal that ended the run there
-        wish = evaluate_and_keep(loop)
+    cut_short = run.step and evaluates_now(run) and loop.best.evaluated != run.step  # by the signal that ended the run there
+    if cut_short and (wish := evaluate_and_keep(loop)):
+        return wish  # another one; with a step more this evaluation would never be made
     for batch in step_batches(run, telemetry):
         if checkpoints.due(ahead=1):  # before the step, not behind it: less is lost where the one before does not come to its end
             with telemetry.aside():

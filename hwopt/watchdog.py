@@ -66,7 +66,11 @@ class Watch:
         self.beats += 1
 
     def look(self) -> None:
+        looked = time.monotonic()
         while not self.over.wait(EVERY):
+            pause, looked = time.monotonic() - looked - EVERY, time.monotonic()
+            if pause > EVERY:
+                self.last += pause  # the process itself stood still (Ctrl-Z, a frozen container): nobody hung
             if self.launcher is not None and os.getppid() != self.launcher:
                 self.launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)  # as if it had said so before it went

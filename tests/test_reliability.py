@@ -135,7 +135,7 @@ def bits(run: Path) -> dict[str, str]:
 
 def logged_steps(run: Path) -> list[tuple[int, float]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    return [(row["step"], row.get("loss", row.get("eval_loss"))) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +298,19 @@ def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
     assert status(run)["exit_code"] == 6
     assert "No space left on device" in status(run)["message"]
     shutil.rmtree(run)
+
+
+def test_a_run_that_was_stopped_did_not_hang(work: Work, undisturbed: Path) -> None:
+    """Ctrl-Z and fg, a suspended job, a frozen container: longer than training.hang_timeout."""
+    stopped = Work(work.folder, training={"hang_timeout": 2})
+    (pid,) = stopped.started("stopped")
+    while not (work.folder / "stopped" / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(pid, signal.SIGCONT)
+    assert ended(pid) == 0
+    assert bits(work.folder / "stopped") == bits(undisturbed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

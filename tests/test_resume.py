@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hwopt import api, checkpoint, resume, storage
+from hwopt import api, checkpoint, loop, resume, signals, storage
 from hwopt.errors import InputError, StorageError
 from hwopt.plan import Plan
 from hwopt.resume import STATE
@@ -91,6 +91,46 @@ def test_twice_in_a_row(whole: Path, tmp_path: Path) -> None:
     again = gone_back(tmp_path / "run", tmp_path / "again", 7)
     api.execute(make_plan(whole), again, cache=whole / "cache", resume=True)
     assert same(again, whole / "run")
+
+
+class Killed(BaseException):
+    """Nothing is saved at it."""
+
+
+@pytest.mark.parametrize("then", ["signal", "killed"])
+def test_an_evaluation_that_a_signal_cut_short_is_made_once(
+    then: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run that makes it again gets another signal meanwhile, or is killed behind it."""
+    run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
+
+    def cut_short(run: Any, ladder: Any) -> None:
+        patched.setattr(signals, "received", lambda: 143)
+
+    def cut_short_again() -> None:
+        patched.setattr(loop, "evaluate", cut_short)
+        with pytest.raises(SystemExit):
+            api.execute(make_plan(whole), run, **options)
+
+    with monkeypatch.context() as patched:
+        cut_short_again()
+    if then == "signal":
+        with monkeypatch.context() as patched:
+            cut_short_again()
+    else:
+        killed = Recorder()
+        monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
+        with pytest.raises(Killed):
+            api.execute(make_plan(whole), run, killed, **options)
+    assert resume.in_folder(run)[0].name == "checkpoint-5"
+    api.execute(make_plan(whole), run, **options)
+    assert same(run, whole / "run")
+    for key in ("step", "loss", "eval_loss"):
+        assert logged(run, key) == logged(whole / "run", key)
+
+
+def raised(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

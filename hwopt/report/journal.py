@@ -27,7 +27,8 @@ class Journal(Listener):
         folder = run.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            keep_rows(folder / "metrics.jsonl", run.step)
+            evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
+            keep_rows(folder / "metrics.jsonl", run.step, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
         except OSError as error:
@@ -52,14 +53,18 @@ class Journal(Listener):
         write_json(run.folder / "summary.json", summary)
 
 
-def keep_rows(path: Path, step: int) -> None:
-    """Where a run goes on, the rows of the steps that are made again go, and what a killed process has written of a line."""
+def keep_rows(path: Path, step: int, evaluated: int) -> None:
+    """Where a run goes on, the rows of what is made again go, and what a killed process has written of a line.
+
+    That is what comes behind `step`, and evaluations behind the step `evaluated`: of a signal's checkpoint, the step before.
+    """
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError):
-            if json.loads(line)["step"] <= step:
+            row = json.loads(line)
+            if row["step"] <= (evaluated if any(key.startswith("eval_") for key in row) else step):
                 kept.append(line if line.endswith("\n") else f"{line}\n")
     staging = path.with_suffix(".partial")
     staging.write_text("".join(kept), encoding="utf-8")
