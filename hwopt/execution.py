@@ -64,6 +64,7 @@ def execute(
     rank, _ = rank_and_world(os.environ)
     heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.listening())
         own: list[Run] = []  # once its folder is its own
 
         def settle(run: Run) -> None:
@@ -137,7 +138,8 @@ def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
 
     stack.enter_context(signals.leaving(leave))
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return Watch(run.training.hang_timeout, run.folder, run.rank, leave, launcher)
+    began = run.step
+    return Watch(run.training.hang_timeout, run.folder, run.rank, leave, launcher, lambda: run.step == began)
 
 
 class Complete(Exception):
@@ -194,8 +196,8 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
         found = newest(run.folder, run.warn)
     if found is not None:
         refuse_another_run(found, run.facts)
-    complete = status_code(run.folder) == 0
-    done = steps_done(run.folder) if complete else 0
+    done = steps_done(run.folder) if (run.folder / "final").is_dir() else 0
+    complete = done > 0
     if complete and (found is None or resume is True) and done >= run.total_steps:
         raise Complete(run)
     if complete and found is None:
@@ -259,7 +261,9 @@ def ended_by_signal(own: Sequence[Run], code: int) -> str:
     if code not in signals.EXIT_CODES.values():
         return ""
     done = "before the first step"
-    if own and own[0].step:
+    if own and own[0].step and steps_done(own[0].folder) >= own[0].total_steps:
+        done = "after the last step: final/ is whole"
+    elif own and own[0].step:
         saved = checkpoint_folder(own[0].folder, own[0].step).is_dir()  # it is there once it is whole
         done = f"after step {own[0].step:,}, {'saved' if saved else 'which could not be saved'}; go on with --resume"
     return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"

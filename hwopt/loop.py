@@ -167,6 +167,8 @@ def finish(loop: Loop) -> Row:
     report(loop, loop.telemetry.flush())
     seconds = loop.telemetry.seconds
     loop.writer.wait()
+    if code := run.engine.agree(signals.received() or 0):
+        stop(loop, code)  # before the weights are those of another step
     loop.best.restore()
     save_final(run, loop.writer)
     loop.checkpoints.prune(best_is_final=True)
@@ -195,6 +197,7 @@ def keeping(loop: Loop) -> Iterator[None]:
         if row := loop.telemetry.flush():
             loop.listener.row(loop.run, row)
         loop.checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
+        loop.telemetry.judge()  # a loss that is not finite counts more than what came behind it
         raise
 
 

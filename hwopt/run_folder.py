@@ -100,7 +100,8 @@ def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterato
             if not resume and not set(os.listdir(folder)) <= {LOCK}:
                 raise taken(folder)
             began = psutil.Process().create_time()
-            write_json(folder / OWNER, {"pid": os.getpid(), "host": platform.node(), "began": began})
+            who = {"pid": os.getpid(), "host": platform.node(), "began": began}
+            write_json(folder / OWNER, who | {"folder": os.path.realpath(folder)})
             yield folder
         finally:
             with suppress(OSError):
@@ -130,7 +131,7 @@ def locked(folder: Path) -> Iterator[None]:
 def trained_here(folder: Path) -> bool:
     """Whether a process of this machine trains in `folder`, without asking for the lock, which would keep others from it."""
     owner = owner_of(folder)
-    if owner.get("host") != platform.node():
+    if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copy of the folder
         return False
     with suppress(psutil.Error, ValueError, TypeError):
         return bool(psutil.Process(int(owner["pid"])).create_time() == owner["began"])

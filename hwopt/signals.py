@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
 
@@ -54,6 +55,22 @@ def _deaf() -> None:
 def listens() -> bool:
     """Whether `listen` was called, so that signals of this process are for us."""
     return any(signal.getsignal(number) is _end for number in EXIT_CODES)
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Inside, a process that has no handlers of its own for the two listens, and then has none again: a script, a notebook."""
+    own: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    if not main or any(signal.getsignal(number) != handler for number, handler in own.items()):
+        yield
+        return
+    listen()
+    try:
+        yield
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

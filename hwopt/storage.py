@@ -111,9 +111,13 @@ def damage(folder: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files below `folder` but its manifest, and what desktops and network file systems leave where somebody looks."""
+    """All files below `folder` but its manifest, and what desktops, tools and network file systems leave where somebody looks."""
     found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
-    return sorted(path for path in found if not path.name.startswith(".") and path.name not in LEFT_BY_DESKTOPS)
+    return sorted(path for path in found if not hidden(path.relative_to(folder)) and path.name not in LEFT_BY_DESKTOPS)
+
+
+def hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def sha256(path: Path) -> str:

@@ -34,7 +34,7 @@ from hwopt.plugin import Evidence
 from hwopt.profile import Profile, make_profile
 from hwopt.recipe import LISTS
 from hwopt.registry import Registry
-from hwopt.report.journal import write_status
+from hwopt.report.journal import SUMMARY, write_status
 from hwopt.telemetry import Listener, Row
 from hwopt.toml_files import Document
 
@@ -153,6 +153,7 @@ def gone_back(run: Path, target: Path, step: int) -> Path:
         if int(path.name.rsplit("-", 1)[1]) > step:
             shutil.rmtree(path)
     shutil.rmtree(target / "final", ignore_errors=True)
+    (target / SUMMARY).unlink(missing_ok=True)
     write_status(target, None, "running")
     return target
 

@@ -32,11 +32,22 @@ FIRST = 10
 class Watch:
     """Ends the process where nothing has happened for `limit` seconds (0: for ever). `beat` says that something has."""
 
-    def __init__(self, limit: float, folder: Path, rank: int, leave: Callable[[int, str], None], launcher: int | None) -> None:
-        """`leave(exit code, message)` is the last thing that a process does; `launcher`: the pid whose end is a SIGTERM."""
+    def __init__(
+        self,
+        limit: float,
+        folder: Path,
+        rank: int,
+        leave: Callable[[int, str], None],
+        launcher: int | None,
+        first: Callable[[], bool],
+    ) -> None:
+        """`leave(exit code, message)` is the last thing that a process does; `launcher`: the pid whose end is a SIGTERM.
+
+        `first` says whether the first step of this process is not over yet.
+        """
         self.limit, self.folder, self.rank, self.leave, self.launcher = limit, folder, rank, leave, launcher
+        self.first = first
         self.last = time.monotonic()
-        self.beats = 0
         self.ear: socket.socket | None = None
         self.heard: list[tuple[int, float]] = []
         self.over = threading.Event()
@@ -63,7 +74,6 @@ class Watch:
 
     def beat(self) -> None:
         self.last = time.monotonic()
-        self.beats += 1
 
     def look(self) -> None:
         looked = time.monotonic()
@@ -76,7 +86,7 @@ class Watch:
                 os.kill(os.getpid(), signal.SIGTERM)  # as if it had said so before it went
             self.hear()
             still = time.monotonic() - self.last
-            if self.limit and still > self.limit * (1 if self.beats > 1 else FIRST):
+            if self.limit and still > self.limit * (FIRST if self.first() else 1):
                 self.end(still)
 
     def hear(self) -> None:

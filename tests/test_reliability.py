@@ -226,6 +226,8 @@ def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, 
         assert status(run)["exit_code"] == code
         if not (run / "final").exists():
             assert f"after step {newest_whole(run)}, saved" in status(run)["message"]
+        else:
+            assert "after the last step: final/ is whole" in status(run)["message"]
         goes_on_exactly(work, name, undisturbed)
         sent += 1
     figures(

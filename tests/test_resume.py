@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +18,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hwopt import api, checkpoint, loop, resume, signals, storage
 from hwopt.errors import InputError, StorageError
+from hwopt.loop import summarize
 from hwopt.plan import Plan
 from hwopt.resume import STATE
+from hwopt.run_folder import owned, trained_here
 from hwopt.testing import TINY_BERT, Recorder, apart, gone_back, logged, plan_for, saved_bits, tiny_job, tiny_profile
 
 LAST = 12
@@ -529,3 +533,72 @@ def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Pat
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
     assert not (tmp_path / "RUN").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before final/ is begun the last step is saved, also where no checkpoint was asked for; later on the run is complete."""
+    plan, run = make_plan(whole, {"save_steps": None, "save_minutes": 0}), tmp_path / "run"
+
+    def signal_comes(*_: Any) -> None:
+        patched.setattr(signals, "received", lambda: 143)
+
+    class AtTheEnd(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            super().row(run, row)
+            if moment == "before" and "eval_loss" in row and row["step"] == LAST:
+                signal_comes()
+
+    with monkeypatch.context() as patched:
+        if moment == "behind":
+            patched.setattr(loop, "summarize", lambda *given: signal_comes() or summarize(*given))
+        with pytest.raises(SystemExit):
+            api.execute(plan, run, AtTheEnd(), cache=whole / "cache")
+    message = json.loads((run / "status.json").read_text())["message"]
+    found = [path.name for path in resume.in_folder(run)]
+    if moment == "before":
+        assert (message, found) == (f"terminated after step {LAST}, saved; go on with --resume", [f"checkpoint-{LAST}"])
+    else:
+        assert (message, found) == ("terminated after the last step: final/ is whole", [])
+    recorder = Recorder()
+    api.execute(plan, run, recorder, cache=whole / "cache", resume=True)
+    assert [row["step"] for row in recorder.rows if "loss" in row] == []
+    assert saved_bits(run / "final") == saved_bits(whole / "run" / "final")
+
+
+def test_a_script_that_is_interrupted_is_saved(whole: Path, tmp_path: Path) -> None:
+    """Without the command line nobody has asked for signals; afterwards they are the script's again."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert before == [signal.default_int_handler, signal.SIG_DFL]
+
+    class Interrupting(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            if row["step"] == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        api.execute(make_plan(whole), tmp_path / "run", Interrupting(), cache=whole / "cache")
+    assert "saved; go on with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    api.execute(make_plan(whole), tmp_path / "run", cache=whole / "cache", resume=True)
+    assert same(tmp_path / "run", whole / "run")
+
+
+def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
+        path = resume.in_folder(run)[0] / place
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    assert storage.damage(resume.in_folder(run)[0]) == ""
+    (resume.in_folder(run)[0] / "more.json").write_text("{}")
+    assert "more.json" in storage.damage(resume.in_folder(run)[0])
+
+
+def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:
+    with owned(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        assert trained_here(tmp_path / "run")
+        assert not trained_here(tmp_path / "copy")
+        with owned(tmp_path / "copy", resume=True):
+            assert trained_here(tmp_path / "copy")

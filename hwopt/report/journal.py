@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hwopt.build import Run
     from hwopt.plan import Plan
 
+SUMMARY = "summary.json"
+
 
 class Journal(Listener):
     """Writes the run folder; only the main rank has one."""
@@ -28,6 +30,7 @@ class Journal(Listener):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
+            (folder / SUMMARY).unlink(missing_ok=True)  # it says that the run is complete
             keep_rows(folder / "metrics.jsonl", run.step, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
@@ -50,7 +53,7 @@ class Journal(Listener):
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 
     def finished(self, run: Run, summary: Row) -> None:
-        write_json(run.folder / "summary.json", summary)
+        write_json(run.folder / SUMMARY, summary)
 
 
 def keep_rows(path: Path, step: int, evaluated: int) -> None:
@@ -94,7 +97,7 @@ def read_status(folder: Path) -> tuple[int | None, str]:
 def summary_of(folder: Path) -> Row:
     """What a complete run has found; {} where there is nothing that can be read."""
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
