@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hwopt.api import run_folder
 from hwopt.cli import run_command
@@ -150,6 +151,53 @@ def index_that_leads_away(model: Path, trace: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "../../../etc/passwd"}}))
 
 
+def saved_elsewhere(model: Path, name: str) -> None:
+    """Weights that torch would load, where an index of safetensors leads."""
+    (model / name).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(load_file(model / "model.safetensors"), model / name)
+    names = dict.fromkeys(load_file(model / "model.safetensors"), name)
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def index_that_leads_to_a_pickle(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "weights.bin")
+
+
+def index_that_leads_to_a_pickle_outside(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "../outside/weights.bin")
+
+
+def index_that_leads_to_safetensors_outside(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "../outside/weights.safetensors")
+
+
+def index_that_is_none(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "weights.bin")
+    (model / "model.safetensors.index.json").write_text("[]")
+
+
+def config_that_names_a_pickle(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").rename(model / "adapter_model.bin")
+    change(model / "config.json", transformers_weights="adapter_model.bin")
+
+
+def config_of_a_wider_model(model: Path, trace: Path) -> None:
+    change(model / "config.json", hidden_size=64)
+
+
+def config_of_a_wider_model_with_another_head(model: Path, trace: Path) -> None:
+    change(model / "config.json", hidden_size=64, id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2})
+
+
+def config_of_another_vocabulary(model: Path, trace: Path) -> None:
+    change(model / "config.json", vocab_size=TINY_BERT["vocab_size"] + 1)
+
+
+def config_of_a_deeper_model(model: Path, trace: Path) -> None:
+    change(model / "config.json", num_hidden_layers=TINY_BERT["num_hidden_layers"] + 1)
+
+
 def code_beside_the_config(model: Path, trace: Path) -> None:
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     change(
@@ -184,7 +232,10 @@ def unknown_quantization(model: Path, trace: Path) -> None:
 
 REFUSED = [
     pickled_weights, bare_pickle, pickle_in_disguise, index_of_pickles, index_that_leads_away, code_beside_the_config,
-    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short,
+    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short, index_that_leads_to_a_pickle,
+    index_that_leads_to_a_pickle_outside, index_that_leads_to_safetensors_outside, index_that_is_none,
+    config_that_names_a_pickle, config_of_a_wider_model, config_of_a_wider_model_with_another_head,
+    config_of_another_vocabulary, config_of_a_deeper_model,
 ]  # fmt: skip
 
 

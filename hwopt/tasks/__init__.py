@@ -17,6 +17,7 @@ from hwopt.job import Job
 from hwopt.model_facts import AUTO_CLASSES
 from hwopt.rows import LeftOut, Places
 from hwopt.tables import Rows, read_rows
+from hwopt.tasks.weights import load_trained
 from hwopt.tokenizer import (
     Limit,
     check_vocabulary,
@@ -25,7 +26,6 @@ from hwopt.tokenizer import (
     trained_tokenizer,
     vocabulary_of,
 )
-from hwopt.trust import is_trusted
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,8 @@ class Task:
         float32 unless `model_kwargs` has a dtype. `config` is left as it is. Raises InputError where weights are missing,
         tokens have no embedding, or the loss of the model has no exact count.
         """
+        import transformers
+
         refuse_router(config, job)
         config = copy.deepcopy(config)
         heads = getattr(config, "num_labels", None)
@@ -125,7 +127,14 @@ class Task:
         model = (
             self._random(job, config, prepared, model_kwargs)
             if job.model.name is None
-            else self._trained(job, config, model_kwargs, new_head=heads != getattr(config, "num_labels", None))
+            else load_trained(
+                getattr(transformers, AUTO_CLASSES[self.kind]),
+                job.model.name,
+                job.model.revision,
+                config,
+                new_head=heads != getattr(config, "num_labels", None),
+                **model_kwargs,
+            )
         )
         tokenizer = prepared.tokenizer
         rows = model.get_input_embeddings().num_embeddings
@@ -160,32 +169,6 @@ class Task:
             return auto.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
             raise InputError(f"model.config: {config.model_type} cannot be built from it: {shorten(str(error), 200)}") from error
-
-    def _trained(self, job: Job, config: PretrainedConfig, model_kwargs: dict[str, Any], new_head: bool) -> Any:
-        import torch
-        import transformers
-        from safetensors import SafetensorError
-
-        auto = getattr(transformers, AUTO_CLASSES[self.kind])
-        # safetensors alone: the older files are pickles, which can hold code
-        options = {
-            "dtype": torch.float32,
-            "use_safetensors": True,
-            "trust_remote_code": is_trusted(job.model.name),
-            "ignore_mismatched_sizes": new_head,
-            **model_kwargs,
-        }
-        try:
-            return auto.from_pretrained(job.model.name, config=config, revision=job.model.revision, **options)
-        except (OSError, SafetensorError) as error:
-            if "safetensors" in str(error) and isinstance(error, OSError):
-                raise InputError(
-                    f"model.name: {job.model.name!r} has no weights as safetensors, and hwopt opens no pickles. Load the model "
-                    "where you trust it, and save it again with save_pretrained()"
-                ) from error
-            raise InputError(
-                f"model.name: {job.model.name!r}: its weights cannot be loaded: {shorten(str(error), 200)}"
-            ) from error
 
 
 def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
