@@ -122,6 +122,14 @@ def is_disk_full(error: BaseException) -> bool:
     )
 
 
+def is_gated(error: BaseException) -> bool:
+    """Whether the hub refuses a model or data set until its terms are accepted."""
+    said = f"{type(error).__name__}: {error}"  # of transformers, datasets or the client, which may quote paths with any number
+    return (
+        re.search(r"GatedRepo|\bgated (repo|dataset)|\b40[13] (client|unauthorized|forbidden)", said, re.IGNORECASE) is not None
+    )
+
+
 class Problems:
     """Collects every problem of one input, so that a user mends a file once instead of line by line."""
 

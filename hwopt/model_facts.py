@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import HwoptError, InputError, cut, nearest, shorten
+from hwopt.errors import HwoptError, InputError, cut, is_gated, nearest, shorten
 from hwopt.paths import kind_of, read_whole
 from hwopt.trust import is_trusted
 
@@ -130,14 +130,14 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
     is_folder = kind_of(folder, "model.name:") == "folder"
     if is_folder and kind_of(folder / "config.json", "model.name:") == "nothing":
         raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
-    if is_folder and kind_of(folder / "adapter_config.json", "model.name:") != "nothing":
-        raise InputError(
-            f"model.name: the folder {name!r} holds an adapter (adapter_config.json); merge it into its model first, "
-            "or name that model and set [plugins.adapter]"
-        )
     if is_folder:
         read_whole(folder / "config.json", MAX_BYTES, "model.name:")
     try:
+        if file_of(name, "adapter_config.json", revision) is not None:
+            raise InputError(
+                f"model.name: {name!r} holds an adapter (adapter_config.json); merge it into its model first, "
+                "or name that model and set [plugins.adapter]"
+            )
         content, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         refuse_absurd(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
@@ -145,6 +145,21 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         raise
     except Exception as error:  # transformers, the hub client and the network each raise their own
         raise InputError(_why_no_model(name, error)) from error
+
+
+def file_of(name: str, file: str, revision: str | None) -> str | None:
+    """The path of a file of a folder or hub model, fetched where that is needed; None where it has none, or nobody can tell."""
+    from transformers.utils import cached_file
+
+    path: str | None = cached_file(
+        name,
+        file,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return path
 
 
 def refuse_absurd(content: Any, where: str, above: str = "") -> None:
@@ -165,7 +180,7 @@ def refuse_absurd(content: Any, where: str, above: str = "") -> None:
 
 def _why_no_model(name: str, error: Exception) -> str:
     text = f"{type(error).__name__}: {error}"
-    if "gated" in text.lower() or "401" in text or "403" in text:
+    if is_gated(error):
         return (
             f"model.name: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
         )

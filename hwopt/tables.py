@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import DataError, listing, nearest, shorten
+from hwopt.errors import DataError, is_gated, listing, nearest, shorten
 from hwopt.rows import LeftOut, Places
 from hwopt.sources import EXTENSIONS, locate
 
@@ -374,8 +374,7 @@ def _hub(source: str, split: str) -> pa.Table:
     try:
         return _arrow(datasets.load_dataset(name, configuration or None, split=split))
     except Exception as error:  # the hub client, the network and datasets each raise their own
-        text = f"{type(error).__name__}: {error}"
-        if "gated" in text.lower() or "401" in text or "403" in text:
+        if is_gated(error):
             raise DataError(
                 f"{source}: is gated. Accept its terms on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
             ) from error

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data import fingerprint, write_folder
-from hwopt.errors import DataError, InputError, shorten
+from hwopt.errors import DataError, InputError, is_gated, shorten
 from hwopt.job import Job
 from hwopt.rows import Places
 from hwopt.trust import is_trusted
@@ -64,7 +64,7 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
     except Exception as error:  # transformers, tokenizers, the hub client and the network each raise their own
         text = f"{type(error).__name__}: {error}"
-        if "gated" in text.lower() or "401" in text or "403" in text:
+        if is_gated(error):
             raise InputError(
                 f"{key}: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login`."
             ) from error

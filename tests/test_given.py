@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hwopt.cli.run import run
-from hwopt.errors import DataError, InputError, StorageError
+from hwopt.errors import DataError, InputError, StorageError, is_gated
 from hwopt.given import hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
 from hwopt.job import Job, make_job
 from hwopt.registry import Registry
@@ -144,3 +144,16 @@ def test_what_is_to_be_given_instead_is_there(word: str) -> None:
         return
     options = Registry().plugin(keys[0]).Options.model_fields
     assert keys[1] == "enabled" or keys[1] in options
+
+
+@pytest.mark.parametrize(
+    ("error", "gated"),
+    [
+        (OSError("You are trying to access a gated repo."), True),
+        (OSError("401 Client Error: Unauthorized for url"), True),
+        (RuntimeError("Client error '403 Forbidden' for url"), True),
+        (OSError("/tmp/run-401/gated-model/config.json: no such file"), False),
+    ],
+)
+def test_what_the_hub_keeps_closed(error: Exception, gated: bool) -> None:
+    assert is_gated(error) == gated

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError, listing, shorten
+from hwopt.model_facts import file_of
 from hwopt.paths import read_whole
 from hwopt.trust import is_trusted
 
@@ -61,20 +62,14 @@ def refuse_pickles(name: str, revision: str | None, explicit: str | None = None)
 
     transformers opens whatever the index names. `explicit`: the file that the config names (transformers_weights).
     """
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
     if explicit is not None and not plain_safetensors(explicit.removesuffix(".index.json")):
         raise InputError(
             f"model.name: {name!r}: its config names {shorten(explicit)} as weights, which is no safetensors beside it"
         )
     index = explicit if explicit is not None and explicit.endswith(".index.json") else SAFE_WEIGHTS_INDEX_NAME
-    path = cached_file(
-        name,
-        index,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    path = file_of(name, index, revision)
     if path is None:
         return
     try:
