@@ -6,6 +6,7 @@ at any moment, or a disk that is full, leaves the folder that was there before; 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -146,6 +147,12 @@ def said(path: Path, error: Exception, needs: float, written: int) -> str:
     if is_disk_full(error):
         free = shutil.disk_usage(path.parent).free
         message += f" (it needs {needs / GIB:.3f} GiB, {written / GIB:.3f} of them were written; {free / GIB:.3f} GiB are free)"
+        if free > needs > 0:
+            return (
+                f"{message}. There is room: what is used up is the number of files (df -i) or a quota. Raise it and run again."
+            )
+    if getattr(error, "errno", None) == errno.EFBIG:
+        return f"{message}. Raise the limit on the size of a file (ulimit -f), and run again."
     return f"{message}. Free some space and run again."
 
 
@@ -159,4 +166,6 @@ def write_json(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         staging.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            staging.unlink()
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,18 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"status.json could not be written: Input/output error"):
             write_json(path, {"exit_code": 1})
     assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "free", "remedy"),
+    [(errno.ENOSPC, 0, "Free some space"), (errno.ENOSPC, 2**40, r"number of files \(df -i\)"), (errno.EFBIG, 0, "ulimit -f")],
+    ids=["bytes", "files", "a limit of the process"],
+)
+def test_what_to_do_about_a_disk(number: int, free: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(StorageError, match=remedy), staged(tmp_path / "folder", 2**30):
+        raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize(
