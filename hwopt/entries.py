@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +136,7 @@ def asking(entry: Entry, hook: str, context: Context | None = None) -> Iterator[
     standard error, and the job of `context` stays as it is."""
     before = context and context.job.model_dump()
     try:
-        with blaming(entry.who, hook), redirect_stdout(sys.stderr):
+        with blaming(entry.who, hook):
             yield
     except PluginError as error:
         raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error

@@ -118,7 +118,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether it says that a disk, or what one may have of it, is full: as Python, or as a package written in Rust has it."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, Exception) and (
-        getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
+        getattr(error, "errno", None) in full or any(f"(os error {number})" in text_of(error) for number in full)
     )
 
 
@@ -196,4 +196,14 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    return next(iter(text_of(error).splitlines()), type(error).__name__)[:200]
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`, or why there is none: a stranger's exception may fail at that too."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
+        return f"(it has no text: its __str__ raised {type(problem).__name__})"

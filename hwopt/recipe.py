@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from typing import Any
 
-from hwopt.blame import Blamed
+from hwopt.blame import Blamed, Once
 from hwopt.errors import PluginError, listing, nearest
 
 SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
@@ -142,7 +142,8 @@ class Recipe:
         """`value` as it is kept: what a plugin's callable raises names the plugin."""
         if self._author is None or not callable(value) or isinstance(value, Blamed):
             return value
-        return Blamed(value, self.named(self._author), f"recipe.{field}")
+        kind = Once if field in LISTS and field != "state" else Blamed
+        return kind(value, self.named(self._author), f"recipe.{field}")
 
     def named(self, author: str) -> str:
         """An author with its distribution."""

@@ -7,9 +7,7 @@ A plugin that cannot be used is an error that names it and the distribution that
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
 from importlib import metadata, util
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -79,7 +77,7 @@ class Registry:
     def _load(self, entry_point: EntryPoint) -> type[Plugin]:
         distribution = distribution_of(entry_point)
         who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
-        with blaming(who, "mend or uninstall it; it"), redirect_stdout(sys.stderr):
+        with blaming(who, "mend or uninstall it; it"):
             loaded = entry_point.load()
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded

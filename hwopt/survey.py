@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -63,7 +61,7 @@ def ask(registry: Registry, name: str, context: Context) -> Answer:
     distribution = registry.distribution(name)
     try:
         plugin_class = registry.plugin(name)
-        with blaming(f"plugin {name!r}", "probe()"), redirect_stdout(sys.stderr):
+        with blaming(f"plugin {name!r}", "probe()"):
             try:
                 plugin = plugin_class(plugin_class.Options())
             except ValidationError:

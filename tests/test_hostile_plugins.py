@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -17,7 +19,9 @@ import pytest
 from pydantic import model_validator
 
 from hwopt import registry as registry_module
-from hwopt.cli import run_command
+from hwopt.blame import Blamed, blaming
+from hwopt.cli import cli, run_command
+from hwopt.errors import HwoptError, PluginError, StorageError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 from hwopt.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
@@ -28,6 +32,13 @@ FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distr
 
 class Boom(BaseException):
     """No Exception: most nets let it through."""
+
+
+class Mute(Exception):
+    """Fails at its own text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
 
 
 class Stranger(Plugin):
@@ -158,6 +169,9 @@ ERRORS: list[BaseException] = [
     MemoryError(),
     RecursionError("boom"),
     StopIteration(),
+    GeneratorExit(),
+    HwoptError("boom"),
+    Mute(),
 ]
 WRONG_DECISIONS: list[Any] = [
     None, True, "apply", ("apply", "x"), Decision("maybe", "x"), Decision("apply", None), Decision("fallback", "x"),
@@ -261,6 +275,65 @@ def test_what_a_plugin_prints_is_no_output(folder: Path, monkeypatch: pytest.Mon
     assert message.count("me\n") >= 2
 
 
+def test_what_a_plugin_prints_in_the_run_is_no_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loud(what: str) -> Callable[..., Any]:
+        def step(model: Any, *_: Any) -> Any:
+            print(what)
+            return model
+
+        return step
+
+    class Loud(Stranger):
+        def memory(self, spec: Any, context: Context) -> None:
+            print("in memory")
+
+        def apply(self, recipe: Recipe, context: Context) -> None:
+            recipe.model_steps.append(loud("in a step of the model"))
+            recipe.final_steps.append(loud("in a final step"))
+
+        def evidence(self, run: Any) -> Evidence:
+            print("in evidence")
+            return super().evidence(run)
+
+    install(monkeypatch, Loud)
+    code, said, message = outcome(*RUN)
+    assert code == 0, message
+    code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
+    assert code == 0, more
+    for where in ("in memory", "in a step of the model", "in a final step", "in evidence"):
+        assert where not in said + planned
+        assert where in message + more
+
+
+@pytest.mark.parametrize("hook", ["probe", "apply"])
+def test_a_full_disk_keeps_its_code_and_says_who_wanted_to_write(
+    hook: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/a file")
+    install(monkeypatch, variant(**{hook: raising(full)}))
+    code, _, message = outcome(*EXPORT)
+    assert code == StorageError.exit_code
+    for said in ("'stranger'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
+        assert said in message
+
+
+def test_a_generator_that_python_closes_is_nobodys_error() -> None:
+    closed = blaming("plugin 'stranger'", "probe()")
+    closed.__enter__()
+    closed.gen.close()  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match="raised GeneratorExit"):
+        Blamed(raising(GeneratorExit()), "plugin 'stranger'", "recipe.loss")()
+
+
+def test_an_error_without_a_text_makes_no_second_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MuteError(StorageError, Mute):
+        __str__ = Mute.__str__
+
+    monkeypatch.setattr(cli, "main", raising(MuteError()))
+    code, _, message = outcome("plan")
+    assert (code, message) == (6, "error: (it has no text: its __str__ raised RuntimeError)\n")
+
+
 def test_an_interrupt_stays_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell a plugin's KeyboardInterrupt from the user's: it ends as the user's does."""
     install(monkeypatch, variant(probe=raising(KeyboardInterrupt())))
@@ -314,9 +387,16 @@ RUNS: dict[str, type[Plugin]] = {
     "an unknown option of the Accelerator": writes(lambda recipe: recipe.accelerator.update(no_such=1)),
     "evidence raises": variant(evidence=boom),
     "evidence leaves": variant(evidence=leave),
+    "evidence raises a mute error": variant(evidence=raising(Mute())),
     **{f"evidence returns {shown!r}": variant(evidence=returning(shown)) for shown in WRONG_EVIDENCE},
 }  # fmt: skip
-SHORT = ["loss raises", "final_steps leaves", "a context raises on the way out", "evidence leaves"]
+SHORT = [
+    "loss raises",
+    "final_steps leaves",
+    "a context raises on the way out",
+    "evidence leaves",
+    "evidence raises a mute error",
+]
 
 
 def check_run(thing: type[Plugin], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import StorageError, cut, nearest, printable
+from hwopt.errors import StorageError, cut, nearest, printable, text_of
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -153,7 +153,7 @@ def run_command(arguments: list[str]) -> int:
         from hwopt.processes import leave_note
 
         code = signals.exit_code(error)
-        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
+        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {text_of(error)}"))
         message = printable(message)
         if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
             with contextlib.suppress(OSError):
