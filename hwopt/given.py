@@ -14,6 +14,7 @@ from hwopt.demo import demo_document
 from hwopt.entries import given_options
 from hwopt.hardware import gib_of
 from hwopt.job import JobFile, load_job, make_job
+from hwopt.paths import kind_of
 from hwopt.profile import load_profile
 from hwopt.registry import Registry, profile_files
 from hwopt.sources import locate
@@ -29,9 +30,11 @@ def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequ
         if profile != "auto":
             given_options(load_profile(profile, profile_files(), assignments), Registry())
     found = given_job(job, assignments)
-    model = found.job.model.name if found else None
-    if model is not None and not Path(model).exists() and hub_is_out_of_reach():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if found is not None and (model := found.job.model.name) is not None:
+        with found.placing():
+            nowhere = kind_of(Path(model), "model.name:") == "nothing"
+        if nowhere and hub_is_out_of_reach():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
         gib_of(memory_limit)
 
@@ -55,10 +58,13 @@ def hub_is_out_of_reach() -> bool:
 
 
 def given_job(path: Path | None, assignments: Sequence[str]) -> JobFile | None:
-    """The job at `path`; without one `job.toml` of the working folder, or the job that `--set` spells out. None: the demo."""
+    """The job at `path`; without one `job.toml` of the working folder, or the job that `--set` spells out. None: the demo.
+
+    Whatever goes by that name is meant to be the job: the demo in place of one that cannot be read would be a surprise.
+    """
     if path is not None:
         return load_job(path, assignments)
-    if Path("job.toml").is_file():
+    if os.path.lexists("job.toml"):
         return load_job(Path("job.toml"), assignments)
     if any(parse_assignment(text)[0][:2] == ("data", "train") for text in assignments):
         return make_job(Document("--set", {}), assignments)

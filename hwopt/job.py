@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from hwopt.errors import InputError, listing, nearest
+from hwopt.errors import InputError, listing, nearest, shorten
 from hwopt.paths import kind_of
 from hwopt.toml_files import Document, override, parse_assignment, read_toml, validate
 
@@ -181,6 +182,8 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     kind = kind_of(path, "JOB")
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
+    if kind == "nothing" and path.is_symlink():
+        raise InputError(f"{path}: is a link that leads nowhere ({shorten(os.readlink(path))}); mend it, or take it away")
     if kind == "nothing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     document = read_toml(path)

@@ -246,11 +246,10 @@ def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None 
     fields = sorted(ModelFacts.__dataclass_fields__)
     identity = json.dumps([config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
-    if path and path.is_file():
-        try:
+    if path:
+        # written by another version, cut short, or not to be looked at: found again
+        with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, OSError, RecursionError):
-            pass  # written by another version, or cut short: look again
     facts = _look(config, kind, name)
     if path:
         with contextlib.suppress(OSError):  # facts are quickly found again; data says where the cache cannot be written

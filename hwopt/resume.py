@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from hwopt.errors import InputError, StorageError, listing, shorten
+from hwopt.paths import kind_of
 from hwopt.storage import MANIFEST, damage, recover, size_of, staged
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def in_folder(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest first, whole or not."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and kind_of(path) == "folder"]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
@@ -163,9 +164,10 @@ def set_aside(path: Path, mark: str = "damaged") -> Path:
 
 def checkpoint_in(path: Path) -> Path:
     """The checkpoint that `--resume-from path` means: itself, or the newest of a run folder. Raises InputError otherwise."""
-    if NAME.fullmatch(path.name) and path.is_dir():
+    is_folder = kind_of(path, "--resume-from") == "folder"
+    if is_folder and NAME.fullmatch(path.name):
         return path
-    if path.is_dir() and (found := in_folder(path)):
+    if is_folder and (found := in_folder(path)):
         return found[0]
     raise InputError(
         f"--resume-from {path}: is no checkpoint; give a folder such as runs/NAME/checkpoint-500, or a run folder that holds one"
@@ -177,7 +179,7 @@ def peek(folder: Path) -> Mapping[str, Any]:
 
     For what must be known before anything is built; whoever trains verifies it.
     """
-    for path in [folder, *in_folder(folder)] if folder.is_dir() else []:
+    for path in [folder, *in_folder(folder)] if kind_of(folder) == "folder" else []:
         try:
             content = json.loads((path / STATE).read_text(encoding="utf-8"))
             if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 
 from hwopt.cli.run import run
 from hwopt.errors import DataError, InputError, StorageError, is_gated
-from hwopt.given import hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
+from hwopt.given import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
 from hwopt.job import Job, make_job
+from hwopt.memory.tracer import kept
+from hwopt.model_facts import facts_of, load_config
 from hwopt.registry import Registry
+from hwopt.resume import checkpoint_in
 from hwopt.run_folder import run_folder
+from hwopt.testing import TINY_BERT
 from hwopt.toml_files import Document
 from hwopt.words import INSTEAD
 
@@ -67,6 +72,67 @@ def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
         refuse_mistakes(["cpu"], Path("both.toml"), [], None)
     with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
         refuse_mistakes(["RTX 3070"], Path("job.toml"), [], None)
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which nobody may look at anything; the tests may run as root, who may look everywhere."""
+    monkeypatch.chdir(tmp_path)
+    folder, look = Path("private"), Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if folder.absolute() in path.absolute().parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, **options)
+
+    folder.mkdir()
+    monkeypatch.setattr(Path, "stat", stat)
+    return folder
+
+
+def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("job.toml").write_text('[model]\nname = "private/model"\n[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot be looked at: Permission denied"):
+        refuse_mistakes(["cpu"], None, [], None)
+    with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot be looked at: Permission denied"):
+        refuse_mistakes(["cpu"], None, ["model.name=private/m"], None)
+    for path in (locked / "run", locked / "run" / "checkpoint-5"):
+        with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot be looked at: Permission denied"):
+            checkpoint_in(path)
+
+
+def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
+    config = load_config(None, TINY_BERT)
+    assert facts_of(config, "text-classification", "a model", locked / "models").parameters > 0
+    assert kept(locked / "trace.npz", dict) == {}
+
+
+def special(kind: str, path: Path) -> None:
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"loop": path.name, "lost": "nowhere.toml", "device": "/dev/null"}[kind])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/null").exists(), reason="needs pipes and /dev")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("folder", "is a folder"),
+        ("pipe", "is no regular file"),
+        ("loop", "cannot be looked at"),
+        ("lost", r"is a link that leads nowhere \('nowhere\.toml'\)"),
+        ("device", "is no regular file"),
+    ],
+)
+def test_what_goes_by_the_name_of_a_job_is_meant(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    special(kind, Path("job.toml"))
+    with pytest.raises(InputError, match=said) as caught:
+        find_job(None, [], tmp_path / "cache")
+    assert "job.toml" in str(caught.value)
 
 
 JOB = '[model]\nname = "."\n[data]\n'

@@ -77,8 +77,8 @@ def traced_at(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) 
 
 def kept(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
     """What is in `path`, or what `make` makes, put there."""
-    if path is not None and path.is_file():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # cut short: made again
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # none yet, or cut short
             return load(path)
     found = make()
     if path is not None:
