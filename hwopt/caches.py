@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hwopt.errors import refuse_bytes
+from hwopt.errors import StorageError, refuse_bytes
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -15,3 +15,13 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
         refuse_bytes(given, "HWOPT_CACHE")
         return Path(given)
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
+
+
+def is_kept(file: Path) -> bool:
+    """Whether a file lies in the cache. Raises StorageError where nobody may look: nothing could be put there either."""
+    try:
+        return file.is_file()
+    except OSError as error:
+        raise StorageError(
+            f"{file}: the cache cannot be looked at ({error.strerror or error}); set HWOPT_CACHE to a folder of your own"
+        ) from error

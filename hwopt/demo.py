@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from hwopt.caches import is_kept
 from hwopt.data import write_folder
 from hwopt.errors import DataError
 from hwopt.toml_files import Document
@@ -37,7 +38,7 @@ def demo_document(cache: Path) -> Document:
     """
     folder = cache / "demo" / f"{platform.python_implementation().lower()}-{platform.python_version()}-{FORMAT}"
     files = {name: folder / f"{name}.jsonl" for name in ("train", "eval")}
-    if not all(file.is_file() for file in files.values()):
+    if not all(map(is_kept, files.values())):
         train, held_out = demo_samples(Path(sysconfig.get_path("stdlib")))
 
         def write(staged: Path) -> None:

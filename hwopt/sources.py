@@ -44,7 +44,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _refuse_other_folders(path: Path) -> None:
-    if not any((path / name).is_file() for name in MADE_BY_DATASETS):
+    if not any(kind_of(path / name, "data", DataError) == "file" for name in MADE_BY_DATASETS):
         files = sorted(name for name in _names_in(path) if Path(name).suffix.lower() in EXTENSIONS)
         hint = f"; give one of its files: {listing(files)}" if files else ""
         raise DataError(f"{path}: is a folder that save_to_disk() of `datasets` did not make{hint}")

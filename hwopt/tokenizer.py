@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwopt.caches import is_kept
 from hwopt.data import fingerprint, write_folder
 from hwopt.errors import DataError, InputError, is_gated, shorten
 from hwopt.job import Job
@@ -87,7 +88,7 @@ def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, 
     if size < least:
         raise InputError(f"model.config.vocab_size: {size} is too small for a tokenizer of its own; at least {least}")
     folder = cache / "tokenizers" / fingerprint([FORMAT, size, decoder, uses_token_types(config)], list(texts))
-    if not (folder / "tokenizer_config.json").is_file():
+    if not is_kept(folder / "tokenizer_config.json"):
         trained = train_bpe(texts, size) if decoder else train_wordpiece(texts, size)
         roles = ("eos_token", "pad_token") if decoder else ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
         special = dict(zip(roles, DECODER_TOKENS if decoder else ENCODER_TOKENS, strict=True))

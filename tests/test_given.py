@@ -96,6 +96,9 @@ def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.Monke
         refuse_mistakes(["cpu"], None, [], None)
     with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot be looked at: Permission denied"):
         refuse_mistakes(["cpu"], None, ["model.name=private/m"], None)
+    Path("other.toml").write_text('[model]\nname = "."\n[data]\ntrain = "private"\n')
+    with pytest.raises(DataError, match=r"data 'private/.*': cannot be looked at: Permission denied"):
+        refuse_missing_data(Path("other.toml"), [])
     for path in (locked / "run", locked / "run" / "checkpoint-5"):
         with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot be looked at: Permission denied"):
             checkpoint_in(path)
@@ -105,6 +108,8 @@ def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
     assert facts_of(config, "text-classification", "a model", locked / "models").parameters > 0
     assert kept(locked / "trace.npz", dict) == {}
+    with pytest.raises(StorageError, match=r"private/.*: the cache cannot be looked at .* set HWOPT_CACHE"):
+        find_job(None, [], locked)
 
 
 def special(kind: str, path: Path) -> None:
