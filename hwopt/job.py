@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hwopt.errors import InputError, listing, nearest, shorten
 from hwopt.paths import kind_of
@@ -29,14 +29,27 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _typed(path: str) -> str:
+    """A path that somebody meant: "D:\\train" has a tab in it."""
+    if any(ord(letter) < 32 for letter in path):
+        raise ValueError(
+            f"{shorten(path)} holds a control character; in double quotes a backslash begins an escape: "
+            "put a path into single quotes, or write it with '/'"
+        )
+    return path
+
+
+Source = Annotated[str, AfterValidator(_typed)]
+
+
 class Model(Table):
     """Either `name` (trained weights) or `config` (random weights)."""
 
-    name: str | None = None
+    name: Source | None = None
     """A hub name, or a folder made with save_pretrained()."""
     config: dict[str, Any] | None = None
     """Keys of the architecture's config, with `model_type`."""
-    tokenizer: str | None = None
+    tokenizer: Source | None = None
     """A hub name or folder; default: the model's own, or one trained on the job's texts."""
     revision: str | None = None
 
@@ -55,9 +68,9 @@ class Model(Table):
 
 
 class Data(Table):
-    train: str = Field(min_length=1)
+    train: Source = Field(min_length=1)
     """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
-    eval: str | None = None
+    eval: Source | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
     split: str | None = None
     """Of a hub name or `datasets` folder; default train."""

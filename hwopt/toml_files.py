@@ -70,16 +70,44 @@ def parse_toml(raw: bytes, name: str) -> Document:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        where = f"{name}:{found[1]}" if found else name
-        raise InputError(f"{where}: is not valid TOML: {error}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise InputError(f"{name}: cannot be read as TOML: {type(error).__name__}") from error
+        raise InputError(_no_toml(text, name, str(error))) from error
+    except ValueError as error:  # Python reads no more digits
+        digits = _DIGITS.search(text)
+        where = f"{name}:{text.count(chr(10), 0, digits.start()) + 1}" if digits else name
+        raise InputError(f"{where}: an integer of thousands of digits, which has more than the 64 bits of TOML's") from error
+    except RecursionError as error:
+        raise InputError(f"{name}: cannot be read as TOML: it is nested too deeply") from error
     document = Document(name, data, dict(key_lines(text)))
     for key, value in leaves(data):
         if is_wide(value):
             raise InputError(f"{document.place(key)}: {'.'.join(map(cut, key))}: has more than the 64 bits of an integer of TOML")
     return document
+
+
+_DIGITS = re.compile(r"(?<![\w\"'.])[0-9][0-9_]{4299,}")
+_YAML = re.compile(r"\s*(- |---$|[\w.-]+:(\s|$))")
+_ESCAPE = re.compile(r'"[^"]*\\')
+_WORDS = {
+    "true and false are written in small letters": re.compile(r"(?i:true|false|yes|no|on|off)\b"),
+    "TOML has no word for nothing; leave the key out": re.compile(r"(?i:none|null|nil)\b"),
+}
+
+
+def _no_toml(text: str, name: str, said: str) -> str:
+    """What tomllib has `said` of `text`, with the line in front, and what is probably meant."""
+    found = re.search(r" \(at line (\d+), column (\d+)\)", said)
+    if found is None:
+        return f"{name}: is not valid TOML: {said}"
+    number, column = int(found[1]), int(found[2])
+    line = text.replace("\r\n", "\n").split("\n")[number - 1]
+    hint = next((hint for hint, word in _WORDS.items() if word.match(line[column - 1 :])), "")
+    if _ESCAPE.match(line[:column], line[:column].find('"')):
+        hint = "in double quotes a backslash begins an escape; put a path into single quotes, or write it with '/'"
+    elif text.lstrip().startswith("{"):
+        hint = "it looks like JSON, and hwopt reads TOML: [table], and key = value below it"
+    elif _YAML.match(line):
+        hint = "it looks like YAML, and hwopt reads TOML: [table], and key = value below it"
+    return f"{name}:{number}: is not valid TOML: {said[: found.start()]} (column {column}){'; ' if hint else ''}{hint}"
 
 
 def leaves(value: Any, above: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -213,7 +241,18 @@ def _is_plain_union(annotation: Any) -> bool:
 
 def _not_json(value: object) -> Any:
     """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
-    return [str(value)]
+    return [[str(value)]]
+
+
+def _shown(given: Any) -> str:
+    """A value as it was given, dates and times too."""
+    inner = given
+    while isinstance(inner, list) and len(inner) == 1:
+        inner = inner[0]
+    return inner if isinstance(inner, str) and _TIME.fullmatch(inner) else shorten(given)
+
+
+_TIME = re.compile(r"(?=.{2}:|.{4}-)[0-9][0-9T:.+ -]{7,40}")
 
 
 def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:
@@ -230,11 +269,11 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     if kind == "literal_error":
         expected = problem["ctx"]["expected"]
         names = re.findall(r"'([^']*)'", expected)
-        return f"{where}: {dotted}: expected {expected}, got {shorten(given)}.{nearest(str(given), names)}"
+        return f"{where}: {dotted}: expected {expected}, got {_shown(given)}.{nearest(str(given), names)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if kind in ("value_error", "assertion_error"):
         return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
-    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {shorten(given)}"
+    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {_shown(given)}"
 
 
 def _home_of(model: type[BaseModel], word: str) -> str:

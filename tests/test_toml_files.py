@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Literal
 
@@ -66,6 +67,45 @@ def test_hostile_toml_is_one_clear_message_at_once(raw: bytes) -> None:
     assert len(text.splitlines()) <= 12
     assert len(text) < 2000
     assert time.process_time() - began < 10  # it must end; it takes milliseconds
+
+
+SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a path into single quotes, or write it with '/'$"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (r'a = "C:\Users\x"', f"job.toml:1: .*{SINGLE}"),
+        (r'a = 1%b = "D:\data\x"', f"job.toml:2: .*{SINGLE}"),
+        ("a = True", r"job.toml:1: is not valid TOML: Invalid value \(column 5\); true and false are written in small letters$"),
+        ("a = [1,% None]", r"job.toml:2: .*\(column 2\); TOML has no word for nothing; leave the key out$"),
+        ("a = null", "leave the key out$"),
+        ("model:%  name: x", r"job.toml:1: .*\(column 6\); it looks like YAML, and hwopt reads TOML"),
+        ("---%model:", "it looks like YAML"),
+        ('%{%"model": {}}', "it looks like JSON"),
+        ("a = 1 b = 2", r"job.toml:1: [^;]*\(column 7\)$"),
+        ('a = """', "job.toml: [^;]*end of document[^;]*$"),
+        (f"a = 1%b = {'9' * 10_000}", "job.toml:2: an integer of thousands of digits"),
+        ("[training]%seed = 2024-01-01", "job.toml:2: training.seed: .*, got 2024-01-01$"),
+        ("[task]%kind = 12:30:00", r"job.toml:2: task.kind: expected .*, got 12:30:00\."),
+        ("[data]%text = 2024-01-01", r"job.toml:2: data.text.*, got 2024-01-01"),
+        (
+            r'[data]%train = "D:\train\best.csv"',
+            r"job.toml:2: data.train: 'D:\\train.* holds a control character; .* single quotes",
+        ),
+        (r'[model]%name = "D:\bert"', "job.toml:2: model.name: .* holds a control character"),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["Linux", "Windows"])
+def test_what_is_probably_meant(raw: str, said: str, end: str) -> None:
+    text = message(raw.replace("%", end).encode())
+    assert re.search(said, text, re.MULTILINE), text
+    assert not re.search(r"line \d", text)
+
+
+def test_paths_of_windows_are_fine_in_single_quotes() -> None:
+    made = make_job(parse_toml(b"model.name = 'D:\\bert'\ndata.train = 'D:\\train\\best.csv'\n", "job.toml"))
+    assert made.job.data.train == r"D:\train\best.csv"
 
 
 @given(st.binary(max_size=200))
