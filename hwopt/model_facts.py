@@ -8,13 +8,13 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import HwoptError, InputError, cut, is_gated, nearest, shorten
+from hwopt.errors import HwoptError, InputError, cut, is_gated, listing, nearest, shorten, text_of
 from hwopt.paths import kind_of, read_whole
 from hwopt.trust import is_trusted
 
@@ -59,8 +59,12 @@ MAX_BYTES = 10_000_000
 """Of a config.json."""
 LARGEST = 2**40
 """Of any whole number in a config."""
-MOST = {r"(layer|block|expert|stage|head|group|depth)s?$|^depths?_": 10_000, r"^num_labels$": 2**20}
-"""Pattern of keys -> the largest number that anything is made so many times of."""
+MOST = {
+    r"(layer|block|expert|stage|head|group|depth)s?$|^depths?_": 10_000,
+    r"^(num_labels|hidden_size|d_model|n_embd|intermediate_size|ffn_dim|d_ff|n_inner|head_dim)$": 2**20,
+    r"^vocab_size$": 2**24,
+}
+"""Pattern of keys -> the largest number that anything is made so many times of, or so wide."""
 MODULES = 200_000
 """The largest models have a tenth of them."""
 
@@ -107,7 +111,9 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if config is not None:
-        model_type = config.get("model_type")
+        if "model_type" not in config:
+            raise InputError('model.config.model_type: is missing; give the architecture, such as model_type = "bert"')
+        model_type = config["model_type"]
         if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
             raise InputError(
                 f"model.config.model_type: {shorten(model_type)} is not an architecture of transformers."
@@ -118,7 +124,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         try:
             made = AutoConfig.for_model(model_type, **options)
         except Exception as error:  # every architecture checks its own keys in its own way
-            raise InputError(f"model.config: {model_type} refuses it: {error}") from error
+            raise InputError(f"model.config: {model_type} refuses it: {_said(error, config)}") from error
         unknown = sorted(set(options) - set(type(made)().to_dict()))
         if unknown:
             raise InputError(
@@ -176,6 +182,17 @@ def refuse_absurd(content: Any, where: str, above: str = "") -> None:
             most = next((limit for pattern, limit in MOST.items() if re.search(pattern, str(key))), LARGEST)
             if isinstance(number, int) and abs(number) > most:
                 raise InputError(f"{where}: {name}: {shorten(number, 30)} is more than any model has (at most {most:,})")
+
+
+def _said(error: Exception, config: Mapping[str, Any]) -> str:
+    """What an architecture says of a `config`: where that may be as bare as "'gelo'", with the keys that it is probably about."""
+    if not isinstance(error, LookupError | ArithmeticError):
+        return text_of(error)
+    plain = {key: value for key, value in config.items() if isinstance(value, str | int) and not isinstance(value, bool)}
+    named = [key for key, value in plain.items() if isinstance(error, KeyError) and value in error.args]
+    empty = sorted(key for key, value in plain.items() if isinstance(value, int) and value <= 0)
+    keys = named or empty or sorted(plain)
+    return f"{type(error).__name__}: {text_of(error)}; it has {listing([f'{key} = {shorten(plain[key])}' for key in keys])}"
 
 
 def _why_no_model(name: str, error: Exception) -> str:
@@ -272,7 +289,8 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
         with torch.device("meta"), counting_modules():
             model = cls(config)
     except Exception as error:  # every architecture fails in its own way
-        raise InputError(f"model: {cls.__name__} cannot be built from its config: {error}") from error
+        said = _said(error, config.to_diff_dict())
+        raise InputError(f"model: {cls.__name__} cannot be built from its config: {said}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
     decoder = is_decoder(config)
     positions = getattr(text, "max_position_embeddings", None)

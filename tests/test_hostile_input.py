@@ -701,6 +701,29 @@ def test_configs_of_models(config: str) -> None:
         assert re.search(r"job\.toml:[12]: model", text), text
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{ hidden_size = 32 }", "model.config.model_type: is missing; give the architecture"),
+        ("{ model_type = 'bert', num_hidden_layers = 1, hidden_act = 'gelo' }", "KeyError: 'gelo'; it has hidden_act = 'gelo'"),
+        ("{ model_type = 'bert', num_hidden_layers = 1, vocab_size = 0 }", "IndexError: .*; it has .*vocab_size = 0"),
+        (
+            "{ model_type = 'llama', num_hidden_layers = 1, hidden_size = 0 }",
+            "; it has head_dim = 0, hidden_size = 0",
+        ),
+        ("{ model_type = 'llama', hidden_size = 10_000_000 }", "hidden_size: 10000000 is more than any model has"),
+        ("{ model_type = 'gpt2', n_embd = 10_000_000 }", "n_embd: 10000000 is more than any model has"),
+        (
+            "{ model_type = 'bert', vocab_size = 33_554_432 }",
+            r"vocab_size: 33554432 is more than any model has \(at most 16,777",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_config(config: str, said: str) -> None:
+    Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
+    assert re.search(said, refused(*EXPORT))
+
+
 def config_folder(content: bytes) -> None:
     """A job with a model folder that holds this config.json."""
     Path("model").mkdir(exist_ok=True)
@@ -829,6 +852,9 @@ VARIABLES: list[dict[str, str]] = [
     {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "abc"},
     {"ACCELERATE_USE_DEEPSPEED": "true"},
     {"ACCELERATE_USE_FSDP": "true"},
+    {"ACCELERATE_USE_CPU": "perhaps"},
+    {"ACCELERATE_DEBUG_MODE": ""},
+    {"USE_TORCH_XLA": "\x1b[31m"},
     {"ACCELERATE_USE_MEGATRON_LM": "true"},
 ]
 
