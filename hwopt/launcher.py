@@ -45,6 +45,31 @@ PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change nothing but what is on the screen."""
 
 
+SWITCHES = (
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_CPU_AFFINITY",
+    "ACCELERATE_DEBUG_MODE",
+    "ACCELERATE_ENABLE_RICH",
+    "FORK_LAUNCHED",
+    "USE_TORCH_XLA",
+)
+"""Variables in which Accelerate wants one of these words, some of them as soon as it is imported."""
+YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+
+
+def refuse_odd_switches(environment: Mapping[str, str]) -> None:
+    """Raise InputError for variables that are neither on nor off, before Accelerate stumbles over them."""
+    problems = Problems()
+    for name in SWITCHES:
+        if name in environment and environment[name].lower() not in (*YES, *NO):
+            problems.add(
+                f"{name}={shorten(environment[name])}: expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
+            )
+    problems.raise_if_any(InputError)
+
+
 def refuse_contradictions(
     environment: Mapping[str, str],
     accelerator: Mapping[str, Any],

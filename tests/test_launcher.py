@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils import str_to_bool
 
 from hwopt.errors import InputError
 from hwopt.hardware import described
-from hwopt.launcher import rank_and_world, refuse_contradictions
+from hwopt.launcher import NO, SWITCHES, YES, rank_and_world, refuse_contradictions, refuse_odd_switches
 
 CPU = described("a CPU", None, 16)
 GPU = described("a GPU", (8, 6), 8)
@@ -127,6 +128,18 @@ def test_a_deepspeed_file_that_does_not(text: str | None, expected: str, tmp_pat
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
         refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_on_or_off(name: str) -> None:
+    for value in ("perhaps", "", " true", "2", "\x1b[31m"):
+        with pytest.raises(InputError, match=f"^{name}=.*expected one of 1, true, .* unset it$"):
+            refuse_odd_switches({name: value})
+        with pytest.raises(ValueError):
+            str_to_bool(value)
+    for value in (*YES, *NO, "True", "NO"):
+        refuse_odd_switches({name: value})
+        assert str_to_bool(value) == (value.lower() in YES)
 
 
 def test_rank_and_world() -> None:

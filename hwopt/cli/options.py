@@ -59,7 +59,9 @@ def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str],
     """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
     quiet_libraries()
     from hwopt.given import refuse_mistakes
+    from hwopt.launcher import refuse_odd_switches
 
+    refuse_odd_switches(os.environ)
     refuse_mistakes(profiles, job, assignments, memory_limit)
 
 
