@@ -412,6 +412,15 @@ def test_nothing_of_a_file_is_obeyed_by_the_terminal() -> None:
     assert "\\x1b[2J" in shown
 
 
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("19", 80), ("20", 20), ("100", 100)])
+def test_something_is_shown_whatever_is_said_of_the_screen(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    screen = io.StringIO()
+    console = Terminal(file=screen)
+    say(console, "note", "what is said")
+    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
+
+
 def test_errors_of_data_are_shown_in_plain_letters(folder: Path) -> None:
     Path("a.csv").write_text(f"te{CONTROL[:-1]}xt,label\nx,y\n", newline="")
     Path("job.toml").write_text("model.config = { model_type = 'bert', vocab_size = 64 }\ndata.train = 'a.csv'\n")

@@ -33,6 +33,10 @@ STYLES = {
 }
 
 
+LEAST, USUAL = 20, 80
+"""Columns of a screen."""
+
+
 def show_plan(console: Console, plan: Plan) -> None:
     """Plugin, decision and reason, in the order of application; what changes the training method comes first."""
     hardware = plan.hardware
@@ -88,7 +92,15 @@ def say(console: Console, label: str, text: str, style: str = "bold") -> None:
 
 
 class Terminal(Console):
-    """A console whose reader may go away (`| head`): what follows is said to nobody, and nothing ends."""
+    """A console whose reader may go away (`| head`): what follows is said to nobody, and nothing ends.
+
+    COLUMNS may say what no screen is, such as 0, at which nothing at all would be shown.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.width < LEAST:
+            self.width = USUAL
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
