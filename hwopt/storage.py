@@ -148,9 +148,7 @@ def said(path: Path, error: Exception, needs: float, written: int) -> str:
         free = shutil.disk_usage(path.parent).free
         message += f" (it needs {needs / GIB:.3f} GiB, {written / GIB:.3f} of them were written; {free / GIB:.3f} GiB are free)"
         if free > needs > 0:
-            return (
-                f"{message}. There is room: what is used up is the number of files (df -i) or a quota. Raise it and run again."
-            )
+            return f"{message}. There is room: what is used up is the number of files (df -i) or a quota. Raise it and run again."
     if getattr(error, "errno", None) == errno.EFBIG:
         return f"{message}. Raise the limit on the size of a file (ulimit -f), and run again."
     return f"{message}. Free some space and run again."
