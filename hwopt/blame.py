@@ -21,7 +21,7 @@ def blame(error: BaseException, who: str, what: str) -> NoReturn:
     """Raise `error` as the plugin's, or as it is where the plugin is not at fault."""
     asked = isinstance(error, KeyboardInterrupt) or signals.received() is not None
     short = type(error).__name__ == "OutOfMemoryError"  # torch's, which is heavy
-    says_what = isinstance(error, HwoptError) and type(error) is not HwoptError
+    says_what = isinstance(error, HwoptError) and error.exit_code != HwoptError.exit_code
     if asked or short or says_what:
         raise error
     if is_disk_full(error):

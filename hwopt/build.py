@@ -22,6 +22,7 @@ from hwopt import randomness
 from hwopt.blame import blaming, entered
 from hwopt.data_parallel import DataParallelEngine, first_rank_first, make_equal
 from hwopt.engine import Engine
+from hwopt.errors import PluginError, shorten
 from hwopt.hardware import GIB
 from hwopt.loaders import build_loaders
 from hwopt.microbatch import StepBatch
@@ -250,6 +251,9 @@ def adopt_model(run: Run, model: Any) -> None:
         make_equal(model.to(run.device))  # before masters and adapters are made of them
     for step in recipe.model_steps:
         model = step(model, run)
+        if not isinstance(model, torch.nn.Module):
+            who, what = getattr(step, "who", "a plugin"), getattr(step, "what", "recipe.model_steps")
+            raise PluginError(f"{who}: {what} returned {shorten(model)} instead of the model")
     model.train()
     run.loss = recipe.loss or run.task.loss
     run.inner_model = run.model = model

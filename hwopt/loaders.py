@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hwopt import randomness, signals
-from hwopt.errors import PluginError, WorkerDiedError
+from hwopt.errors import PluginError, StorageError, WorkerDiedError
 from hwopt.microbatch import Collate, EvalSampler, StepBatch, StepDataset, StepSampler, Widths, cut_in_order, received
 
 if TYPE_CHECKING:
@@ -78,5 +78,5 @@ def fetched(loader: Any) -> Iterator[StepBatch]:
         if not loader.num_workers or "DataLoader worker" in str(error):
             raise
         raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try plugins.dataloader.workers = 0") from error
-    except PluginError as error:  # a worker's comes with the lines of its traceback
-        raise PluginError(str(error).rpartition("PluginError: ")[2].strip()) from error
+    except (PluginError, StorageError) as error:  # a worker's comes with the lines of its traceback
+        raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error

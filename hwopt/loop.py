@@ -17,7 +17,7 @@ import torch
 
 from hwopt import observe, randomness, signals
 from hwopt.best import BestWeights, best_metric
-from hwopt.blame import Blamed
+from hwopt.blame import Once
 from hwopt.build import Run
 from hwopt.checkpoint import SAVE, Checkpoints
 from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, death, first_line
@@ -57,7 +57,7 @@ class Loop:
     def __init__(self, run: Run, listener: Listener, writer: Writer) -> None:
         self.run, self.listener, self.writer = run, listener, writer
         rescues: list[Callable[[], str | None]] = [
-            Blamed(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
+            Once(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
             for plugin in run.plan.rescuers
         ]
         self.training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)

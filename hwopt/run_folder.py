@@ -59,7 +59,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
 
 def writable(folder: Path) -> Path:
     """`folder`. Raises StorageError where it is not there and cannot be made, before the work that would be lost."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    there = next(each for each in (folder, *folder.absolute().parents) if kind_of(each, "--output-dir") != "nothing")
     if there != folder and not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(f"{folder} cannot be made: nothing can be written in {there}; give another --output-dir")
     return folder

@@ -382,6 +382,7 @@ RUNS: dict[str, type[Plugin]] = {
     "a context raises on the way in": written("process", lambda: Refusing("in")),
     "a context raises on the way out": written("process", lambda: Refusing("out")),
     "a context is none": written("process", lambda: 3),
+    "a step of the model returns nothing": written("model_steps", lambda model, run: None),
     "a kwargs handler raises": writes(lambda recipe: recipe.accelerator["kwargs_handlers"].append(boom)),
     "an option of the Accelerator raises": writes(lambda recipe: recipe.accelerator.update(dataloader_config=boom)),
     "an unknown option of the Accelerator": writes(lambda recipe: recipe.accelerator.update(no_such=1)),
@@ -392,6 +393,7 @@ RUNS: dict[str, type[Plugin]] = {
 }  # fmt: skip
 SHORT = [
     "loss raises",
+    "a step of the model returns nothing",
     "final_steps leaves",
     "a context raises on the way out",
     "evidence leaves",
@@ -425,9 +427,9 @@ def test_a_worker_names_the_plugin_too(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_context_that_swallows_an_error_hides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, written("process", lambda: Refusing("swallows")))
-    code, _, message = outcome(*RUN, "--set", "data.train=nothing.jsonl")
+    code, _, message = outcome(*RUN, "--set", "data.text=nothing")
     assert code == 4
-    assert "nothing.jsonl" in message
+    assert "has no column 'nothing'" in message
 
 
 def test_memory_and_advice_are_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ With a terminal the line stays in place; without one (a log file, a notebook's c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -98,7 +99,7 @@ class Terminal(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**{"file": sys.stdout, **options})  # also while a plugin's own prints go to the standard error
         if self.width < LEAST:
             self.width = USUAL
 
