@@ -71,6 +71,7 @@ def listening() -> Iterator[None]:
     finally:
         for number, handler in own.items():
             signal.signal(number, handler)
+        _received.clear()  # it has ended the run; whatever the process does next is not asked to end
 
 
 @contextmanager

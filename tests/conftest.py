@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from hwopt import signals
 from hwopt.cli.options import NOISY
 
 for _name in NOISY:
@@ -20,6 +22,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A command line that is called in this process listens to signals until it ends; here the next test comes behind it."""
+    before = {number: signal.getsignal(number) for number in signals.EXIT_CODES}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    signals._received.clear()
 
 
 @pytest.fixture(scope="session")

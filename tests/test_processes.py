@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,6 @@ def folder(tmp_path: Path) -> Path:
     )
     (tmp_path / "ranks.toml").write_text(PROFILE)
     return tmp_path
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """A run in this process listens to signals; afterwards pytest does again."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -112,7 +102,7 @@ def read_terminal(descriptor: int) -> str:
 
 
 def test_two_processes_train_the_model_of_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_signals: None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the screen of one: on a terminal in colour, and as wide as that is."""
     import pty
@@ -136,7 +126,7 @@ def test_two_processes_train_the_model_of_one(
 
 
 def test_bad_input_is_said_once_and_as_ever(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_signals: None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = {
         2: ["run", "job.toml", "--profile", "rtx3070-8gb"],

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -137,18 +137,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 @pytest.fixture(scope="module")
 def alone(work: Work) -> Path:
     """An undisturbed run of one rank, in this process, so that the children find everything imported."""
-    with contextlib.chdir(work.folder), own_signals():
+    with contextlib.chdir(work.folder):
         plan = api.resolve("./ranks.toml", "job.toml", cache=work.folder / "cache")
         api.execute(plan, work.run("alone"), cache=work.folder / "cache")
     return work.run("alone")
-
-
-@contextlib.contextmanager
-def own_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in signals.EXIT_CODES}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
