@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
 
@@ -60,16 +59,17 @@ def listens() -> bool:
 @contextmanager
 def listening() -> Iterator[None]:
     """Inside, a process that has no handlers of its own for the two listens, and then has none again: a script, a notebook."""
-    own: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    nobodys = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)  # ignored: of a job in a shell's background
     main = threading.current_thread() is threading.main_thread()
-    if not main or any(signal.getsignal(number) != handler for number, handler in own.items()):
+    if not main or any(handler not in nobodys for handler in before.values()):
         yield
         return
     listen()
     try:
         yield
     finally:
-        for number, handler in own.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
         _received.clear()  # it has ended the run; whatever the process does next is not asked to end
 

@@ -566,20 +566,24 @@ def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: P
     assert saved_bits(run / "final") == saved_bits(whole / "run" / "final")
 
 
-def test_a_script_that_is_interrupted_is_saved(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True], ids=["a notebook", "a shell's background"])
+def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: Path) -> None:
     """Without the command line nobody has asked for signals; afterwards they are the script's again."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert before == [signal.default_int_handler, signal.SIG_DFL]
+    number, ends = (signal.SIGTERM, SystemExit) if ignored else (signal.SIGINT, KeyboardInterrupt)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert before == [signal.SIG_IGN if ignored else signal.default_int_handler, signal.SIG_DFL]
 
-    class Interrupting(Recorder):
+    class Ending(Recorder):
         def row(self, run: Any, row: Any) -> None:
             if row["step"] == 4:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
-    with pytest.raises(KeyboardInterrupt):
-        api.execute(make_plan(whole), tmp_path / "run", Interrupting(), cache=whole / "cache")
+    with pytest.raises(ends):
+        api.execute(make_plan(whole), tmp_path / "run", Ending(), cache=whole / "cache")
     assert "saved; go on with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     api.execute(make_plan(whole), tmp_path / "run", cache=whole / "cache", resume=True)
     assert same(tmp_path / "run", whole / "run")
 
