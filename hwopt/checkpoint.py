@@ -138,7 +138,6 @@ class Checkpoints:
         run = self.run
         if not run.whole or not (all_ranks or run.world_size == 1 or (run.is_main and not run.engine.takes_turns)):
             return
-        run.alone = not all_ranks and run.world_size > 1
         try:
             self.save(not run.alone)
             self.writer.wait(not run.alone)

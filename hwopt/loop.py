@@ -194,9 +194,12 @@ def keeping(loop: Loop) -> Iterator[None]:
     except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:
         if not isinstance(error, HwoptError) and death(error) is None:
             raise
-        if row := loop.telemetry.flush():
-            loop.listener.row(loop.run, row)
-        loop.checkpoints.save_what_is_left(all_ranks=isinstance(error, NonFiniteError))
+        all_ranks = isinstance(error, NonFiniteError)
+        loop.run.alone = not all_ranks and loop.run.world_size > 1
+        for row in (loop.telemetry.flush(), loop.telemetry.made_up() if loop.run.alone else None):
+            if row is not None:
+                loop.listener.row(loop.run, row)
+        loop.checkpoints.save_what_is_left(all_ranks)
         loop.telemetry.judge()  # a loss that is not finite counts more than what came behind it
         raise
 

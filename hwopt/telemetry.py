@@ -149,10 +149,13 @@ class Telemetry:
         interval.norms.fold()
         interval.losses.fold()
         row = self.flush() if self.arrived() else None
-        if self.run.step % self.run.training.logging_steps == 0 or self.run.step == self.run.total_steps:
+        if self.at_log_point():
             row = self.flush() or row  # a slow device: wait for the old row before a new one starts
             self.start_row()
         return row
+
+    def at_log_point(self) -> bool:
+        return self.run.step % self.run.training.logging_steps == 0 or self.run.step == self.run.total_steps
 
     def arrived(self) -> bool:
         """Whether the row on its way can be had without waiting; several ranks wait, or they would not end in the same step."""
@@ -233,6 +236,13 @@ class Telemetry:
         if scale is not None:
             row["loss_scale"] = scale
         return row
+
+    def made_up(self) -> Row | None:
+        """The row of a log point at which the other ranks were gone, from what this one knows; None where it is on its way."""
+        if not self.interval.counts.steps or not self.at_log_point():
+            return None
+        self.start_row()
+        return self.flush()
 
     def judge(self) -> None:
         """Say what the last row means. Raises NonFiniteError where it means that the run must stop."""

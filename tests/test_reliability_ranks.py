@@ -32,6 +32,7 @@ from hwopt import api, resume, signals, storage
 from hwopt.cli import run_command
 from hwopt.errors import DataError, death, exit_code_of
 from hwopt.run_folder import owned
+from hwopt.telemetry import Telemetry
 from hwopt.testing import TINY_BERT, apart, launcher, logged, saved_bits, write_samples
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
@@ -170,6 +171,23 @@ def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, 
         work.goes_on_exactly(name, undisturbed, saved_alone=victims == pids[1:])
         killed += 1
     figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
+
+
+def test_a_rank_that_dies_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
+    """Between the step and the sum of the losses of all ranks."""
+    start_row = Telemetry.start_row
+
+    def dies(telemetry: Telemetry) -> None:
+        if telemetry.run.rank == 1 and telemetry.run.step == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start_row(telemetry)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Telemetry, "start_row", dies)
+        first, second = work.forked("log-point")
+        assert (ended(second), ended(first)) == (-9, 9)
+    assert resume.in_folder(work.run("log-point"))[0].name == "checkpoint-30"
+    work.goes_on_exactly("log-point", undisturbed, saved_alone=True)
 
 
 def until(true: Callable[[], bool], within: float = 240.0) -> None:
