@@ -22,7 +22,8 @@ from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
 from hwopt.memory.parallel import Comparison, compared
-from hwopt.model_facts import facts_of, load_config
+from hwopt.model_config import load_config
+from hwopt.model_facts import facts_of
 from hwopt.plan import Plan, hardware_of_card
 from hwopt.plan import resolve as resolve_plan
 from hwopt.profile import load_profile, make_profile

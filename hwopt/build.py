@@ -26,7 +26,8 @@ from hwopt.errors import PluginError, shorten
 from hwopt.hardware import GIB
 from hwopt.loaders import build_loaders
 from hwopt.microbatch import StepBatch
-from hwopt.model_facts import load_config, no_search_for_packed_rows
+from hwopt.model_config import load_config
+from hwopt.model_facts import no_search_for_packed_rows
 from hwopt.model_files import skeleton_of
 from hwopt.plan import BatchSizes, Plan
 from hwopt.plugin import Observation

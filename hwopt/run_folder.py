@@ -34,8 +34,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     where nothing can be written.
     """
     refuse_bytes(str(output_dir), "--output-dir")
-    there = next((each for each in (output_dir, *output_dir.parents) if kind_of(each, "--output-dir") != "nothing"), None)
-    if there is not None and not there.is_dir():
+    if not (there := nearest_there(output_dir)).is_dir():
         raise InputError(f"--output-dir {output_dir}: {there} is a file; give a folder")
     if name is None:
         stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
@@ -57,9 +56,14 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     return writable(folder)
 
 
+def nearest_there(path: Path) -> Path:
+    """`path`, or the first of the folders above it that is there."""
+    return next(each for each in (path, *path.absolute().parents) if kind_of(each, "--output-dir") != "nothing")
+
+
 def writable(folder: Path) -> Path:
     """`folder`. Raises StorageError where it is not there and cannot be made, before the work that would be lost."""
-    there = next(each for each in (folder, *folder.absolute().parents) if kind_of(each, "--output-dir") != "nothing")
+    there = nearest_there(folder)
     if there != folder and not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(f"{folder} cannot be made: nothing can be written in {there}; give another --output-dir")
     return folder

@@ -28,7 +28,8 @@ from torch import Tensor
 from hwopt import api, resume
 from hwopt.hardware import detect, detect_software
 from hwopt.job import JobFile, make_job
-from hwopt.model_facts import facts_of, load_config
+from hwopt.model_config import load_config
+from hwopt.model_facts import facts_of
 from hwopt.plan import Plan, resolve
 from hwopt.plugin import Evidence
 from hwopt.profile import Profile, make_profile

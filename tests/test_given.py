@@ -13,12 +13,13 @@ from hwopt.errors import DataError, InputError, StorageError, is_gated
 from hwopt.given import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
 from hwopt.job import Job, make_job
 from hwopt.memory.tracer import kept
-from hwopt.model_facts import facts_of, load_config
+from hwopt.model_config import load_config
+from hwopt.model_facts import facts_of
 from hwopt.registry import Registry
 from hwopt.resume import checkpoint_in
 from hwopt.run_folder import run_folder
 from hwopt.testing import TINY_BERT
-from hwopt.toml_files import Document
+from hwopt.toml_files import Document, _fields_at
 from hwopt.words import INSTEAD
 
 
@@ -211,7 +212,7 @@ def test_what_is_to_be_given_instead_is_there(word: str) -> None:
         return
     table, *keys = place.split(".")
     if table != "plugins":
-        assert keys[0] in Job.model_fields[table].annotation.model_fields  # type: ignore[union-attr]
+        assert keys[0] in _fields_at(Job, (table,))
         return
     options = Registry().plugin(keys[0]).Options.model_fields
     assert keys[1] == "enabled" or keys[1] in options

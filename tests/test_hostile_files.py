@@ -28,7 +28,8 @@ from hwopt.cli import run_command
 from hwopt.data import TokenStore
 from hwopt.errors import DataError, InputError
 from hwopt.memory.tracer import kept
-from hwopt.model_facts import facts_of, load_config
+from hwopt.model_config import load_config
+from hwopt.model_facts import facts_of
 from hwopt.report.screen import Terminal, say, table
 from hwopt.tables import read_rows
 from hwopt.testing import TINY_BERT, finished, write_samples

@@ -15,7 +15,7 @@ import pytest
 from hwopt import api
 from hwopt.errors import DataError
 from hwopt.job import Job
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.rows import IN_A_ROW, LeftOut
 from hwopt.tasks import Prepared, make_task
 from hwopt.testing import TINY_BERT, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny

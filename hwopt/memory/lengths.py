@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hwopt.errors import HwoptError
 from hwopt.microbatch import Widths, cut_in_order
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.plan import Plan
 from hwopt.tasks import make_task
 

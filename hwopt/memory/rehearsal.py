@@ -26,7 +26,8 @@ from hwopt.loaders import padding_of
 from hwopt.loop import forward_and_backward
 from hwopt.memory.tracker import Tracker
 from hwopt.microbatch import Step, StepBatch, cut_in_order
-from hwopt.model_facts import AUTO_CLASSES, load_config, no_search_for_packed_rows
+from hwopt.model_config import load_config
+from hwopt.model_facts import AUTO_CLASSES, no_search_for_packed_rows
 from hwopt.plan import Plan, write_recipe
 from hwopt.plugin import MemorySpec
 from hwopt.recipe import Recipe

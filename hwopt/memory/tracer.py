@@ -38,7 +38,7 @@ from hwopt.memory.rehearsal import (
 )
 from hwopt.memory.timeline import Scaled, Timeline
 from hwopt.memory.tracker import Tracker
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.plan import Plan
 from hwopt.tokenizer import planned_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError, listing, shorten
-from hwopt.model_facts import file_of
+from hwopt.model_config import file_of
 from hwopt.paths import read_whole
 from hwopt.trust import is_trusted
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hwopt.errors import PluginError
 from hwopt.hardware import described, detect_host
 from hwopt.memory.planner import plan_memory
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.registry import Registry
 from hwopt.testing import (
     TINY_BERT,

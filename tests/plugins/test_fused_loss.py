@@ -20,7 +20,8 @@ from hwopt.hardware import described
 from hwopt.memory.measured import measured
 from hwopt.memory.rehearsal import Shape
 from hwopt.memory.tracer import traced
-from hwopt.model_facts import ModelFacts, facts_of, load_config
+from hwopt.model_config import load_config
+from hwopt.model_facts import ModelFacts, facts_of
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import FusedLoss, in_chunks, liger_cross_entropy, linear_cross_entropy

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hwopt.errors import DataError
 from hwopt.job import Job
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.tasks import IGNORED, Prepared, Task, make_task
 from hwopt.tasks.causal_lm import blocks, prompted
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from hwopt.errors import InputError
 from hwopt.job import Job
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.tasks import Prepared, make_task, refuse_inexact
 
 

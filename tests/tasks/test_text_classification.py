@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hwopt.errors import DataError, InputError
 from hwopt.job import Job
-from hwopt.model_facts import load_config
+from hwopt.model_config import load_config
 from hwopt.rows import LeftOut, Places
 from hwopt.tables import Rows
 from hwopt.tasks import Prepared, Task, make_task
