@@ -49,8 +49,8 @@ def profile_of(card: str, method: str, rows: int) -> str:
 
 
 def card_of(name: str) -> str:
-    from hwopt.profile import load_profile
-    from hwopt.registry import profile_files
+    from hwopt.config.profile import load_profile
+    from hwopt.config.profile_files import profile_files
 
     card = load_profile(name, profile_files()).card
     facts = {"match": list(card.match), "memory_gib": card.memory_gib, "compute_capability": card.compute_capability}
@@ -93,8 +93,8 @@ def step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     """One training step on made-up samples; raises torch.OutOfMemoryError where the device has not as much."""
     import torch
 
+    from hwopt.memory.dry_run import Shape
     from hwopt.memory.measured import measured
-    from hwopt.memory.rehearsal import Shape
 
     plan, _ = planned(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:

@@ -116,9 +116,9 @@ def profile_of(config: dict[str, Any]) -> str:
 def compare(config: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured bytes of a training step and an evaluation."""
     from hwopt import api
+    from hwopt.memory.dry_run import Shape
     from hwopt.memory.measured import measured
     from hwopt.memory.planner import bucket_bytes, held_part, training_step
-    from hwopt.memory.rehearsal import Shape
     from hwopt.memory.tracer import traced
 
     rows, width = shape_of(config)

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from hwopt import randomness
-from hwopt.engine import Engine
-from hwopt.ladder import Ladder
-from hwopt.loop import step
-from hwopt.microbatch import Part, Step, StepBatch
-from hwopt.recipe import EVENTS
-from hwopt.telemetry import Telemetry
+from hwopt.data.step_batch import Part, Step, StepBatch
+from hwopt.distributed.engine import Engine
+from hwopt.distributed.oom_backoff import Ladder
+from hwopt.plugin.recipe import EVENTS
+from hwopt.training import randomness
+from hwopt.training.loop import step
+from hwopt.training.telemetry import Telemetry
 
 ROWS = 32
 

@@ -23,9 +23,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from hwopt.randomness import shuffled
-from hwopt.registry import Registry
-from hwopt.tables import columns, read_rows
+from hwopt.data.tables import columns, read_rows
+from hwopt.plugin.registry import Registry
+from hwopt.training.randomness import shuffled
 
 ROWS, STEP, ROUNDS = 16, 128, 5
 Layout = list[list[list[int]]]

@@ -8,31 +8,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt import auto_profile
-from hwopt.caches import cache_folder
-from hwopt.errors import InputError, shorten
-from hwopt.execution import execute
-from hwopt.given import find_job
-from hwopt.hardware import detect, detect_software, limited
-from hwopt.launcher import local_rank
-from hwopt.loop import fitting
+from hwopt.config.profile import load_profile, make_profile
+from hwopt.config.profile_files import profile_files
+from hwopt.data.tokenizer_training import planned_config
+from hwopt.errors import InputError
+from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.device import limited
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
-from hwopt.memory.parallel import Comparison, compared
-from hwopt.model_config import load_config
-from hwopt.model_facts import facts_of
-from hwopt.plan import Plan, hardware_of_card
-from hwopt.plan import resolve as resolve_plan
-from hwopt.profile import load_profile, make_profile
-from hwopt.registry import Registry, profile_files
-from hwopt.resume import checkpoint_in
-from hwopt.resume import peek as checkpoint_says
-from hwopt.run_folder import folder_to_go_on_in, run_folder
-from hwopt.tokenizer import planned_config
-from hwopt.trust import trusted
+from hwopt.memory.sharding import Comparison, compared
+from hwopt.model.config import load_config
+from hwopt.model.facts import facts_of
+from hwopt.model.remote_code import trusted
+from hwopt.planning import auto_profile
+from hwopt.planning.inputs import find_job
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import hardware_of_card
+from hwopt.planning.resolve import resolve as resolve_plan
+from hwopt.plugin.registry import Registry
+from hwopt.runs.execute import execute
+from hwopt.runs.folder import folder_to_go_on_in, run_folder
+from hwopt.saving.reader import checkpoint_in
+from hwopt.saving.reader import peek as checkpoint_says
+from hwopt.system.cache import cache_folder
+from hwopt.system.ranks import local_rank
+from hwopt.text import shorten
+from hwopt.training.loop import fitting
 
 
 def resolve(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+
+from hwopt.text import text_of
 
 
 class HwoptError(Exception):
@@ -151,59 +152,3 @@ class Problems:
         """Raise `error` with all messages, one a line, the first of them in full."""
         if self.messages:
             raise error("\n".join([*self.messages, *([f"… and {self.more} more"] if self.more else [])]))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the known name that is most like `name`, or an empty string."""
-    from difflib import get_close_matches  # costs what listing profiles cannot spare
-
-    matches = get_close_matches(name[:80], [one for one in known if len(one) <= 200], n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
-
-
-def listing(names: Sequence[str], limit: int = 12) -> str:
-    """The accepted names in one line, cut where there are too many to read."""
-    shown = ", ".join(cut(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"
-
-
-def refuse_bytes(name: str, what: str) -> None:
-    """Raises InputError for a file name that is not UTF-8: libraries in Rust and C++ cannot open it, nor can JSON hold it."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        ascii_only = sys.getfilesystemencoding() != "utf-8"
-        how = "set PYTHONUTF8=1, or leave out what makes Python take names for ASCII" if ascii_only else "give it another name"
-        raise InputError(f"{what} {shorten(name)}: is not a name in UTF-8; {how}") from error
-
-
-def shorten(value: object, limit: int = 60) -> str:
-    """`repr(value)` that fits on a line, whatever was typed."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def cut(text: str, limit: int = 80) -> str:
-    """`text` as it is, but for what is too long to read."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control characters, escape sequences and marks that turn the direction of
-    writing around are spelled out. Names, labels and messages of files end on the screen; lines and tabs stay.
-    """
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(text_of(error).splitlines()), type(error).__name__)[:200]
-
-
-def text_of(error: BaseException) -> str:
-    """`str(error)`, or why there is none: a stranger's exception may fail at that too."""
-    try:
-        return str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:
-        return f"(it has no text: its __str__ raised {type(problem).__name__})"

@@ -1,5 +1,6 @@
 """For the tests of plugins, built-in and third-party alike: a tiny real job, and the contract that every plugin is held to.
 
+
 from hwopt.testing import check_contract_of
 
 def test_contract(tmp_path):
@@ -25,19 +26,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hwopt import api, resume
-from hwopt.hardware import detect, detect_software
-from hwopt.job import JobFile, make_job
-from hwopt.model_config import load_config
-from hwopt.model_facts import facts_of
-from hwopt.plan import Plan, resolve
+from hwopt import api
+from hwopt.config.job import JobFile, make_job
+from hwopt.config.profile import Profile, make_profile
+from hwopt.config.toml import Document
+from hwopt.hardware.detect import detect, detect_software
+from hwopt.model.config import load_config
+from hwopt.model.facts import facts_of
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import resolve
 from hwopt.plugin import Evidence
-from hwopt.profile import Profile, make_profile
-from hwopt.recipe import LISTS
-from hwopt.registry import Registry
-from hwopt.report.journal import SUMMARY, write_status
-from hwopt.telemetry import Listener, Row
-from hwopt.toml_files import Document
+from hwopt.plugin.recipe import LISTS
+from hwopt.plugin.registry import Registry
+from hwopt.runs.status import SUMMARY, write_status
+from hwopt.saving import reader as resume
+from hwopt.training.listener import Listener, Row
 
 COLOURS = ("red", "green", "blue")
 WORDS = (*COLOURS, "one", "two", "three", "four", "five", "up", "down", "left", "right", "hot", "cold", "old", "new", "big")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hwopt.hardware import Capability, Hardware
+from hwopt.hardware.device import Capability, Hardware
 from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Stage
 
 SETTING = "expandable_segments"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hwopt.hardware import Hardware
+from hwopt.hardware.device import Hardware
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 
 MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost memory

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.hardware import Capability
+from hwopt.hardware.device import Capability
 from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
 
 IGNORED = -100

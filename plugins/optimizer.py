@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.hardware import Capability
+from hwopt.hardware.device import Capability
 from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block

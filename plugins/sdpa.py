@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.hardware import Feature, Hardware
+from hwopt.hardware.device import Feature, Hardware
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hwopt import signals
 from hwopt.cli.options import NOISY
+from hwopt.system import signals
 
 for _name in NOISY:
     logging.getLogger(_name).setLevel(logging.ERROR)

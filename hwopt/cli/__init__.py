@@ -19,7 +19,8 @@ import click
 from click.exceptions import Exit
 
 from hwopt import __version__
-from hwopt.errors import StorageError, cut, nearest, printable, text_of
+from hwopt.errors import StorageError
+from hwopt.text import cut, nearest, printable, text_of
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -144,13 +145,13 @@ def run_command(arguments: list[str]) -> int:
             error.show()
         return error.exit_code
     except click.Abort:  # what click makes of KeyboardInterrupt
-        from hwopt.processes import leave_note
+        from hwopt.runs.launch import leave_note
 
         leave_note(130, ENDINGS[130], secondhand=False)
         return 130
     except BaseException as error:
-        from hwopt import signals
-        from hwopt.processes import leave_note
+        from hwopt.runs.launch import leave_note
+        from hwopt.system import signals
 
         code = signals.exit_code(error)
         message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {text_of(error)}"))

@@ -14,12 +14,12 @@ from hwopt.cli.options import format_option, quiet_libraries
 @format_option
 def detect(format_: str) -> None:
     quiet_libraries()
-    from hwopt.survey import survey
+    from hwopt.planning.capabilities import survey
 
     found = survey()
     if format_ == "json":
         click.echo(json.dumps(asdict(found), indent=2, default=str))
         return
-    from hwopt.report.screen import Terminal, show_survey
+    from hwopt.report.terminal import Terminal, show_survey
 
     show_survey(Terminal(), found)

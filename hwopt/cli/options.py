@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from hwopt.errors import printable
-from hwopt.trust import trust_only
+from hwopt.model.remote_code import trust_only
+from hwopt.text import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -58,8 +58,8 @@ def say(text: str, err: bool = False) -> None:
 def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
     """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
     quiet_libraries()
-    from hwopt.given import refuse_mistakes
-    from hwopt.launcher import refuse_odd_switches
+    from hwopt.interop.launcher_environment import refuse_odd_switches
+    from hwopt.planning.inputs import refuse_mistakes
 
     refuse_odd_switches(os.environ)
     refuse_mistakes(profiles, job, assignments, memory_limit)

@@ -12,7 +12,7 @@ import rich_click as click
 from hwopt.cli.options import begin, format_option, job_options, quiet_transformers
 
 if TYPE_CHECKING:
-    from hwopt.plan import Plan
+    from hwopt.planning.plan import Plan
 
 
 @click.command(
@@ -56,8 +56,8 @@ def plan(
     from hwopt import api
     from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side
-    from hwopt.report.parallel import show_parallel
-    from hwopt.report.screen import Terminal, show_plan, show_values
+    from hwopt.report.sharding import show_parallel
+    from hwopt.report.terminal import Terminal, show_plan, show_values
 
     quiet_transformers()
     ranks = Ranks(world_size, nodes or 1)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hwopt.cli.options import format_option, say
-from hwopt.registry import Registry
+from hwopt.plugin.registry import Registry
 
 
 @click.group(invoke_without_command=True, help="List the plugins, or show one with its options.")

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from hwopt.cli.options import format_option, say
-from hwopt.errors import InputError, nearest
-from hwopt.registry import profile_files
+from hwopt.config.profile_files import profile_files
+from hwopt.errors import InputError
+from hwopt.text import nearest
 
 
 @click.group(invoke_without_command=True, help="List the profiles, or show one.")
@@ -48,7 +49,7 @@ def list_profiles(format_: str) -> None:
 @click.argument("name")
 @format_option
 def show(name: str, format_: str) -> None:
-    from hwopt.profile import load_profile
+    from hwopt.config.profile import load_profile
 
     files = profile_files()
     if name not in files and not name.endswith(".toml"):

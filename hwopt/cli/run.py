@@ -12,7 +12,7 @@ import rich_click as click
 from hwopt.cli.options import begin, job_options, profile_option, quiet_transformers, say
 
 if TYPE_CHECKING:
-    from hwopt.plan import Plan
+    from hwopt.planning.plan import Plan
 
 
 @click.command(help="Train JOB (default: ./job.toml, else the embedded demo) with the optimizations of a card's profile.")
@@ -49,11 +49,11 @@ def run(
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
     begin([profile], job, assignments, memory_limit)
-    from hwopt.given import refuse_missing_data
-    from hwopt.launcher import rank_and_world, refuse_lost_ranks
-    from hwopt.processes import ranks_to_start, run_ranks
-    from hwopt.resume import checkpoint_in
-    from hwopt.run_folder import run_folder
+    from hwopt.planning.inputs import refuse_missing_data
+    from hwopt.runs.folder import run_folder
+    from hwopt.runs.launch import ranks_to_start, run_ranks
+    from hwopt.saving.reader import checkpoint_in
+    from hwopt.system.ranks import rank_and_world, refuse_lost_ranks
 
     # a bad name, or one that is taken, is said before the work, not after; so are data that are missing
     run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
@@ -68,9 +68,10 @@ def run(
         if ending.message:
             say(ending.message, err=True)
         return ending.exit_code
-    from hwopt import api, signals
+    from hwopt import api
     from hwopt.report.memory import show_forecast
-    from hwopt.report.screen import Screen, Terminal, show_plan
+    from hwopt.report.terminal import Screen, Terminal, show_plan
+    from hwopt.system import signals
 
     quiet_transformers()
     before: Mapping[str, Any] = {}

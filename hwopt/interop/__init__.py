@@ -1,1 +1,1 @@
-"""Plans in the words of other tools, one format a module: pure functions from a plan to what the file holds."""
+"""Plans in the formats of other tools: Accelerate, DeepSpeed, launcher environments."""

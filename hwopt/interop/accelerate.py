@@ -14,8 +14,8 @@ import yaml
 
 from hwopt.errors import InputError
 from hwopt.interop.deepspeed import engine_config, engine_plugin
-from hwopt.launcher import ENGINES
-from hwopt.plan import Plan
+from hwopt.interop.launcher_environment import ENGINES
+from hwopt.planning.plan import Plan
 
 FIRST_NODE = "ADDRESS_OF_THE_FIRST_NODE"
 """Stands where only the user knows better."""

@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from hwopt.blame import blaming
-from hwopt.build import made
 from hwopt.errors import InputError
-from hwopt.plan import Plan
+from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, PluginOptions
-from hwopt.recipe import Recipe
-from hwopt.registry import Registry
+from hwopt.plugin.guard import blaming
+from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.registry import Registry
+from hwopt.training.build import made
 
 LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
 """How the environment variables begin from which Accelerate's plugins take what they are not told."""

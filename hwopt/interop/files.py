@@ -10,9 +10,9 @@ from typing import Literal
 from hwopt.errors import InputError, StorageError
 from hwopt.interop.accelerate import launcher_config, launcher_yaml
 from hwopt.interop.deepspeed import engine_config, no_deepspeed
-from hwopt.paths import kind_of
-from hwopt.plan import Plan
-from hwopt.registry import Registry
+from hwopt.planning.plan import Plan
+from hwopt.plugin.registry import Registry
+from hwopt.system.paths import kind_of
 
 
 def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:

@@ -1,1 +1,1 @@
-"""Memory planning: whether a plan fits its device, and what to change where it does not."""
+"""The memory planner: whether a plan fits its device, and what to change where it does not."""

@@ -9,16 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hwopt.blame import blaming
+from hwopt.data.step_batch import Widths
 from hwopt.errors import HwoptError
+from hwopt.memory.dry_run import Shape
 from hwopt.memory.lengths import Lengths, lengths_of, share_cut
-from hwopt.memory.planner import Change, MemoryPlan, from_trace, held_part, highest, plan_memory
-from hwopt.memory.rehearsal import Shape
+from hwopt.memory.planner import from_trace, held_part, highest, plan_memory
 from hwopt.memory.tracer import traced
-from hwopt.microbatch import Widths
-from hwopt.plan import Plan
+from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.plan import Plan
 from hwopt.plugin import Leaner
-from hwopt.registry import Registry
+from hwopt.plugin.guard import blaming
+from hwopt.plugin.registry import Registry
 
 WORTH_IT_GIB = 0.01
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hwopt.data.collate import cut_in_order
+from hwopt.data.step_batch import Widths
 from hwopt.errors import HwoptError
-from hwopt.microbatch import Widths, cut_in_order
-from hwopt.model_config import load_config
-from hwopt.plan import Plan
-from hwopt.tasks import make_task
+from hwopt.model.config import load_config
+from hwopt.planning.plan import Plan
+from hwopt.tasks.registry import make_task
 
 LENGTH = 512
 """Tokens, where neither the data nor the job nor the model says anything."""

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from hwopt.errors import InputError
-from hwopt.hardware import GIB
-from hwopt.memory.planner import MemoryPlan
-from hwopt.memory.rehearsal import Shape, evaluation, micro_batch_of, rehearsing, state_first, train_step
+from hwopt.hardware.device import GIB
+from hwopt.memory.dry_run import Shape, evaluation, micro_batch_of, rehearsing, state_first, train_step
 from hwopt.memory.tracer import has_several
-from hwopt.plan import Plan, write_recipe
+from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import write_recipe
 
 STEP = "hwopt.step"
 

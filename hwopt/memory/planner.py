@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hwopt.data_parallel import BUCKET_BYTES
-from hwopt.entries import Entry
+from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
-from hwopt.hardware import GIB, Hardware
+from hwopt.hardware.device import GIB, Hardware
 from hwopt.memory import closed_form
+from hwopt.memory.dry_run import Shape, spec_of
+from hwopt.memory.known_limits import most_rows, remember
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
-from hwopt.memory.rehearsal import Shape, spec_of
-from hwopt.memory.roofline import Prediction, predict
+from hwopt.memory.roofline import predict
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, traced, traced_at
-from hwopt.memory.tried import most_rows, remember
-from hwopt.plan import Plan
+from hwopt.planning.decisions import Entry
+from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.plan import Plan
 
 # The planner's fitted constants, two in all (docs/memory.md). Everything else follows from the traced step.
 CONTEXT_GIB = 0.5
@@ -35,66 +36,6 @@ ERRORS = {
 MOST_LENGTH = 1 << 17
 HOST_SHARE = 0.85
 """Of the host's memory, for what is offloaded; data, libraries and the system take the rest. A round number."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Lines of the profile or job that save memory."""
-
-    lines: tuple[str, ...]
-    """`key = value`, or a table that is new."""
-    saves_gib: float
-    fits: bool
-    slower: float
-    """Time of a step against now, about."""
-    cost: str
-    alters: bool
-    """Whether it also changes what is trained."""
-    assignments: tuple[str, ...]
-    """The same as `--set` takes it."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The answer. Memory in GiB; `parts` at the highest point of a training step, and the reserve."""
-
-    tier: str
-    error: str
-    rows: int
-    width: int
-    width_source: str
-    parts: dict[str, float]
-    peak_gib: float
-    """Of the allocator, in a training step: the sum of the parts but the reserve."""
-    eval_peak_gib: float | None
-    reserve_gib: float
-    free_gib: float
-    largest_train: int | None
-    """Rows of a micro-batch of this width; None where the tier cannot tell. So are the others."""
-    largest_eval: int | None
-    largest_max_length: int | None
-    time: Prediction | None = None
-    changes: tuple[Change, ...] = ()
-    note: str = ""
-    host_gib: float = 0.0
-    """What is offloaded to the host's memory, of all ranks on this machine."""
-    host_free_gib: float | None = None
-    """What the host has for it; None for a card that is not in this machine."""
-
-    @property
-    def host_fits(self) -> bool:
-        return self.host_free_gib is None or self.host_gib <= self.host_free_gib
-
-    @property
-    def margin_gib(self) -> float:
-        return self.free_gib - self.reserve_gib - max(self.peak_gib, self.eval_peak_gib or 0.0)
-
-    @property
-    def fits(self) -> bool:
-        return self.margin_gib >= 0 and self.host_fits
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib, "host_fits": self.host_fits}
 
 
 def reserve_gib(hardware: Hardware) -> float:

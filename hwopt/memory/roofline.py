@@ -7,15 +7,16 @@ Source: Williams et al. 2009, "Roofline"; peaks and bandwidth are the profile's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hwopt.data.collate import cut_in_order
+from hwopt.data.step_batch import Widths
 from hwopt.memory.timeline import Scaled, Timeline
-from hwopt.microbatch import Widths, cut_in_order
-from hwopt.plan import Plan
+from hwopt.planning.memory_plan import Prediction
+from hwopt.planning.plan import Plan
 
 SLOW_COMPUTE = 0.4
 """Of the peak: large half-precision products reach 0.5 to 0.8, small ones much less."""
@@ -24,17 +25,6 @@ HOST_SECONDS = 8e-6
 """To start one operation from Python."""
 STEPS = 16
 """Step batches that are looked at for the mean."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds, from the fast end to the slow end."""
-
-    step: tuple[float, float]
-    epoch: tuple[float, float] | None
-    total: tuple[float, float] | None
-    """None where the data was not read."""
-    basis: str = "predicted, roofline"
 
 
 def predict(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Prediction | None:

@@ -24,9 +24,10 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from hwopt.data import fingerprint
-from hwopt.memory import card
-from hwopt.memory.rehearsal import (
+from hwopt.data.token_store import fingerprint
+from hwopt.data.tokenizer_training import planned_config
+from hwopt.memory import cuda_emulation as card
+from hwopt.memory.dry_run import (
     Shape,
     evaluation,
     label_weights,
@@ -38,9 +39,8 @@ from hwopt.memory.rehearsal import (
 )
 from hwopt.memory.timeline import Scaled, Timeline
 from hwopt.memory.tracker import Tracker
-from hwopt.model_config import load_config
-from hwopt.plan import Plan
-from hwopt.tokenizer import planned_config
+from hwopt.model.config import load_config
+from hwopt.planning.plan import Plan
 
 FORMAT = 2
 """Of the files in the cache; counts up with every change of what a trace says."""

@@ -1,1 +1,1 @@
-"""What a run shows and keeps: the terminal and the files of the run folder."""
+"""What a run and a plan show: terminal output and tables."""

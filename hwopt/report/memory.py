@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.screen import say, table
+from hwopt.report.terminal import say, table
 
 if TYPE_CHECKING:
-    from hwopt.memory.planner import Change, MemoryPlan
-    from hwopt.memory.roofline import Prediction
-    from hwopt.plan import Plan
+    from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
+    from hwopt.planning.plan import Plan
 
 
 def show_memory(console: Console, plan: Plan) -> None:

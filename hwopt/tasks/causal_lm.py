@@ -7,25 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.data import TokenStore, fingerprint, held_out_of, split_rows
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.rows import Rows
+from hwopt.data.tables import columns
+from hwopt.data.token_store import TokenStore, fingerprint, held_out_of, split_rows
+from hwopt.data.tokenizer import CHUNK, Encoded, Limit
+from hwopt.data.tokenizer_training import identity
 from hwopt.errors import DataError
-from hwopt.job import Job
-from hwopt.rows import LeftOut, Places
-from hwopt.tables import Rows, columns
-from hwopt.tasks import (
-    FORMAT,
-    IGNORED,
-    Metrics,
-    Prepared,
-    Task,
-    finish,
-    leave_out_tokenless,
-    limit_of,
-    read_sources,
-    refuse_router,
-    tokenizer_for,
-)
-from hwopt.tokenizer import CHUNK, Encoded, Limit, identity
+from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.preparation import finish, leave_out_tokenless, limit_of, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,25 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.data import TokenStore, fingerprint, split_rows
-from hwopt.errors import DataError, listing, nearest, shorten
-from hwopt.job import Job
-from hwopt.model_facts import is_decoder
-from hwopt.rows import LeftOut, Places
-from hwopt.tables import Rows, column_of, columns, strings
-from hwopt.tasks import (
-    FORMAT,
-    Metrics,
-    Prepared,
-    Task,
-    finish,
-    leave_out_tokenless,
-    limit_of,
-    read_sources,
-    refuse_router,
-    tokenizer_for,
-)
-from hwopt.tokenizer import Limit, encode, identity, uses_token_types
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.rows import Rows
+from hwopt.data.tables import column_of, columns, strings
+from hwopt.data.token_store import TokenStore, fingerprint, split_rows
+from hwopt.data.tokenizer import Limit, encode, uses_token_types
+from hwopt.data.tokenizer_training import identity
+from hwopt.errors import DataError
+from hwopt.model.facts import is_decoder
+from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.preparation import finish, leave_out_tokenless, limit_of, read_sources, tokenizer_for
+from hwopt.text import listing, nearest, shorten
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hwopt.data_parallel import make_equal
-from hwopt.engine import TakingTurns
+from hwopt.distributed.data_parallel import make_equal
+from hwopt.distributed.sharded_engine import TakingTurns
 from hwopt.errors import PluginError
-from hwopt.tensors import described
+from hwopt.saving.tensor_tree import described
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

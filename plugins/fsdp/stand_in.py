@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwopt.engine import Engine
+from hwopt.distributed.engine import Engine
 from hwopt_plugins.fsdp.engine import DTYPES, layer_classes
 
 

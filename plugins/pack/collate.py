@@ -9,7 +9,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from hwopt.microbatch import Collate, Part, Step, StepBatch
+from hwopt.data.collate import Collate
+from hwopt.data.step_batch import Part, Step, StepBatch
 from hwopt_plugins.pack import shared_rows
 
 IGNORED = -100

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hwopt.hardware import Hardware
+from hwopt.hardware.device import Hardware
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}

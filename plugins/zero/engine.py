@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwopt.engine import TakingTurns
+from hwopt.distributed.sharded_engine import TakingTurns
 from hwopt.errors import NonFiniteError
-from hwopt.tensors import HostCopies
+from hwopt.saving.tensor_tree import HostCopies
 
 
 class ZeroEngine(TakingTurns):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwopt.engine import Engine
+from hwopt.distributed.engine import Engine
 
 
 class StandIn(Engine):

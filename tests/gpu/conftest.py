@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from hwopt.hardware import GIB
+from hwopt.hardware.device import GIB
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

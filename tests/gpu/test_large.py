@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hwopt import api
-from hwopt.hardware import GIB
+from hwopt.hardware.device import GIB
 from hwopt.testing import Recorder, write_samples
 
 Limit = Callable[[float], AbstractContextManager[None]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measured
-from hwopt.memory.rehearsal import Shape
 from hwopt.memory.tracer import traced
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 

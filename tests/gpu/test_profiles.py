@@ -12,7 +12,7 @@ import torch
 
 from hwopt import api
 from hwopt.errors import DoesNotFitError
-from hwopt.hardware import GIB
+from hwopt.hardware.device import GIB
 from hwopt.testing import Recorder, write_samples
 
 Limit = Callable[[float], AbstractContextManager[None]]

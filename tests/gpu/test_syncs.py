@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt import randomness
-from hwopt.build import build
-from hwopt.ladder import Ladder
-from hwopt.loop import step, step_batches
-from hwopt.telemetry import Telemetry
+from hwopt.distributed.oom_backoff import Ladder
 from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt.training import randomness
+from hwopt.training.build import build
+from hwopt.training.loop import step, step_batches
+from hwopt.training.telemetry import Telemetry
 
 
 def ladder() -> Ladder:

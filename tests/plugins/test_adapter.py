@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hwopt.errors import PluginError
-from hwopt.hardware import described
-from hwopt.model_facts import ModelFacts
+from hwopt.hardware.device import described
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.adapter import Adapter, classification_heads
 

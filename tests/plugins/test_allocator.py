@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context
 from hwopt_plugins.allocator import Allocator, expandable_segments, has_virtual_memory
 

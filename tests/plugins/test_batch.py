@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from hwopt.errors import PluginError
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.batch import Batch, micro_batches
 

@@ -10,8 +10,8 @@ from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hwopt.errors import PluginError
-from hwopt.hardware import described
-from hwopt.model_facts import ModelFacts
+from hwopt.hardware.device import described
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.adapter import add_adapter
 from hwopt_plugins.checkpointing import Checkpointing, repeated_layers

@@ -8,8 +8,8 @@ import torch
 import torch._dynamo.utils
 from pydantic import ValidationError
 
-from hwopt.hardware import described
-from hwopt.model_facts import ModelFacts
+from hwopt.hardware.device import described
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.cut import Cut, cut_by_length, padded_tokens, padded_width
 

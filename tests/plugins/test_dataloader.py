@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from torch.utils.data import DataLoader
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
 

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from hwopt.errors import PluginError
-from hwopt.hardware import described, detect_host
+from hwopt.hardware.detect import detect_host
+from hwopt.hardware.device import described
 from hwopt.memory.planner import plan_memory
-from hwopt.model_config import load_config
-from hwopt.registry import Registry
+from hwopt.model.config import load_config
+from hwopt.plugin.registry import Registry
 from hwopt.testing import (
     TINY_BERT,
     TINY_LLAMA,
@@ -171,7 +172,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
 def test_without_ranks_it_says_how_to_start_them() -> None:
     from accelerate import Accelerator
 
-    from hwopt.build import forget
+    from hwopt.training.build import forget
     from hwopt_plugins.fsdp.engine import sharded
 
     accelerator = Accelerator(cpu=True)

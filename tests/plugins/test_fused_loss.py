@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from hwopt.errors import PluginError
-from hwopt.hardware import described
+from hwopt.hardware.device import described
+from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measured
-from hwopt.memory.rehearsal import Shape
 from hwopt.memory.tracer import traced
-from hwopt.model_config import load_config
-from hwopt.model_facts import ModelFacts, facts_of
+from hwopt.model.config import load_config
+from hwopt.model.facts import ModelFacts, facts_of
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import FusedLoss, in_chunks, liger_cross_entropy, linear_cross_entropy

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.errors import InputError
-from hwopt.registry import Registry
+from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 GroupLengths = Registry().plugin("group_lengths")

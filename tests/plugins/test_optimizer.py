@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch.profiler import profile
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.optimizer import Optimizer, make_optimizer
 

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.data.collate import Collate, cut_in_order
+from hwopt.data.step_batch import Step
 from hwopt.errors import PluginError
-from hwopt.job import make_job
-from hwopt.microbatch import Collate, Step, cut_in_order
-from hwopt.registry import Registry
+from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, TINY_LLAMA, WORDS, plan_for, tiny_profile, train_tiny, write_samples
-from hwopt.toml_files import Document
 
 Pack = Registry().plugin("pack")
 SMALL = {
@@ -240,7 +241,8 @@ def test_flat_rows_have_no_mask_to_pay_for() -> None:
 
 
 def test_the_flash_kernel_is_taken_where_it_is(tmp_path: Path) -> None:
-    from hwopt.hardware import described, detect_host
+    from hwopt.hardware.detect import detect_host
+    from hwopt.hardware.device import described
     from hwopt.plugin import Context
 
     job = job_of(tmp_path, "llama", TINY_LLAMA, "causal-lm")

@@ -8,8 +8,8 @@ import torch
 from pydantic import ValidationError
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from hwopt.engine import Engine
-from hwopt.hardware import described
+from hwopt.distributed.engine import Engine
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.adapter import add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision, is_norm

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hwopt.errors import PluginError
-from hwopt.registry import Registry
+from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 
 Quantize = Registry().plugin("quantize")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.schedule import Schedule, warmup_steps
 

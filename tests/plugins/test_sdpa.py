@@ -10,8 +10,8 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification
 
-from hwopt.hardware import described
-from hwopt.model_facts import ModelFacts
+from hwopt.hardware.device import described
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
 

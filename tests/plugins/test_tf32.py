@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hwopt.hardware import described
+from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.tf32 import Tf32, older_interface, tf32_kernels
 

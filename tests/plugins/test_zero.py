@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hwopt import api
 from hwopt.errors import InputError, PluginError
 from hwopt.memory.planner import plan_memory
-from hwopt.registry import Registry
+from hwopt.plugin.registry import Registry
 from hwopt.report.memory import describe_host
 from hwopt.testing import (
     TINY_BERT,
@@ -90,7 +90,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: 
 
 
 def decided(world_size: int = 1, **options: Any) -> Any:
-    from hwopt.hardware import described, detect_host
+    from hwopt.hardware.detect import detect_host
+    from hwopt.hardware.device import described
     from hwopt.plugin import Context
 
     job = tiny_job(Path(os.environ["PYTEST_TMP"]))

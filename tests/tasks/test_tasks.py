@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from hwopt.config.job import Job
 from hwopt.errors import InputError
-from hwopt.job import Job
-from hwopt.model_config import load_config
-from hwopt.tasks import Prepared, make_task, refuse_inexact
+from hwopt.model.config import load_config
+from hwopt.tasks.base import Prepared, refuse_inexact
+from hwopt.tasks.registry import make_task
 
 
 def job_of(**tables: Any) -> Job:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.rows import Rows
 from hwopt.errors import DataError, InputError
-from hwopt.job import Job
-from hwopt.model_config import load_config
-from hwopt.rows import LeftOut, Places
-from hwopt.tables import Rows
-from hwopt.tasks import Prepared, Task, make_task
+from hwopt.model.config import load_config
+from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.registry import make_task
 from hwopt.tasks.text_classification import read_labels
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

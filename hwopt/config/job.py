@@ -1,0 +1,243 @@
+"""Job: what to train. A TOML file, the command line (`--set`), or both; every key keeps the place that it came from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from hwopt.config.toml import Document, override, parse_assignment, read_toml
+from hwopt.config.validation import validate
+from hwopt.errors import InputError
+from hwopt.system.paths import kind_of
+from hwopt.text import listing, nearest, shorten
+
+Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
+
+
+def _typed(path: str) -> str:
+    """A path that somebody meant: "D:\\train" has a tab in it."""
+    if any(ord(letter) < 32 for letter in path):
+        raise ValueError(
+            f"{shorten(path)} holds a control character; in double quotes a backslash begins an escape: "
+            "put a path into single quotes, or write it with '/'"
+        )
+    return path
+
+
+Source = Annotated[str, AfterValidator(_typed)]
+
+
+class Model(Table):
+    """Either `name` (trained weights) or `config` (random weights)."""
+
+    name: Source | None = None
+    """A hub name, or a folder made with save_pretrained()."""
+    config: dict[str, Any] | None = None
+    """Keys of the architecture's config, with `model_type`."""
+    tokenizer: Source | None = None
+    """A hub name or folder; default: the model's own, or one trained on the job's texts."""
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Model:
+        if (self.name is None) == (self.config is None):
+            raise ValueError('give either name = "…" (trained weights) or config = { model_type = "…" } (random weights)')
+        if self.name == "":
+            raise ValueError("name is empty; give a hub name or a folder")
+        return self
+
+    @property
+    def label(self) -> str:
+        """A short name for the screen."""
+        return self.name or f"{(self.config or {}).get('model_type')} (random)"
+
+
+class Data(Table):
+    train: Source = Field(min_length=1)
+    """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
+    eval: Source | None = None
+    eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    split: str | None = None
+    """Of a hub name or `datasets` folder; default train."""
+    eval_split: str | None = None
+    text: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = ("text",)
+    """One column, or two for pairs."""
+    label: str = "label"
+    prompt: str | None = None
+    """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
+    completion: str | None = None
+    max_length: int | None = Field(default=None, ge=2)
+    """In tokens; longer texts are cut."""
+    on_bad_row: Literal["skip", "stop"] = "skip"
+    """Leave out rows that cannot be used, and say which; or stop at the first one."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Data:
+        if self.eval is not None and self.eval_fraction is not None:
+            raise ValueError("eval and eval_fraction exclude each other")
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion go together")
+        return self
+
+
+class Task(Table):
+    kind: Literal["text-classification", "causal-lm"] = "text-classification"
+    ignore_router_loss: bool = False
+    """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
+
+
+class Training(Table):
+    """Hyperparameters, in Hugging Face's words. Steps are optimizer steps."""
+
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    max_steps: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=5e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """0 clips nothing."""
+    lr_scheduler_type: Scheduler = "linear"
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    logging_steps: int = Field(default=10, ge=1)
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Default: at the end of each epoch."""
+    save_steps: int | None = Field(default=None, ge=1)
+    """A checkpoint every so many steps, beside those of save_minutes."""
+    save_minutes: float = Field(default=15.0, ge=0)
+    """A checkpoint every so many minutes; 0: never. At SIGTERM and SIGINT there is one in any case."""
+    save_total_limit: int = Field(default=2, ge=0)
+    """The newest ones are kept, the best weights apart from them; 0 keeps all."""
+    hang_timeout: float = Field(default=600.0, ge=0)
+    """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows an update that is left out because a gradient is not finite, or a loss that is not."""
+    nonfinite_limit: int = Field(default=50, ge=1)
+    """Updates in a row that may be left out, by "skip" or by a loss scaler."""
+    nonfinite_share: float = Field(default=0.1, gt=0, le=1)
+    """Of the run's updates, those that "skip" may leave out in all; one always."""
+    loss_spike: Literal["warn", "stop", "off"] = "warn"
+    """What follows a logged loss that is far above the recent ones."""
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Training:
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError("warmup_ratio and warmup_steps exclude each other")
+        return self
+
+
+class Job(Table):
+    model: Model
+    data: Data
+    task: Task = Task()
+    training: Training = Training()
+
+    @model_validator(mode="after")
+    def _columns(self) -> Job:
+        if self.task.kind == "text-classification" and self.data.prompt is not None:
+            raise ValueError("data.prompt and data.completion belong to task.kind = 'causal-lm'")
+        if self.task.kind == "causal-lm" and len(self.data.text) > 1:
+            raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
+        return self
+
+
+TABLES = tuple(Job.model_fields)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job and the document that it came from."""
+
+    job: Job
+    document: Document
+
+    def place(self, *key: str) -> str:
+        return self.document.place(key)
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Give errors about keys that only the model or the data show to be wrong their file and line."""
+        try:
+            yield
+        except InputError as error:
+            raise placed(error, self.place) from error
+
+
+def placed(error: InputError, place: Callable[..., str]) -> InputError:
+    """`error`, with the `place` of the job's key that its message begins with."""
+    key = re.match(rf"(?:{'|'.join(TABLES)})(?:\.[^:]*)?(?=:)", str(error))
+    where = place(*key[0].split(".")) if key else ""
+    return type(error)(f"{where}: {error}") if where else error
+
+
+def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
+    """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
+    kind = kind_of(path, "JOB")
+    if kind == "folder":
+        raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
+    if kind == "nothing" and path.is_symlink():
+        raise InputError(f"{path}: is a link that leads nowhere ({shorten(os.readlink(path))}); mend it, or take it away")
+    if kind == "nothing":
+        raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
+    document = read_toml(path)
+    if (plugins := document.data.get("plugins")) is not None:
+        first = next(iter(plugins), "") if isinstance(plugins, dict) else ""
+        raise InputError(
+            f"{document.place(('plugins', first))}: plugins: a job has no plugins; give them in a profile, or as "
+            "--set plugins.precision.dtype=bf16 and the like"
+        )
+    return make_job(document, assignments)
+
+
+ALTERNATIVES = (
+    {("model", "name"), ("model", "config")},
+    {("data", "eval"), ("data", "eval_fraction")},
+    {("training", "warmup_ratio"), ("training", "warmup_steps")},
+)
+"""Keys that exclude each other: what the command line sets takes the place of the file's."""
+
+
+def without_alternatives(document: Document, assignments: Sequence[str]) -> Document:
+    asked = {parse_assignment(assignment)[0][:2] for assignment in assignments}
+    dropped = {key for pair in ALTERNATIVES for key in pair if pair & asked and key not in asked}
+    data = {
+        name: {key: value for key, value in table.items() if (name, key) not in dropped} if isinstance(table, dict) else table
+        for name, table in document.data.items()
+    }
+    return replace(document, data=data)
+
+
+def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
+    for assignment in assignments:
+        key, _ = parse_assignment(assignment)
+        if key[0] not in (*TABLES, "plugins"):
+            known = (*TABLES, "plugins")
+            raise InputError(
+                f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
+            )
+    document = override(without_alternatives(document, assignments), assignments, TABLES)
+    job = validate(Job, document)
+    assert job is not None  # without `problems`, validate raises
+    return JobFile(job, document)

@@ -1,0 +1,195 @@
+"""Profile: facts of one card, and the plugins chosen for it with their options, in order. TOML, never code.
+
+A profile may extend one parent: options merge per key, lists replace, an inherited table keeps its place, new ones go last,
+and `enabled = false` removes one. Every value keeps the file and line that it came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from hwopt.config.job import Table, Training
+from hwopt.config.toml import MAX_DEPTH, Document, Key, override, read_toml
+from hwopt.config.validation import validate
+from hwopt.errors import InputError, Problems
+from hwopt.system.paths import kind_of
+from hwopt.text import listing, nearest, shorten
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class DenseTflops(Table):
+    """Dense tensor-core peaks with fp32 accumulation, in TFLOP/s; absent where the card has no such path."""
+
+    fp16: Positive | None = None
+    bf16: Positive | None = None
+    tf32: Positive | None = None
+    fp32: Positive | None = None
+
+
+class Card(Table):
+    """What the maker says of the card. Never used in place of what the machine says."""
+
+    match: tuple[str, ...] = ()
+    """Parts of the device name as CUDA reports it."""
+    memory_gib: Positive | None = None
+    compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
+    memory_bandwidth_gbps: Positive | None = None
+    dense_tflops: DenseTflops = DenseTflops()
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        if self.compute_capability is None:
+            return None
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
+
+
+class TunedFor(Table):
+    """What the batch sizes were chosen for."""
+
+    parameters: Positive | None = None
+    max_length: int | None = Field(default=None, ge=2)
+
+
+class DataDefaults(Table):
+    max_length: int | None = Field(default=None, ge=2)
+
+
+class Claim(Table):
+    what: str
+    against: str
+    expect: tuple[float, float]
+    source: str
+
+
+class Content(Table):
+    """One profile with its parents merged in."""
+
+    name: str = Field(max_length=80)
+    summary: str = ""
+    extends: str | None = None
+    card: Card = Card()
+    tuned_for: TunedFor = TunedFor()
+    data: DataDefaults = DataDefaults()
+    training: Training = Training()
+    plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def plain(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ValueError(f"{shorten(name)} is no plain name; use letters, digits, '-', '_' and '.'")
+        return name
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A resolved profile and the merged document behind it."""
+
+    content: Content
+    document: Document
+
+    @property
+    def name(self) -> str:
+        return self.content.name
+
+    @property
+    def card(self) -> Card:
+        return self.content.card
+
+    def plugin_tables(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The enabled plugins with their options, in order."""
+        for name, table in self.content.plugins.items():
+            if table.get("enabled", True):
+                yield name, {key: value for key, value in table.items() if key != "enabled"}
+
+    def place(self, *key: str) -> str:
+        return self.document.place(key)
+
+
+def load_profile(spec: str, files: Mapping[str, Path], assignments: Sequence[str] = ()) -> Profile:
+    """The profile called `spec`, or the file at the path `spec`, with parents and `--set plugins.…` merged in.
+
+    Raises InputError where there is no such profile, a parent is missing or extends itself, or the file has problems.
+    """
+    document = _merged(_find(spec, files), files, ())
+    if {"model", "data"} <= document.data.keys():
+        raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
+    return make_profile(document, assignments)
+
+
+def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile:
+    document = override(document, assignments, ("plugins",))
+    problems = Problems()
+    content = validate(Content, document, problems=problems)
+    tables = document.data.get("plugins")
+    for name, table in tables.items() if isinstance(tables, dict) else ():
+        if isinstance(table, dict) and not isinstance(table.get("enabled", True), bool):
+            where = document.place(("plugins", name, "enabled"))
+            problems.add(f"{where}: plugins.{name}.enabled: expected true or false, got {shorten(table['enabled'])}")
+    problems.raise_if_any()
+    assert content is not None
+    return Profile(content, document)
+
+
+def _find(spec: str, files: Mapping[str, Path]) -> Path:
+    path = Path(spec)
+    if spec.endswith(".toml") or "/" in spec or "\\" in spec:
+        if (kind := kind_of(path, "--profile")) != "file":
+            raise InputError(f"--profile {spec}: {'no such file' if kind == 'nothing' else 'is no file; give a TOML file'}")
+        return path
+    if spec not in files:
+        known = sorted([*files, "auto"])
+        near = nearest(re.sub(r"\W", "", spec).lower(), known)  # "RTX 3070", say
+        raise InputError(f"--profile {shorten(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
+    return files[spec]
+
+
+def _merged(path: Path, files: Mapping[str, Path], children: tuple[Path, ...]) -> Document:
+    """`path` over its parents; `children` are the files that led here."""
+    document = read_toml(path)
+    parent_name = document.data.get("extends")
+    if parent_name is None:
+        return document
+    where = document.place(("extends",))
+    if not isinstance(parent_name, str):
+        raise InputError(f"{where}: extends: expected the name of one profile, got {shorten(parent_name)}")
+    beside = path.parent / f"{parent_name}.toml"
+    if parent_name not in files and kind_of(beside, f"{where}: extends:") != "file":
+        raise InputError(f"{where}: extends: no such profile {shorten(parent_name)}.{nearest(parent_name, files)}")
+    parent_path = files.get(parent_name, beside)
+    if parent_path in (*children, path):
+        raise InputError(f"{where}: extends: {parent_name!r} extends itself in a circle")
+    if len(children) >= MAX_DEPTH:
+        raise InputError(f"{where}: extends: {parent_name!r} would be the {MAX_DEPTH + 1}th profile in a line of parents")
+    parent = _merged(parent_path, files, (*children, path))
+    data = _merge(parent.data, document.data)
+    data.pop("claims", None)  # a parent's claims are its own
+    if "claims" in document.data:
+        data["claims"] = document.data["claims"]
+    places = {key: parent.place(key) for key in _keys(parent.data)}
+    places |= {key: document.place(key) for key in _keys(document.data)}
+    return Document(document.name, data, document.lines, places)
+
+
+def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(parent)
+    for key, value in child.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _keys(data: Mapping[str, Any], above: Key = ()) -> Iterator[Key]:
+    for key, value in data.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from _keys(value, (*above, key))

@@ -1,0 +1,200 @@
+"""TOML files read with the line of every key, and checked against a pydantic model with all problems at once.
+
+tomllib reads (fast, strict, TOML 1.0); it keeps no positions, so a small scan of the text finds the line of each key.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hwopt.errors import InputError
+from hwopt.system.paths import read_whole
+from hwopt.text import cut, shorten
+
+
+def _not_json(value: object) -> Any:
+    """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
+    return [[str(value)]]
+
+
+MAX_BYTES = 1_000_000
+"""Of a profile, a job or a value on the command line."""
+MAX_DEPTH = 16
+"""Far deeper than any profile, far shallower than Python's recursion limit."""
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The content of one TOML file, or of the command line, and where each key of it stands."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[Key, int] = field(default_factory=dict)
+    places: Mapping[Key, str] = field(default_factory=dict)
+    """Keys that came from elsewhere (a parent profile, `--set`), with that place."""
+
+    def place(self, key: Key) -> str:
+        """`file:line` of `key`, or of the table around it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.places:
+                return self.places[key[:end]]
+            if key[:end] in self.lines:
+                return f"{self.name}:{self.lines[key[:end]]}"
+        return self.name
+
+
+def read_toml(path: Path) -> Document:
+    """Read a TOML file. Raises InputError with file and line where it is none."""
+    return parse_toml(read_whole(path, MAX_BYTES), str(path))
+
+
+def parse_toml(raw: bytes, name: str) -> Document:
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # as Notepad saves it
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{name}:1: is UTF-16; save it as UTF-8")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise InputError(f"{name}:{line}: is not UTF-8 (byte {raw[error.start]:#04x}); save it as UTF-8") from error
+    if nested(text) > MAX_DEPTH:
+        raise InputError(f"{name}: is nested deeper than the {MAX_DEPTH} levels that a profile or job may have")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(_no_toml(text, name, str(error))) from error
+    except ValueError as error:  # Python reads no more digits
+        digits = _DIGITS.search(text)
+        where = f"{name}:{text.count(chr(10), 0, digits.start()) + 1}" if digits else name
+        raise InputError(f"{where}: an integer of thousands of digits, which has more than the 64 bits of TOML's") from error
+    except RecursionError as error:
+        raise InputError(f"{name}: cannot be read as TOML: it is nested too deeply") from error
+    document = Document(name, data, dict(key_lines(text)))
+    for key, value in leaves(data):
+        if is_wide(value):
+            raise InputError(f"{document.place(key)}: {'.'.join(map(cut, key))}: has more than the 64 bits of an integer of TOML")
+    return document
+
+
+_DIGITS = re.compile(r"(?<![\w\"'.])[0-9][0-9_]{4299,}")
+_YAML = re.compile(r"\s*(- |---$|[\w.-]+:(\s|$))")
+_ESCAPE = re.compile(r'"[^"]*\\')
+_WORDS = {
+    "true and false are written in small letters": re.compile(r"(?i:true|false|yes|no|on|off)\b"),
+    "TOML has no word for nothing; leave the key out": re.compile(r"(?i:none|null|nil)\b"),
+}
+
+
+def _no_toml(text: str, name: str, said: str) -> str:
+    """What tomllib has `said` of `text`, with the line in front, and what is probably meant."""
+    found = re.search(r" \(at line (\d+), column (\d+)\)", said)
+    if found is None:
+        return f"{name}: is not valid TOML: {said}"
+    number, column = int(found[1]), int(found[2])
+    line = text.replace("\r\n", "\n").split("\n")[number - 1]
+    hint = next((hint for hint, word in _WORDS.items() if word.match(line[column - 1 :])), "")
+    if _ESCAPE.match(line[:column], line[:column].find('"')):
+        hint = "in double quotes a backslash begins an escape; put a path into single quotes, or write it with '/'"
+    elif text.lstrip().startswith("{"):
+        hint = "it looks like JSON, and hwopt reads TOML: [table], and key = value below it"
+    elif _YAML.match(line):
+        hint = "it looks like YAML, and hwopt reads TOML: [table], and key = value below it"
+    return f"{name}:{number}: is not valid TOML: {said[: found.start()]} (column {column}){'; ' if hint else ''}{hint}"
+
+
+def leaves(value: Any, above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value in tables and arrays, with its key."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, (*above, str(key)))
+    else:
+        yield above, value
+
+
+def is_wide(value: Any) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def nested(text: str) -> int:
+    """The deepest nesting of brackets or dotted keys, in one pass; strings count too, which errs on the safe side only."""
+    depth = deepest = 0
+    for character in re.sub(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*', "", text):
+        if character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    longest_key = max((line.split("=")[0].count(".") for line in text.splitlines()), default=0)
+    return max(deepest, longest_key)
+
+
+_TABLE = re.compile(r"^\s*\[(\[)?\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def key_lines(text: str) -> Iterator[tuple[Key, int]]:
+    """Every table and key of `text` with its line, counted from 1; elements of an array of tables count as "0", "1" …"""
+    table: Key = ()
+    arrays: dict[Key, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _TABLE.match(line):
+            table = _parts(header[2])
+            if header[1]:
+                arrays[table] = arrays.get(table, -1) + 1
+                table = (*table, str(arrays[table]))
+            yield table, number
+        elif key := _KEY.match(line):
+            yield (*table, *_parts(key[1])), number
+
+
+def _parts(dotted: str) -> Key:
+    return tuple(part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", dotted))
+
+
+def parse_assignment(text: str) -> tuple[Key, Any]:
+    """`training.seed=3` as (("training", "seed"), 3): the value is TOML where it can be, else the text itself."""
+    key, equals, value = text.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    if not equals or len(parts) < 2 or not all(parts):
+        raise InputError(f"--set {shorten(text)}: expected KEY=VALUE with a dotted key, such as training.seed=3")
+    if len(parts) > MAX_DEPTH or len(text) > MAX_BYTES:
+        raise InputError(f"--set {shorten(text)}: no key is that deep")
+    try:
+        if nested(value) > MAX_DEPTH:
+            raise InputError(f"--set {shorten(text)}: the value is nested too deeply")
+        parsed = tomllib.loads(f"value = {value.strip()}")
+        if any(is_wide(inner) for _, inner in leaves(parsed)):
+            raise InputError(f"--set {shorten(text)}: the value has more than the 64 bits of an integer of TOML")
+        return parts, parsed["value"] if set(parsed) == {"value"} else value
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return parts, value.strip()
+
+
+def override(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
+    """`document` with every `--set` whose first key is in `tables`; a later one wins over an earlier one."""
+    data: dict[str, Any] = json.loads(json.dumps(document.data, default=_not_json))
+    places = dict(document.places)
+    for assignment in assignments:
+        key, value = parse_assignment(assignment)
+        if key[0] not in tables:
+            continue
+        inner = data
+        for depth, part in enumerate(key[:-1], 1):
+            if part not in inner:
+                places[key[:depth]] = "--set"
+            step = inner.setdefault(part, {})
+            if not isinstance(step, dict):
+                raise InputError(f"--set {shorten(assignment)}: {part!r} is a value, not a table")
+            inner = step
+        inner[key[-1]] = value
+        places[key] = "--set"
+    return Document(document.name, data, document.lines, places)

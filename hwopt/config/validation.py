@@ -1,0 +1,110 @@
+"""Check a TOML document against a pydantic model; one message per problem, with file, line and key."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from types import UnionType
+from typing import Any, TypeVar, Union, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from hwopt.config.aliases import instead_of
+from hwopt.config.toml import Document, Key, _not_json
+from hwopt.errors import Problems
+from hwopt.text import cut, listing, nearest, shorten
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+def validate(model: type[AnyModel], document: Document, at: Key = (), problems: Problems | None = None) -> AnyModel | None:
+    """The table `at` of `document` as a `model`. With `problems`, all of them are added there and None is returned."""
+    table: Any = document.data
+    for part in at:
+        table = table[part]
+    try:
+        # strict JSON mode: "4" is no number and 1 is no truth value, but an array may become a tuple
+        return model.model_validate_json(json.dumps(table, default=_not_json), strict=True)
+    except ValidationError as error:
+        found = problems or Problems()
+        for problem in _of_values(model, error):
+            found.add(partial(_describe, model, document, at, problem))
+        if problems is None:
+            found.raise_if_any()
+        return None
+
+
+def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[str, Any]]:
+    """The problems of `error`, one a value: pydantic has one for each thing that a value could have been."""
+    alternatives: dict[str, list[dict[str, Any]]] = {}
+    for details in error.errors(include_url=False):
+        problem: dict[str, Any] = dict(details)
+        field = str(details["loc"][0]) if len(details["loc"]) > 1 else ""
+        if field in model.model_fields and _is_plain_union(model.model_fields[field].annotation):
+            alternatives.setdefault(field, []).append(problem)
+        else:
+            yield problem
+    for field, problems in alternatives.items():
+        # a value of the right type that breaks a rule is told the rule alone
+        rules = [problem for problem in problems if not problem["type"].endswith(("_type", "_error"))]
+        wanted = ", or ".join(str(problem["msg"]).removeprefix("Input should be ") for problem in rules or problems)
+        yield problems[0] | {"loc": (field,), "type": "literal_error", "ctx": {"expected": wanted}}
+
+
+def _is_plain_union(annotation: Any) -> bool:
+    """Of values, not of tables or lists."""
+    parts = [part for part in getattr(annotation, "__args__", ()) if part is not type(None)]
+    return get_origin(annotation) in (Union, UnionType) and len(parts) > 1
+
+
+def _shown(given: Any) -> str:
+    """A value as it was given, dates and times too."""
+    inner = given
+    while isinstance(inner, list) and len(inner) == 1:
+        inner = inner[0]
+    return inner if isinstance(inner, str) and _TIME.fullmatch(inner) else shorten(given)
+
+
+_TIME = re.compile(r"(?=.{2}:|.{4}-)[0-9][0-9T:.+ -]{7,40}")
+
+
+def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:
+    loc = tuple(str(part) for part in problem["loc"])
+    where, dotted = document.place((*at, *loc)), ".".join(map(cut, (*at, *loc)))
+    kind, given = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        known = _fields_at(model, loc[:-1])
+        if (home := _home_of(model, loc[-1]) or instead_of(loc[-1])) and home != dotted:
+            return f"{where}: {dotted}: unknown key; give {home} instead"
+        return f"{where}: {dotted}: unknown key.{nearest(loc[-1], known)} It has: {listing(known, 30) or 'no options'}"
+    if kind == "missing":
+        return f"{where}: {dotted}: is missing"
+    if kind == "literal_error":
+        expected = problem["ctx"]["expected"]
+        names = re.findall(r"'([^']*)'", expected)
+        return f"{where}: {dotted}: expected {expected}, got {_shown(given)}.{nearest(str(given), names)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if kind in ("value_error", "assertion_error"):
+        return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
+    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {_shown(given)}"
+
+
+def _home_of(model: type[BaseModel], word: str) -> str:
+    """The key `word` of another table, where only one has it."""
+    homes = [f"{table}.{word}" for table in model.model_fields if word in _fields_at(model, (table,))]
+    return homes[0] if len(homes) == 1 else ""
+
+
+def _fields_at(model: type[BaseModel], loc: Key) -> list[str]:
+    current: Any = model
+    for part in loc:
+        field_info = getattr(current, "model_fields", {}).get(part)
+        if field_info is None:
+            return []
+        current = field_info.annotation
+        for inner in getattr(current, "__args__", ()):
+            if hasattr(inner, "model_fields"):
+                current = inner
+    return list(getattr(current, "model_fields", {}))

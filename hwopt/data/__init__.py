@@ -1,0 +1,1 @@
+"""A file becomes step batches: sources, readers, token stores, samplers, collation."""

@@ -1,0 +1,103 @@
+"""Make a step batch of samples: cut it into micro-batches, pad each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hwopt.data.token_store import TokenStore
+from hwopt.data.step_batch import Groups, Part, Step, StepBatch, Widths
+
+
+@dataclass(frozen=True)
+class Collate:
+    """The default `collate`: cut a step's samples, pad every micro-batch to its longest row or a fixed width.
+
+    A mask is made only where padding would be seen: never for decoders, whose padding stands to the right of all that
+    attends, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model takes it as it is and
+    need not look at its values (a host sync).
+    """
+
+    cut: Callable[[Sequence[int], int], Groups]
+    most_rows: int
+    """Of a micro-batch, as the plan has it; `cut` is told, and may go beyond where rows are short."""
+    pad_id: int
+    mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
+    """int64 (rows, width); bool (rows, 1, 1, width), prebuilt; or none at all."""
+    widths: Widths = field(default_factory=Widths)
+
+    def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        groups = self.cut([self.widths.of(length) for length in lengths], self.most_rows)
+        order = [row for group in groups for row in group]
+        assert sorted(order) == list(range(len(samples))), "cut takes every row once"
+        parts: list[Part] = []
+        start = first_row = 0
+        for group in groups:
+            width = self.widths.of(max(lengths[row] for row in group))
+            parts.append(Part(start, first_row, len(group), width))
+            start, first_row = start + len(group) * width, first_row + len(group)
+        return StepBatch(
+            step,
+            self._fill(samples, groups, parts, start),
+            tuple(parts),
+            lengths=tuple(lengths[row] for row in order),
+            samples=tuple(step.samples[row] for row in order),
+            units=tuple(counts[row] for row in order),
+            widths=self.widths,
+        )
+
+    def _fill(
+        self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
+    ) -> dict[str, Tensor]:
+        filler = {"input_ids": self.pad_id, "labels": -100}
+        flat: dict[str, np.ndarray] = {}
+        for key, value in samples[0].items():
+            if value.ndim == 0:
+                flat["row_labels"] = np.array(
+                    [sample[key] for group in groups for sample in (samples[r] for r in group)], np.int64
+                )
+            else:
+                flat[key] = np.full(size, filler.get(key, 0), np.int64)
+        padded = self.widths.fixed or sum(len(sample["input_ids"]) for sample in samples) < size
+        if self.mask and padded:
+            flat[self.mask] = np.zeros(size, np.bool_ if self.mask == "prebuilt_mask" else np.int64)
+        for group, part in zip(groups, parts, strict=True):
+            for number, row in enumerate(group):
+                begin = part.start + number * part.width
+                for key, value in samples[row].items():
+                    if value.ndim:
+                        flat[key][begin : begin + len(value)] = value
+                if self.mask in flat:
+                    flat[self.mask][begin : begin + len(samples[row]["input_ids"])] = 1
+        return {key: torch.from_numpy(array) for key, array in flat.items()}
+
+
+def cut_in_order(lengths: Sequence[int], rows: int) -> list[range]:
+    """The default `cut`: `rows` after `rows`, as they come."""
+    return [range(begin, min(begin + rows, len(lengths))) for begin in range(0, len(lengths), rows)]
+
+
+class StepDataset(torch.utils.data.Dataset[StepBatch]):
+    """Makes step batches of stored samples; lives in the workers, holds no state."""
+
+    def __init__(self, store: TokenStore, collate: Callable[..., StepBatch]) -> None:
+        self.store, self.collate = store, collate
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, step: Any) -> StepBatch:
+        counts = self.store.counts
+        return self.collate(step, [self.store.row(i) for i in step.samples], [int(counts[i]) for i in step.samples])
+
+
+def received(batch: Any) -> Any:
+    """The loader's own collate function: a step batch is whole already."""
+    return batch

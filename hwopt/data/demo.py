@@ -1,0 +1,108 @@
+"""The embedded demo: what hwopt trains when it is given no job. No network, no download.
+
+Which package of the Python standard library does a docstring come from? The eight packages with the most docstrings, read from
+the sources of the running Python, a small BERT of random weights and a vocabulary trained on the spot: an ordinary job over
+ordinary files, written once under the cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from hwopt.config.toml import Document
+from hwopt.data.token_store import write_folder
+from hwopt.errors import DataError
+from hwopt.system.cache import is_kept
+
+FORMAT = 1
+PACKAGES = 8
+LEAST_SAMPLES = 400
+LEAST_WORDS = 3
+HELD_OUT = 5
+"""Every fifth sample is for evaluation."""
+NO_LIBRARY = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+
+
+def demo_document(cache: Path) -> Document:
+    """The demo as a job document; its data files are written under `cache` where they are not yet.
+
+    Raises DataError where the sources of the standard library are not there.
+    """
+    folder = cache / "demo" / f"{platform.python_implementation().lower()}-{platform.python_version()}-{FORMAT}"
+    files = {name: folder / f"{name}.jsonl" for name in ("train", "eval")}
+    if not all(map(is_kept, files.values())):
+        train, held_out = demo_samples(Path(sysconfig.get_path("stdlib")))
+
+        def write(staged: Path) -> None:
+            for name, samples in (("train", train), ("eval", held_out)):
+                lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
+                (staged / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+        write_folder(folder, write)
+    config = {
+        "model_type": "bert",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 128,
+        "vocab_size": 8_000,
+        "initializer_range": 0.06,  # .02 is for widths of 768; at 128 it learns later, and worse
+    }
+    data = {
+        "model": {"config": config},
+        "data": {"train": str(files["train"]), "eval": str(files["eval"]), "text": ["text"], "label": "label", "max_length": 64},
+        "task": {"kind": "text-classification"},
+        "training": {"num_train_epochs": 8, "learning_rate": 7e-4, "weight_decay": 0.01},
+    }
+    return Document("the embedded demo", data)
+
+
+def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(train, eval) samples (docstring, package) from the sources in `library`, in an order that only the texts decide.
+
+    No text occurs twice, nor under two packages. Raises DataError where there are too few.
+    """
+    owners: dict[str, set[str]] = {}
+    for package, text in docstrings(library):
+        owners.setdefault(text, set()).add(package)
+    labels = {text: next(iter(packages)) for text, packages in owners.items() if len(packages) == 1}
+    counts = Counter(labels.values())
+    chosen = sorted(counts, key=lambda package: (-counts[package], package))[:PACKAGES]
+    samples = [(text, label) for text, label in labels.items() if label in chosen]
+    if len(chosen) < PACKAGES or len(samples) < LEAST_SAMPLES:
+        raise DataError(
+            f"the embedded demo: {library} has {len(samples):,} docstrings of {len(chosen)} packages, too few to train on "
+            f"({LEAST_SAMPLES} of {PACKAGES} are needed): this Python comes without the sources of its standard library. "
+            "Give a job of your own: hwopt run job.toml"
+        )
+    samples.sort(key=lambda sample: hashlib.sha256(sample[0].encode("utf-8", "replace")).digest())
+    held_out = samples[::HELD_OUT]
+    return [sample for index, sample in enumerate(samples) if index % HELD_OUT], held_out
+
+
+def docstrings(library: Path) -> Iterator[tuple[str, str]]:
+    """(top-level package or module, docstring) of every module, class and function under `library` that has one."""
+    for file in sorted(library.rglob("*.py")):
+        inside = file.relative_to(library)
+        if NO_LIBRARY.intersection(inside.parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old escapes in the library's own strings
+                tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # the demo needs many files, not each
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text and len(text.split()) >= LEAST_WORDS:
+                    yield inside.parts[0].removesuffix(".py"), text

@@ -1,0 +1,170 @@
+"""Data: tokenised samples as flat memory-mapped arrays under a cache folder, and the split into train and eval.
+
+Tokens are stored once for a (data, tokenizer, settings), so that a second run starts at once and a data-loading worker, forked
+or spawned, opens them by path instead of receiving a copy. Reading files is the work of hwopt.data.tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers (train, eval), both ascending: a pure function of its arguments. Raises DataError as `held_out_of`."""
+    import numpy as np
+
+    held_out = held_out_of(samples, fraction, source)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def held_out_of(samples: int, fraction: float, source: str) -> int:
+    """How many of `samples` to evaluate on. Raises DataError where that leaves none on one of the sides."""
+    held_out = round(samples * fraction)
+    if not 0 < held_out < samples:
+        raise DataError(
+            f"{source}: data.eval_fraction = {fraction} of {samples:,} samples leaves {held_out:,} to evaluate on and "
+            f"{samples - held_out:,} to train on; both sides need at least one"
+        )
+    return held_out
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of nested lists, dicts, strings and numbers, the same in every process; long lists of strings are cheap."""
+    digest = hashlib.sha256()
+    for part in parts:
+        texts = part if isinstance(part, (list, tuple)) and part and all(isinstance(item, str) for item in part) else None
+        for item in texts if texts is not None else [json.dumps(part, sort_keys=True)]:
+            raw = item.encode("utf-8", "surrogatepass")
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        digest.update(b"\xff" * 8)
+    return digest.hexdigest()[:32]
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary sibling folder, then put it in the place of `folder` at once.
+
+    Whoever comes second loses nothing: both wrote the same. Raises StorageError where the disk refuses.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{folder.name}."
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
+            staged = Path(scratch) / "new"
+            staged.mkdir()
+            write(staged)
+            with suppress(FileNotFoundError):
+                folder.rename(Path(scratch) / "old")  # broken, or another process was faster
+            try:
+                staged.rename(folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: cannot write the cache ({error.strerror or error}); set HWOPT_CACHE to a folder with room"
+        ) from error
+
+
+class TokenStore:
+    """Tokenised samples in one folder of .npy files, opened on first use; pickles as its path.
+
+    `input_ids` (int32, all samples one after another), maybe `token_type_ids` (same), `offsets` (int64, samples + 1), `labels`
+    (int64: one a sample, or flat like input_ids and already shifted: labels[t] is the token to predict after t, -100 where none
+    counts), `counts` (int32: labels of each sample that the loss counts) and meta.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._meta: dict[str, Any] | None = None
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.__init__(folder)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self.array("offsets")) - 1
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What `cached` was given (`labels_per_token` tells the two kinds of labels apart), and `bytes`: each file's size."""
+        if self._meta is None:
+            self._meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
+        return self._meta
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sample, int32 (samples,)."""
+        if "lengths" not in self._arrays:
+            import numpy as np
+
+            self._arrays["lengths"] = np.diff(self.array("offsets")).astype(np.int32)
+        return self._arrays["lengths"]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """Labels of each sample that the loss counts, int32 (samples,)."""
+        return self.array("counts")
+
+    def array(self, name: str) -> NDArray[Any]:
+        """One of the files, memory-mapped, as it lies on the disk."""
+        if name not in self._arrays:
+            import numpy as np
+
+            # plain ndarray views: indexing a memmap object costs several times as much
+            self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        return self._arrays[name]
+
+    def row(self, index: int) -> dict[str, NDArray[Any]]:
+        """Sample `index`: "input_ids" (length,), maybe "token_type_ids" (length,), "labels" () or (length,)."""
+        offsets = self.array("offsets")
+        part = slice(offsets[index], offsets[index + 1])
+        found = {"input_ids": self.array("input_ids")[part]}
+        if "token_type_ids.npy" in self.meta["bytes"]:
+            found["token_type_ids"] = self.array("token_type_ids")[part]
+        labels = self.array("labels")
+        found["labels"] = labels[part] if self.meta["labels_per_token"] else labels[index, ...]
+        return found
+
+    def is_whole(self) -> bool:
+        """Whether every file that meta.json names is there in its full size."""
+        try:
+            sizes = self.meta["bytes"]
+            return bool(sizes) and all((self.folder / name).stat().st_size == size for name, size in sizes.items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._meta = None
+            return False
+
+    @classmethod
+    def cached(cls, folder: Path, make: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> TokenStore:
+        """The store in `folder` where it is whole, else one written from `make()`: (arrays by name, meta)."""
+        store = cls(folder)
+        if store.is_whole():
+            return store
+        arrays, meta = make()
+
+        def write(staged: Path) -> None:
+            import numpy as np
+
+            for name, array in arrays.items():
+                np.save(staged / f"{name}.npy", array)
+            sizes = {file.name: file.stat().st_size for file in sorted(staged.iterdir())}
+            (staged / "meta.json").write_text(json.dumps({**meta, "bytes": sizes}, indent=1), encoding="utf-8")
+
+        write_folder(folder, write)
+        return cls(folder)

@@ -1,0 +1,140 @@
+"""Train a tokenizer on the job's texts, for a model that has none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.config.job import Job
+from hwopt.data.token_store import fingerprint, write_folder
+from hwopt.errors import InputError
+from hwopt.system.cache import is_kept
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig
+from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
+
+VOCABULARY = 8_000
+"""Tokens of a tokenizer that is trained on the spot, where the job's model.config gives no vocab_size."""
+MOST_LETTERS = 1_000
+
+
+def vocabulary_of(job: Job) -> int | None:
+    """The vocab_size that the job's model.config gives; None where it gives none, or names a trained model."""
+    config = job.model.config or {}
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
+    """The config to plan with before any text is read: a copy of `config` with a vocabulary of 8,000 where the tokenizer will be
+    trained on the spot and the job gives no vocab_size. `Task.load_model` then sets the size that the tokenizer really has."""
+    if job.model.config is None or job.model.tokenizer is not None or vocabulary_of(job) is not None:
+        return config
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = VOCABULARY
+    return config
+
+
+def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, decoder: bool, cache: Path) -> Any:
+    """A tokenizer trained on `texts`, kept under `cache`: WordPiece for encoders, byte-level BPE for decoders.
+
+    It has the job's vocab_size, else 8,000 tokens, or fewer where the texts do not give as many. Raises InputError where the
+    vocabulary is too small for the letters that it must hold.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    size = vocabulary_of(job) or VOCABULARY
+    least = len(DECODER_TOKENS) + 256 if decoder else len(ENCODER_TOKENS) + 16
+    if size < least:
+        raise InputError(f"model.config.vocab_size: {size} is too small for a tokenizer of its own; at least {least}")
+    folder = cache / "tokenizers" / fingerprint([FORMAT, size, decoder, uses_token_types(config)], list(texts))
+    if not is_kept(folder / "tokenizer_config.json"):
+        trained = train_bpe(texts, size) if decoder else train_wordpiece(texts, size)
+        roles = ("eos_token", "pad_token") if decoder else ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+        special = dict(zip(roles, DECODER_TOKENS if decoder else ENCODER_TOKENS, strict=True))
+        inputs = ["input_ids", *(["token_type_ids"] if uses_token_types(config) else []), "attention_mask"]
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=trained, model_input_names=inputs, clean_up_tokenization_spaces=False, **special
+        )
+        write_folder(folder, made.save_pretrained)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:
+    """BERT's tokenizer with at most `size` tokens, a pure function of `texts`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    seen: Counter[str] = Counter()
+    for text in texts:
+        seen.update(normalizer.normalize_str(text))
+    letters = sorted((letter for letter in seen if not letter.isspace()), key=lambda letter: (-seen[letter], letter))
+    letters = letters[: min(MOST_LETTERS, (size - len(ENCODER_TOKENS)) // 2)]
+    # given as special tokens, the letters inside words get their numbers in our order instead of the hash table's
+    inside = [f"##{letter}" for letter in sorted(letters) if not _is_punctuation(letter)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=[*ENCODER_TOKENS, *inside], limit_alphabet=len(letters), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    made = _without_added_tokens(made)
+    made.add_special_tokens(list(ENCODER_TOKENS))
+    numbers = [(token, made.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=numbers
+    )
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+def train_bpe(texts: Sequence[str], size: int) -> Tokenizer:
+    """GPT-2's tokenizer with at most `size` tokens; <|endoftext|> stands between the two texts of a pair."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(DECODER_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="$A", pair="$A <|endoftext|> $B:1", special_tokens=[("<|endoftext|>", made.token_to_id("<|endoftext|>"))]
+    )
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def identity(tokenizer: Any) -> str:
+    """A hash of everything that decides how `tokenizer` maps texts to numbers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        rules = json.loads(backend.to_str())
+        for state in ("truncation", "padding"):  # left there by the last call
+            rules.pop(state, None)
+    special = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
+    return fingerprint(rules, special, [tokenizer.truncation_side])
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
+
+
+def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    rules = json.loads(tokenizer.to_str())
+    rules["added_tokens"] = []
+    made: Tokenizer = type(tokenizer).from_str(json.dumps(rules))
+    return made

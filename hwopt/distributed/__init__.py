@@ -1,0 +1,1 @@
+"""How gradients meet: engines for one rank and for several, and the out-of-memory back-off."""

@@ -1,0 +1,154 @@
+"""What the machine has, detected or described, and what each compute capability can do, each fact with its reason.
+
+Sources: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's Turing, Ampere, Ada and Hopper white papers; the checks
+of torch's scaled_dot_product_attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hwopt.errors import InputError
+
+GIB = 1024**3
+
+Feature = Literal["fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"]
+
+ARCHITECTURES = (  # first compute capability of each, newest first
+    ((10, 0), "Blackwell"),
+    ((9, 0), "Hopper"),
+    ((8, 9), "Ada"),
+    ((8, 0), "Ampere"),
+    ((7, 5), "Turing"),
+    ((7, 0), "Volta"),
+    ((6, 0), "Pascal"),
+    ((0, 0), "older"),
+)
+
+NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
+    "fp16": ((7, 0), "tensor cores for fp16 came with Volta"),
+    # torch.cuda.is_bf16_supported() says True on older cards too, by emulation
+    "bf16": ((8, 0), "bf16 tensor cores came with Ampere"),
+    "tf32": ((8, 0), "TF32 came with Ampere"),
+    "flash_attention": ((8, 0), "torch's flash kernel needs Ampere"),
+    "efficient_attention": ((5, 0), "torch's memory-efficient kernel needs Maxwell"),
+    "cudnn_attention": ((8, 0), "torch's cudnn kernel needs Ampere"),
+    "fused_optimizer": ((3, 5), "any CUDA device that torch supports"),
+}
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Whether a feature is there, with the reason in both numbers; true and false like a bool."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine: `count` equal devices of a kind and the host around them. Memory in GiB (2**30 bytes)."""
+
+    device_type: Literal["cuda", "cpu"]
+    name: str
+    memory_gib: float
+    free_memory_gib: float
+    count: int = 1
+    compute_capability: tuple[int, int] | None = None
+    cpu_cores: int = 1
+    cpu_memory_gib: float = 0.0
+    cpu_features: tuple[str, ...] = ()
+    """Of amx_bf16, avx512_bf16, avx2: what matters to torch's CPU kernels."""
+    compiler: str | None = None
+    """A C++ compiler on the path, for torch.compile."""
+    system: str = "Linux"
+    source: Literal["detected", "described"] = "detected"
+    memory_limit_gib: float | None = None
+    """The allocator's limit, where the user asked for less than the device has; `memory_gib` is that already."""
+
+    @property
+    def architecture(self) -> str:
+        if self.compute_capability is None:
+            return "CPU"
+        return next(name for least, name in ARCHITECTURES if self.compute_capability >= least)
+
+    @property
+    def capability_text(self) -> str:
+        return ".".join(map(str, self.compute_capability)) if self.compute_capability else "none"
+
+    def can(self, feature: Feature) -> Capability:
+        """Whether the device does `feature` in hardware (never by emulation)."""
+        if self.compute_capability is None:
+            return self._cpu_can(feature)
+        least, why = NEEDED_CAPABILITY[feature]
+        found = f"compute capability {self.capability_text} ({self.name})"
+        if self.compute_capability >= least:
+            return Capability(True, found)
+        return Capability(False, f"needs compute capability {least[0]}.{least[1]} ({why}), found {found}")
+
+    def _cpu_can(self, feature: Feature) -> Capability:
+        match feature:
+            case "bf16":
+                units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in self.cpu_features]
+                if units:
+                    return Capability(True, f"this CPU has {', '.join(units)}")
+                return Capability(False, "this CPU has neither AMX-BF16 nor AVX512-BF16")
+            case "flash_attention" | "fused_optimizer":
+                return Capability(True, "torch has a CPU kernel")
+            case "fp16":
+                return Capability(
+                    False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
+                )
+            case _:
+                return Capability(
+                    False,
+                    f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU",
+                )
+
+
+def described(name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None) -> Hardware:
+    """A card that is not there, in the machine of `host` (default: 8 cores, 32 GiB). All of its memory counts as free."""
+    return Hardware(
+        device_type="cuda" if compute_capability else "cpu",
+        name=name,
+        memory_gib=memory_gib,
+        free_memory_gib=memory_gib,
+        compute_capability=compute_capability,
+        cpu_cores=host.cpu_cores if host else 8,
+        cpu_memory_gib=host.cpu_memory_gib if host else 32.0,
+        compiler=host.compiler if host else "g++",
+        system=host.system if host else "Linux",
+        source="described",
+    )
+
+
+UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "GB": 1e9 / GIB, "MB": 1e6 / GIB}
+
+
+def gib_of(limit: str) -> float:
+    """What --memory-limit says ("8GiB", "7500MB"). Raises InputError for what is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        raise InputError(
+            f"--memory-limit {limit[:40]!r}: expected a number above 0 with a unit of {', '.join(UNITS)}, such as 8GiB"
+        )
+    return float(found[1]) * UNITS[found[2]]
+
+
+def limited(hardware: Hardware, limit: str) -> Hardware:
+    """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
+    gib = gib_of(limit)
+    if hardware.device_type == "cpu":
+        raise InputError(
+            f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none; torch's "
+            "CPU allocator has no limit. Leave it out, or plan for a card with `hwopt plan --profile NAME`"
+        )
+    if gib > hardware.memory_gib:
+        raise InputError(f"--memory-limit {limit}: is more than the {hardware.memory_gib:g} GiB of {hardware.name}")
+    free = min(gib, hardware.free_memory_gib)
+    return replace(hardware, memory_gib=round(gib, 2), free_memory_gib=round(free, 2), memory_limit_gib=gib)

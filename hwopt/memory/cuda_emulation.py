@@ -1,0 +1,189 @@
+"""What a CUDA device does otherwise than a CPU where memory is concerned, done on fake CPU tensors.
+
+Fake CUDA tensors need a CUDA build of torch, and a plan is made on any machine. Four differences matter: which operations
+autocast computes in fp32 and so copies, the attention kernel (flash and memory-efficient keep no score matrix), dropout's mask
+of a byte, and optimizers that work on all tensors at once. Process-wide while it lasts: for a child process.
+Source: torch's aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp,
+cuda/attention_backward.cu); its notes on CUDA semantics, "cuBLAS workspaces".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import ceil
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hwopt.hardware.device import Hardware
+
+aten = torch.ops.aten
+
+GRANULARITY = 512
+"""torch's caching allocator rounds sizes up to this, in bytes."""
+
+FULL_PRECISION = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan"),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "rms_norm", "group_norm"),
+    *("nll_loss", "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "logsumexp", "cdist", "dist"),
+    *("binary_cross_entropy_with_logits", "cosine_similarity", "prod", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "sum"),
+)
+"""Operations that CUDA's autocast computes in fp32; the CPU's computes most of them in whatever comes."""
+
+
+OF_TWO_TENSORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
+
+
+def allocates_like(hardware: Hardware) -> int:
+    return GRANULARITY if hardware.device_type == "cuda" else 1
+
+
+def cublas_workspace(hardware: Hardware) -> int:
+    """Bytes that torch holds for cuBLAS once the first product has run (its documented default sizes)."""
+    if hardware.compute_capability is None:
+        return 0
+    return 32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)
+
+
+@contextmanager
+def as_on(hardware: Hardware) -> Iterator[None]:
+    """Fake CPU tensors inside the block behave like tensors of `hardware`."""
+    if hardware.device_type != "cuda":
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name in FULL_PRECISION:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(aten, packet), overload or "default")
+        library.impl(name, partial(in_full_precision, op), "AutocastCPU")
+    functional = torch.nn.functional
+    try:
+        with (
+            mock.patch.object(functional, "scaled_dot_product_attention", partial(attention, hardware)),
+            mock.patch.object(functional, "dropout", partial(dropout, functional.dropout)),
+            mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
+        ):
+            yield
+    finally:
+        library._destroy()
+
+
+def in_full_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return op(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+def dropout(plain: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA's fused dropout, which keeps a mask of one byte an element."""
+    if not training or not 0 < p < 1:
+        return plain(input, p, training, inplace)
+    kept: Tensor = aten.native_dropout(input, p, True)[0]
+    return kept
+
+
+def attention(
+    hardware: Hardware,
+    query: Tensor,  # (batch, heads, length, head size)
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention with the kernel that `hardware` would take."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    kernel = kernel_for(hardware, query, key, attn_mask is not None, dropout_p)
+    if kernel == "flash":
+        size = query.shape[-1]
+        padded = [torch.nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (query, key, value)]
+        out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return _first(out, size)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        additive = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = additive.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if kernel == "efficient":
+        if attn_mask is not None:
+            if attn_mask.shape[-1] % 16:
+                attn_mask = torch.nn.functional.pad(attn_mask, (0, -attn_mask.shape[-1] % 16))[..., : key.shape[-2]]
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        out = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+        return _first(out[0], value.shape[-1])
+    out = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return _first(out[0], value.shape[-1])
+
+
+def _first(out: Tensor, size: int) -> Tensor:
+    return out if out.shape[-1] == size else out[..., :size]
+
+
+def kernel_for(hardware: Hardware, query: Tensor, key: Tensor, masked: bool, dropout_p: float) -> str:
+    """The first of the enabled kernels, in the order of preference that is set, whose conditions hold."""
+    from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+    size, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    grouped = query.shape[1] != key.shape[1]
+    no_wide_heads = hardware.compute_capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    wide = no_wide_heads and query.requires_grad and (192 < size <= 224 or (size > 224 and dropout_p > 0))
+    able = {
+        SDPBackend.FLASH_ATTENTION: bool(hardware.can("flash_attention")) and half and not masked and size <= 256 and not wide,
+        SDPBackend.EFFICIENT_ATTENTION: bool(hardware.can("efficient_attention")) and not grouped,
+    }
+    names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
+    for backend in _cur_sdpa_kernel_backends(with_priority=True):
+        if able.get(backend, False):
+            return names[backend]
+        if backend == SDPBackend.MATH:
+            break
+    return "math"
+
+
+def flash_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+    """The fp32 sum of the query's gradients and the row sums."""
+    rows, heads, length, size = query.shape
+    rounded = ceil(length / 128) * 128
+    return rows * heads * rounded * (ceil(size / 32) * 32 + 1) * 4
+
+
+def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+    """Row sums, and for half precision the gradients' sums in fp32 (of keys and values where heads do not fit registers)."""
+    rows, heads, length, size = query.shape
+    sums = rows * heads * length * 4
+    if query.dtype == torch.float32:
+        return sums
+    return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
+
+
+def promoted(one: Any, other: Any, **_: Any) -> int:
+    """Copies of operands in the dtype that both have in common, which a CPU's kernels make whole and CUDA's in registers."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return 0
+    common = torch.result_type(one, other)
+    return sum(tensor.numel() * common.itemsize for tensor in (one, other) if tensor.dim() and tensor.dtype != common)
+
+
+def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
+    """What kernels of `hardware` allocate inside, by operator."""
+    if hardware.device_type != "cuda":
+        return dict.fromkeys(OF_TWO_TENSORS, promoted)
+    return {
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    }

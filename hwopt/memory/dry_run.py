@@ -1,0 +1,230 @@
+"""Rehearsal: one optimizer step of a plan's own recipe on made-up samples, on fake tensors or on real ones.
+
+The very loop, engine and recipe run, so that a plugin that nobody here has heard of is counted. The optimizer's state is made
+first, as every step after the first one has it; where a step has several micro-batches, the gradients of earlier ones are there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hwopt.data.collate import cut_in_order
+from hwopt.data.step_batch import Step, StepBatch
+from hwopt.data.tokenizer import uses_token_types
+from hwopt.data.tokenizer_training import planned_config
+from hwopt.distributed.engine import Engine
+from hwopt.memory.tracker import Tracker
+from hwopt.model.attention_mask import no_search_for_packed_rows
+from hwopt.model.config import load_config
+from hwopt.model.facts import AUTO_CLASSES
+from hwopt.model.remote_code import is_trusted
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import write_recipe
+from hwopt.plugin import MemorySpec
+from hwopt.plugin.guard import blaming, entered
+from hwopt.plugin.recipe import Recipe
+from hwopt.tasks.base import Prepared, in_float32
+from hwopt.tasks.registry import make_task
+from hwopt.training.build import adopt_model, forget, make_accelerator
+from hwopt.training.evaluation import evaluating
+from hwopt.training.loaders import padding_of
+from hwopt.training.loop import forward_and_backward
+from hwopt.training.optimizer import build_optimizer
+from hwopt.training.run import Run
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a micro-batch: rows, and tokens of the longest one."""
+
+    rows: int
+    width: int
+
+
+class Stage:
+    """What `build` needs of an Accelerator, without its processes and devices."""
+
+    scaler = None
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self.device, self.precision = device, precision
+
+    def prepare_model(self, model: Any, evaluation_mode: bool = False) -> Any:
+        """The model under autocast with fp32 outputs, as Accelerate's `prepare_model` makes it."""
+        if self.precision not in ("fp16", "bf16"):
+            return model
+        from accelerate.utils import convert_outputs_to_fp32
+
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        autocast = torch.autocast(self.device.type, dtype=dtype)
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
+        return model
+
+
+def spec_of(plan: Plan) -> MemorySpec:
+    """The sums and stand-ins of the plan's plugins, in their order."""
+    spec = MemorySpec(plan.model.parameters, plan.model.parameters)
+    for entry in plan.applied():
+        with blaming(entry.who, "memory()"):
+            entry.plugin.memory(spec, plan.context)
+    return spec
+
+
+def recipe_on_fakes(plan: Plan) -> Recipe:
+    """The plan's recipe written anew, with stand-ins for what fake tensors cannot run."""
+    recipe = write_recipe(plan.entries, plan.context)
+    if recipe.schedule is None:
+        recipe.schedule = constant  # the library's take a second to import
+    for slot, stand_in in spec_of(plan).stand_ins.items():
+        with recipe.written_by(recipe.author_of(slot)):
+            setattr(recipe, slot, stand_in)
+    return recipe
+
+
+def constant(step: int, total: int) -> float:
+    return 1.0
+
+
+@contextmanager
+def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *, real: bool = False) -> Iterator[Run]:
+    """A run of `recipe` without data and weights, up to its engine. It is no subject of evidence, and compiles nothing.
+
+    `real`: an engine that the recipe brings gets the Accelerator that it was made for.
+    """
+    with ExitStack() as stack:
+        for enter in recipe.process if real or recipe.engine is None else []:  # an engine's are for its ranks
+            stack.enter_context(entered(enter))
+        accelerator: Any = Stage(device, recipe.accelerator.get("mixed_precision", "no"))
+        if real and recipe.engine is not None:
+            accelerator = make_accelerator(replace(plan, recipe=recipe))
+            stack.callback(forget, accelerator)
+        tokenizer = SimpleNamespace(pad_token_id=0)
+        names = tuple(str(number) for number in range(labels))
+        rows = cast(Any, range(plan.batch.step))
+        run = Run(
+            plan=replace(plan, recipe=recipe),
+            folder=Path(),
+            task=make_task(plan.job),
+            device=device,
+            rank=0,
+            world_size=1,
+            accelerator=accelerator,
+            prepared=Prepared(rows, None, tokenizer, names),
+        )
+        adopt_model(run, made_up_model(run))
+        build_optimizer(run)
+        run.scaler = None  # a number more; its overflow check reads the host
+        run.engine = (recipe.engine or Engine)(run)
+        if recipe.collate is None:
+            stack.enter_context(no_search_for_packed_rows())
+        yield run
+
+
+def made_up_model(run: Run) -> Any:
+    """The plan's architecture with made-up weights."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    job = run.plan.job
+    config = copy.deepcopy(planned_config(job, load_config(job.model.name, job.model.config, job.model.revision)))
+    for key, value in run.task.head_config(run.prepared).items():
+        setattr(config, key, value)
+    for part in (config, config.get_text_config()):
+        part.use_cache = False
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None or text.pad_token_id >= text.vocab_size:
+        config.pad_token_id = text.pad_token_id = 0
+    auto = getattr(transformers, AUTO_CLASSES[run.task.kind])
+    with no_init_weights():
+        options = in_float32(dict(run.recipe.model_kwargs))
+        model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)  # what memory holds may not be finite, and the update would then be left out
+    return model
+
+
+def micro_batch_of(run: Run, shape: Shape, *, training: bool, times: int = 1) -> StepBatch:
+    """One micro-batch of samples of `shape.width` tokens, the last one a token shorter, so that padding is there; or several."""
+    rows, width = shape.rows, shape.width
+    lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
+    config = run.inner_model.config
+    types = len(run.plan.job.data.text) == 2 and uses_token_types(config)
+    per_token = run.task.kind == "causal-lm"
+    samples = []
+    for length in lengths:
+        sample = {"input_ids": np.zeros(length, np.int64), "labels": np.zeros(length if per_token else (), np.int64)}
+        if types:
+            sample["token_type_ids"] = np.zeros(length, np.int64)
+        samples.append(sample)
+    counts = lengths if per_token else [1] * len(lengths)
+    step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
+    padded = padding_of(run)(cut=cut_in_order, most_rows=rows)
+    collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
+    batch: StepBatch = collate(step, samples, counts)
+    return batch
+
+
+def state_first(run: Run, tracker: Tracker | None = None) -> None:
+    """Give the optimizer its state, as after the first step."""
+    for parameter in run.inner_model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    run.engine.finish()
+    if tracker is not None:
+        state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        tracker.label(state, "optimizer_state")
+
+
+def label_weights(run: Run, tracker: Tracker) -> None:
+    """Tell apart what building has left behind, and have gradients told apart as they come."""
+    own = list(run.inner_model.parameters())
+    known = {id(parameter) for parameter in own}
+    stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
+    tracker.label((p for p in stepped if id(p) not in known), "masters")
+    tracker.label((*own, *run.inner_model.buffers()), "weights")
+    for parameter in own:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients"))
+    tracker.zeros.append(run.engine.found_inf)  # every update is made
+    run.engine.on_gradients = [*run.engine.on_gradients, lambda run: tracker.label((p.grad for p in stepped), "gradients")]
+
+
+def train_step(run: Run, batch: StepBatch, several: bool, tracker: Tracker | None = None) -> None:
+    """Forward, backward and update with one micro-batch; `several`: it is not the first one of its step."""
+    if several:
+        earlier_gradients(run, tracker)
+    telemetry = cast(Any, SimpleNamespace(heard=lambda loss, micro_batch: None))
+    forward_and_backward(run, batch, telemetry, lambda *_: None, 0)
+    run.engine.finish()
+
+
+def earlier_gradients(run: Run, tracker: Tracker | None) -> None:
+    """As after the first micro-batch of a step."""
+    if own := getattr(run.engine, "earlier_gradients", None):
+        own()
+        return
+    for parameter in run.inner_model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            if tracker is not None:
+                tracker.label([parameter.grad], "gradients")
+
+
+@torch.no_grad()
+def evaluation(run: Run, batch: StepBatch) -> None:
+    """Forward and loss of one evaluation batch."""
+    with evaluating(run):
+        for micro_batch, _ in batch.micro_batches():
+            outputs = run.inner_model(**micro_batch.inputs)
+            run.loss(outputs, micro_batch.targets)

@@ -1,0 +1,1 @@
+"""profile x hardware x job -> Plan: decisions, precedence, the automatic profile."""

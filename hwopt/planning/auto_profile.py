@@ -1,0 +1,88 @@
+"""`--profile auto`: the profile of the card that is there, or one derived from the nearest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hwopt.config.profile import Profile, load_profile, make_profile
+from hwopt.errors import InputError
+from hwopt.hardware.device import Hardware
+from hwopt.plugin.registry import Registry
+
+SAME_MEMORY = 0.2
+"""Cards of a name come in sizes (V100, A100): this much off still counts as the same."""
+
+
+def choose(hardware: Hardware, files: Mapping[str, Path], registry: Registry) -> tuple[Profile, str]:
+    """The profile for `hardware` and the reason for it.
+
+    The card's own profile where there is one. Else the nearest: the same architecture before another, then the nearest
+    memory, among profiles that keep the training method; its micro-batch is scaled to the memory that is there.
+    """
+    profiles = [load_profile(name, files) for name in files]
+    if hardware.device_type == "cpu":
+        if "cpu" not in files:
+            raise InputError("--profile auto: no CUDA device, and no profile called 'cpu' is installed; name one with --profile")
+        return load_profile("cpu", files), f"no CUDA device was found; this machine computes on its CPU ({hardware.name})"
+    own = [profile for profile in profiles if profile.content.extends is None and fits_name(profile, hardware)]
+    if own:
+        best = max(own, key=lambda profile: max(len(part) for part in profile.card.match if part in hardware.name))
+        return best, f"{hardware.name} with {hardware.memory_gib:g} GiB is the card of {best.name}"
+    return derive(hardware, [p for p in profiles if p.card.capability and keeps_method(p, registry)])
+
+
+def fits_name(profile: Profile, hardware: Hardware) -> bool:
+    card = profile.card
+    if not any(part in hardware.name for part in card.match) or card.capability != hardware.compute_capability:
+        return False
+    return card.memory_gib is not None and abs(card.memory_gib - hardware.memory_gib) <= SAME_MEMORY * card.memory_gib
+
+
+def keeps_method(profile: Profile, registry: Registry) -> bool:
+    return all(registry.plugin(name).preserves != "method" for name, _ in profile.plugin_tables() if name in registry.names)
+
+
+def derive(hardware: Hardware, profiles: list[Profile]) -> tuple[Profile, str]:
+    capability = hardware.compute_capability
+    assert capability is not None  # a CPU was answered before
+
+    def distance(profile: Profile) -> tuple[bool, int, float]:
+        there, memory = profile.card.capability, profile.card.memory_gib
+        assert there is not None
+        assert memory is not None
+        architecture = abs(there[0] * 10 + there[1] - capability[0] * 10 - capability[1])
+        ratio = max(memory, hardware.memory_gib) / min(memory, hardware.memory_gib)
+        return profile.content.extends is not None, architecture, ratio
+
+    known = [profile for profile in profiles if profile.card.memory_gib]
+    if not known:
+        raise InputError("--profile auto: no installed profile describes a GPU; name one with --profile")
+    nearest = min(known, key=distance)
+    memory = nearest.card.memory_gib
+    assert memory is not None
+    why = (
+        f"no profile is for {hardware.name} ({hardware.architecture}, {hardware.memory_gib:g} GiB); derived from {nearest.name} "
+        f"({memory:g} GiB), the nearest by architecture and memory"
+    )
+    data = {key: value for key, value in nearest.document.data.items() if key not in ("extends", "claims", "card")}
+    data |= {"name": f"auto-{nearest.name}", "summary": f"derived from {nearest.name}"}
+    data["card"] = {
+        "match": [hardware.name],
+        "memory_gib": hardware.memory_gib,
+        "compute_capability": hardware.capability_text,
+    }
+    plugins = {name: dict(table) for name, table in nearest.content.plugins.items()}
+    places = dict(nearest.document.places)
+    if "train" in plugins.get("batch", {}):
+        batch = plugins["batch"]
+        train, rows = batch["train"], batch["train"] * batch.get("accumulation", 1)
+        scaled = max(1, min(rows, 2 ** max(0, int(train * hardware.memory_gib / memory).bit_length() - 1)))
+        scaled = next(size for size in range(scaled, 0, -1) if rows % size == 0)  # the effective batch stays
+        batch |= {"train": scaled, "eval": 2 * scaled, "accumulation": rows // scaled}
+        for key in ("train", "eval", "accumulation"):
+            places["plugins", "batch", key] = f"derived from {nearest.name}'s {train} rows by memory"
+        why += f"; micro-batch {train} -> {scaled}, {rows} rows a step as before"
+    data["plugins"] = plugins
+    return make_profile(replace(nearest.document, data=data, places=places)), why

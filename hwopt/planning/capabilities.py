@@ -1,0 +1,76 @@
+"""What this machine can do: its hardware and software, and every installed plugin asked with its default options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from hwopt.config.job import Data, Job, Model
+from hwopt.errors import PluginError
+from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.device import Hardware
+from hwopt.model.facts import ModelFacts
+from hwopt.planning.decisions import check_decision
+from hwopt.plugin import Context
+from hwopt.plugin.guard import blaming
+from hwopt.plugin.registry import Registry
+
+BERT_BASE = ModelFacts(
+    name="a model like BERT-base",
+    model_type="bert",
+    architecture="BertForSequenceClassification",
+    parameters=109_483_778,
+    layers=12,
+    hidden_size=768,
+    vocab_size=30_522,
+    max_positions=512,
+    is_decoder=False,
+    supports_sdpa=True,
+    supports_flash=True,
+    supports_checkpointing=True,
+    attention_dropout=0.1,
+    prebuilt_mask=True,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    name: str
+    distribution: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    hardware: Hardware
+    software: dict[str, str]
+    plugins: tuple[Answer, ...]
+
+
+def survey(registry: Registry | None = None) -> Survey:
+    """Ask every plugin; one that is broken says so in its line, so that the others are still seen."""
+    registry = registry or Registry()
+    hardware, software = detect(), detect_software()
+    job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))
+    context = Context(hardware, software, BERT_BASE, job)
+    return Survey(hardware, software, tuple(ask(registry, name, context) for name in registry.names))
+
+
+def ask(registry: Registry, name: str, context: Context) -> Answer:
+    distribution = registry.distribution(name)
+    try:
+        plugin_class = registry.plugin(name)
+        with blaming(f"plugin {name!r}", "probe()"):
+            try:
+                plugin = plugin_class(plugin_class.Options())
+            except ValidationError:
+                return Answer(
+                    name, distribution, "ask", "has no default options; put a table into a profile and see `hwopt plan`"
+                )
+            decision = plugin.probe(context)
+            check_decision(decision, plugin_class.Options)
+    except PluginError as error:
+        return Answer(name, distribution, "broken", str(error))
+    return Answer(name, distribution, decision.kind, decision.reason)

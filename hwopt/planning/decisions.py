@@ -1,0 +1,216 @@
+"""The plugins of a profile, asked one by one: what was decided for each, in which order they come, what contradicts what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from hwopt.config.profile import Profile
+from hwopt.config.validation import validate
+from hwopt.errors import InputError, PluginError, Problems
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions
+from hwopt.plugin.guard import blaming
+from hwopt.plugin.registry import Registry
+from hwopt.text import shorten
+
+DECISIONS = ("apply", "fallback", "skip", "choose")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was decided for one plugin, and why."""
+
+    plugin: Plugin
+    distribution: str
+    decision: str
+    """apply, fallback or skip."""
+    reason: str
+    options: PluginOptions
+    provenance: Mapping[str, str]
+    """Option -> the file and line, `--set` or "default" that it came from."""
+    place: str
+    choices: int = 1
+    """Among how many options `probe` left the choice to the planner."""
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def author(self) -> str:
+        return f"plugin {self.name!r} ({self.place})"
+
+    @property
+    def who(self) -> str:
+        return f"{self.author} of {self.distribution}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "stage": self.plugin.stage.name,
+            "preserves": self.plugin.preserves,
+            "decision": self.decision,
+            "reason": self.reason,
+            "options": self.options.model_dump(mode="json"),
+            "provenance": dict(self.provenance),
+        }
+
+
+def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugin], PluginOptions, str]]:
+    """The profile's plugins with the options that it gives them, checked, and where; needs no torch.
+
+    Raises InputError for unknown plugins and options, all at once.
+    """
+    problems = Problems()
+    found: list[tuple[type[Plugin], PluginOptions, str]] = []
+    for name, table in profile.plugin_tables():
+        key = ("plugins", name)
+        try:
+            plugin_class = registry.plugin(name, profile.place(*key))
+        except InputError as error:
+            problems.add(str(error))
+            continue
+        document = replace(profile.document, data={"plugins": {name: table}})
+        with blaming(f"plugin {name!r} of {registry.distribution(name)}", "checking its options"):
+            options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
+        if options is not None:
+            found.append((plugin_class, options, profile.place(*key)))
+    problems.raise_if_any()
+    return found
+
+
+def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[Entry]:
+    for plugin_class, options, place in given_options(profile, registry):
+        with blaming(f"plugin {plugin_class.name!r} of {registry.distribution(plugin_class.name)}", "its constructor"):
+            plugin = plugin_class(options)
+        yield entry_for(plugin, options, place, profile, registry, context, choices.get(plugin_class.name, 0))
+
+
+def entry_for(
+    plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
+) -> Entry:
+    entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
+    with asking(entry, "probe()", context):
+        decision = plugin.probe(context)
+        check_decision(decision, type(plugin).Options)
+        if decision.kind in ("fallback", "choose"):
+            plugin = type(plugin)(decision.options[choice])
+    provenance = {
+        key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
+        for key in type(options).model_fields
+    }
+    for key in type(options).model_fields:
+        if getattr(plugin.options, key) != getattr(options, key):
+            provenance[key] = f"decided here, instead of {getattr(options, key)!r} ({provenance[key]})"
+    kind = "apply" if decision.kind == "choose" else decision.kind
+    return replace(
+        entry,
+        plugin=plugin,
+        decision=kind,
+        reason=decision.reason,
+        options=plugin.options,
+        provenance=provenance,
+        choices=len(decision.options) if decision.kind == "choose" else 1,
+    )
+
+
+def check_decision(decision: object, options: type[PluginOptions]) -> None:
+    """Raise PluginError for an answer of `probe` that is none."""
+    if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
+        raise PluginError(f"probe() returned {shorten(decision)} instead of a Decision")
+    if not isinstance(decision.reason, str):
+        raise PluginError(f"probe() gave {shorten(decision.reason)} as a reason instead of a text")
+    if decision.kind in ("fallback", "choose") and not decision.options:
+        raise PluginError(f"probe() decided to {decision.kind}, and gave no options")
+    if wrong := [given for given in decision.options if not isinstance(given, options)]:
+        raise PluginError(f"probe() gave {shorten(wrong[0])} as options instead of {options.__qualname__}")
+
+
+@contextmanager
+def asking(entry: Entry, hook: str, context: Context | None = None) -> Iterator[None]:
+    """Around a plugin's hook: what it raises becomes a PluginError that names it and its distribution, what it prints goes to the
+    standard error, and the job of `context` stays as it is."""
+    before = context and context.job.model_dump()
+    try:
+        with blaming(entry.who, hook):
+            yield
+    except PluginError as error:
+        raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
+    if context and context.job.model_dump() != before:
+        raise PluginError(f"{entry.who}: {hook} changed the job; a plugin writes into the recipe and nothing else")
+
+
+def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
+    ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
+    for entry in list(ordered):
+        stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
+        # inherited tables keep their place: one of `--set`, or of the profile that extends theirs, could not stand before them
+        followers = [other for other in stage if entry.name in other.plugin.after and not stands_below(entry, other)]
+        if followers and ordered.index(followers[0]) < ordered.index(entry):
+            ordered.remove(entry)
+            ordered.insert(ordered.index(followers[0]), entry)
+    for index, entry in enumerate(ordered):
+        for later in ordered[index + 1 :]:
+            same_stage = later.plugin.stage == entry.plugin.stage
+            if same_stage and later.name in entry.plugin.after and "skip" not in (entry.decision, later.decision):
+                raise PluginError(
+                    f"plugin {entry.name!r} ({entry.place}) must come after {later.name!r} ({later.place}): "
+                    f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
+                )
+    return tuple(ordered)
+
+
+def stands_below(entry: Entry, other: Entry) -> bool:
+    """Whether its table stands below the other's in one file."""
+    (file, _, line), (other_file, _, other_line) = entry.place.rpartition(":"), other.place.rpartition(":")
+    if not (file and file == other_file and line.isdigit() and other_line.isdigit()):
+        return entry.place == other.place != "--set"  # no file to look at: as they were given
+    return int(line) > int(other_line)
+
+
+def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
+    """Raise PluginError, with both places, where a plugin in effect excludes another or lacks one that it needs."""
+    problems = Problems()
+    applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
+    skipped = {entry.name: entry for entry in entries if entry.decision == "skip"}
+    for entry in applied.values():
+        for name in entry.plugin.requires:
+            if name in skipped:
+                problems.add(f"{entry.author} needs {skipped[name].author}, which is skipped: {skipped[name].reason}")
+            elif name not in applied:
+                problems.add(f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove this one")
+        for conflict in entry.plugin.conflicts:
+            other = applied.get(conflict.other)
+            if other is not None:
+                with asking(entry, "conflicts"):
+                    clash = conflict.when(entry.options, other.options)
+                if clash:
+                    problems.add(f"{entry.author} and {other.author} cannot be used together: {conflict.why}")
+    problems.raise_if_any(PluginError)
+
+
+def refuse_compromises(entries: tuple[Entry, ...], notes: tuple[str, ...]) -> None:
+    problems = Problems()
+    for entry in entries:
+        if entry.decision != "apply":
+            problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
+    for note in notes:
+        problems.add(f"--strict: {note}")
+    problems.raise_if_any(PluginError)
+
+
+def rescuers(profile: Profile, registry: Registry) -> Iterator[Plugin]:
+    """Only of those that the profile does not speak of: a table with `enabled = false` is an answer too."""
+    for name in registry.names:
+        with suppress(PluginError, ValidationError):  # broken, or without default options: no help, but nobody asked for it
+            found = registry.plugin(name)
+            if name not in profile.content.plugins and found.rescue is not Plugin.rescue:
+                with blaming(f"plugin {name!r} of {registry.distribution(name)}", "its constructor"):
+                    helper = found(found.Options())
+                yield helper

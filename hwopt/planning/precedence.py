@@ -1,0 +1,50 @@
+"""Whose value wins: `--set`, the job, the profile, its parent, the plugin's default; and where each value came from."""
+
+from __future__ import annotations
+
+from hwopt.config.job import Job, JobFile, Training
+from hwopt.config.profile import Profile
+from hwopt.plugin.recipe import Recipe
+
+SAME_THING = ({"warmup_ratio", "warmup_steps"}, {"max_steps", "num_train_epochs"})
+"""Hyperparameters that say the same in two ways: whoever sets one has set the other."""
+
+
+def under_job(profile: Profile, job_file: JobFile) -> Job:
+    """The job with the profile's defaults under its own keys."""
+    job, defaults = job_file.job, profile.content
+    own = job.training.model_fields_set
+    update = {
+        key: getattr(defaults.training, key) for key in defaults.training.model_fields_set if not has_key(job.training, key)
+    }
+    training = Training.model_construct(own | set(update), **(job.training.model_dump() | update))
+    data = job.data
+    if data.max_length is None and defaults.data.max_length is not None:
+        data = data.model_copy(update={"max_length": defaults.data.max_length})
+    return job.model_copy(update={"training": training, "data": data})
+
+
+def has_key(training: Training, key: str) -> bool:
+    """Whether the job or the profile set `key`, or the other way to say the same."""
+    same = next((pair for pair in SAME_THING if key in pair), {key})
+    return bool(same & training.model_fields_set)
+
+
+def provenance_of(profile: Profile, job_file: JobFile, recipe: Recipe, training: Training) -> dict[str, str]:
+    found = {}
+    for key in Training.model_fields:
+        if key in job_file.job.training.model_fields_set:
+            place = job_file.place("training", key)
+        elif key in profile.content.training.model_fields_set:
+            place = profile.place("training", key)
+        elif key in recipe.training and getattr(training, key) == recipe.training[key]:
+            place = recipe.author_of(f"training[{key!r}]")
+        else:
+            place = "default"
+        found[f"training.{key}"] = place
+    for table in ("model", "data", "task"):
+        for key in getattr(job_file.job, table).model_fields_set:
+            found[f"{table}.{key}"] = job_file.place(table, key)
+    if job_file.job.data.max_length is None and profile.content.data.max_length is not None:
+        found["data.max_length"] = profile.place("data", "max_length")
+    return found

@@ -1,0 +1,174 @@
+"""plan: a profile, a hardware and a job resolved into decisions, and into the recipe that a run is built from.
+
+Pure: looks at nothing but its arguments, so that a plan can be made, printed and compared on a laptop for a card that is
+not there. Whose value wins: `--set`, the job, the profile, its parent, the plugin's default; each keeps its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+from pydantic import ValidationError
+
+from hwopt.config.job import Job, JobFile, Training
+from hwopt.config.profile import Profile
+from hwopt.errors import InputError, PluginError
+from hwopt.hardware.detect import detect_host
+from hwopt.hardware.device import Hardware, described
+from hwopt.model.facts import ModelFacts
+from hwopt.planning.decisions import Entry, asking, decide, in_order, refuse_compromises, refuse_conflicts, rescuers
+from hwopt.planning.plan import Plan
+from hwopt.planning.precedence import has_key, provenance_of, under_job
+from hwopt.plugin import Context
+from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.registry import Registry
+from hwopt.plugin.run_view import BatchSizes
+from hwopt.text import listing, nearest, shorten
+
+BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
+
+SMALLER = 0.9
+"""A card with less than this part of the profile's memory counts as smaller."""
+
+
+def resolve(
+    profile: Profile,
+    hardware: Hardware,
+    job_file: JobFile,
+    registry: Registry,
+    model: ModelFacts,
+    software: Mapping[str, str],
+    *,
+    world_size: int = 1,
+    strict: bool = False,
+    choices: Mapping[str, int] | None = None,
+) -> Plan:
+    """Ask every plugin of the profile, in order, and let those that can write the recipe.
+
+    `choices`: plugin -> which of the options to take, where its probe offers several (`Decision.choose`); else the first.
+
+    Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
+    break, and, with `strict`, for every fallback and skip.
+    """
+    job = under_job(profile, job_file)
+    refuse_long_samples(job, model, profile, job_file)
+    context = Context(hardware, software, model, job, world_size)
+    entries = in_order(tuple(decide(profile, registry, context, choices or {})))
+    refuse_conflicts(entries)
+    recipe = write_recipe(entries, context)
+    notes = card_notes(profile, hardware)
+    if strict:
+        refuse_compromises(entries, notes)
+    training = job.training.model_copy(
+        update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
+    )
+    check_hyperparameters(recipe, training)
+    batch, batch_note = batch_sizes(recipe, profile, hardware, world_size)
+    return Plan(
+        profile=profile,
+        hardware=hardware,
+        software=software,
+        job=job,
+        model=model,
+        entries=entries,
+        recipe=recipe,
+        training=training,
+        batch=batch,
+        provenance=provenance_of(profile, job_file, recipe, training),
+        world_size=world_size,
+        notes=(*notes, *batch_note),
+        job_name=job_file.document.name,
+        rescuers=tuple(rescuers(profile, registry)),
+    )
+
+
+def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:
+    """What the plugins that are not skipped write, in their order; whoever needs a recipe of their own makes it anew."""
+    recipe = Recipe()
+    for entry in entries:
+        if entry.decision != "skip":
+            with recipe.written_by(entry.author, entry.distribution), asking(entry, "apply()", context):
+                entry.plugin.apply(recipe, context)
+    return recipe
+
+
+def check_hyperparameters(recipe: Recipe, training: Training) -> None:
+    """Raise PluginError for what a plugin wrote into `recipe.training` or `recipe.batch` and no run could use."""
+    try:
+        Training.model_validate(training.model_dump(exclude_none=True))
+    except ValidationError as error:
+        authors = ", ".join(sorted({recipe.named(recipe.author_of(f"training[{key!r}]")) for key in recipe.training}))
+        raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
+    for key, value in recipe.batch.items():
+        author = recipe.named(recipe.author_of(f"batch[{key!r}]"))
+        if key not in BATCH_KEYS:
+            near = nearest(key, BATCH_KEYS)
+            raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
+        if key != "widths" and not (isinstance(value, int) and value > 0):
+            raise PluginError(f"{author}: recipe.batch[{key!r}] is {shorten(value)}; expected a whole number above 0")
+
+
+def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
+    """Raise InputError where data.max_length is more than the model takes."""
+    length, most = job.data.max_length, model.max_positions
+    if length is None or most is None or length <= most:
+        return
+    own = job_file.job.data.max_length is not None
+    place = job_file.place("data", "max_length") if own else profile.place("data", "max_length")
+    raise InputError(
+        f"{place}: data.max_length: {length:,} is more than the {most:,} tokens that {model.name} takes; set {most} or less"
+    )
+
+
+def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
+    """What to say where the machine is not the profile's card; capability and memory always come from the machine."""
+    card = profile.card
+    if hardware.source == "described" or card.compute_capability is None:
+        return ()
+    if hardware.device_type == "cpu":
+        return (
+            f"no CUDA device: profile {profile.name} is for {' / '.join(card.match) or 'a GPU'}, this runs on the CPU. "
+            "Check `nvidia-smi` and that torch is a CUDA build; on Colab: Runtime > Change runtime type > GPU.",
+        )
+    if card.memory_gib and hardware.memory_gib < SMALLER * card.memory_gib:
+        return (
+            f"profile {profile.name} is for {card.memory_gib:g} GiB, {hardware.name} has {hardware.memory_gib:g}: "
+            "the micro-batch gets smaller, the effective batch stays.",
+        )
+    return ()
+
+
+def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size: int) -> tuple[BatchSizes, tuple[str, ...]]:
+    """Rows per micro-batch and step; without a plugin that says so, 8 and 16 as Hugging Face's Trainer."""
+    train = int(recipe.batch.get("train", 8))
+    evaluation = int(recipe.batch.get("eval", 2 * train))
+    accumulation = int(recipe.batch.get("accumulation", 1))
+    step = int(recipe.batch.get("effective", train * accumulation))
+    notes: tuple[str, ...] = ()
+    memory = profile.card.memory_gib
+    smaller = memory and hardware.device_type == "cuda" and hardware.memory_gib < SMALLER * memory
+    if smaller and memory:
+        lowered = max(1, int(train * hardware.memory_gib / memory))
+        notes = (f"micro-batch {train} -> {lowered}, {hardware.memory_gib:g} of {memory:g} GiB; {step} rows a step as before",)
+        train, evaluation = lowered, max(1, int(evaluation * hardware.memory_gib / memory))
+    per_rank = ceil(step / world_size)
+    sizes = BatchSizes(
+        train=min(train, per_rank),
+        eval=evaluation,
+        step=step,
+        widths=tuple(recipe.batch.get("widths", ())),
+        pad_to_multiple_of=int(recipe.batch.get("pad_to_multiple_of", 1)),
+    )
+    return sizes, notes
+
+
+def hardware_of_card(profile: Profile) -> Hardware:
+    """The profile's card in this machine, for plans of a card that is not there."""
+    host = detect_host()
+    card = profile.card
+    if card.capability is None:
+        return host
+    if card.memory_gib is None:
+        raise InputError(f"{profile.document.name}: card.memory_gib is missing, so that no plan can be made for this card")
+    return described(card.match[0] if card.match else profile.name, card.capability, card.memory_gib, host)

@@ -1,0 +1,168 @@
+"""Recipe: the closed list of what plugins may set, and the only thing that they write to.
+
+A run is built from a recipe alone (`hwopt.training.build`). A slot or a key that two plugins set is an error that names both,
+so that two optimizations never override each other silently. docs/recipe.md lists the fields and their signatures.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
+from typing import Any
+
+from hwopt.errors import PluginError
+from hwopt.plugin.guard import Blamed, Once
+from hwopt.text import listing, nearest
+
+SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
+LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
+SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
+
+EVENTS = {
+    "gradients": "all gradients of a step are there; before they are measured, clipped and used",
+    "updated": "the optimizer has stepped",
+    "evaluating": "an evaluation begins",
+    "evaluated": "it has ended",
+}
+
+
+class Settings(UserDict[str, Any]):
+    """A dict whose keys are set once; the second author of a key is told who was first."""
+
+    def __init__(self, recipe: Recipe, field: str) -> None:
+        self._recipe, self._field = recipe, field
+        super().__init__()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._recipe.claim(f"{self._field}[{key!r}]")
+        super().__setitem__(key, self._recipe.blamed(value, f"{self._field}[{key!r}]") if self._field == "accelerator" else value)
+
+    def __delitem__(self, key: str) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+
+
+class Steps(MutableSequence[Any]):
+    """A list whose entries know who added them, so that what one of them raises names its plugin."""
+
+    def __init__(self, recipe: Recipe, field: str) -> None:
+        self._recipe, self._field = recipe, field
+        self._steps: list[Any] = []
+
+    def insert(self, index: int, value: Any) -> None:
+        self._steps.insert(index, self._recipe.blamed(value, self._field))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; add to it instead of changing it")
+
+    def __delitem__(self, index: Any) -> None:
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._steps[index]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._steps)
+
+    def __eq__(self, other: object) -> bool:
+        return self._steps == (other._steps if isinstance(other, Steps) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Recipe:
+    """What the plugins of a plan decided, field by field.
+
+    Slots hold one callable or None (the core's default), lists keep the order of the plan, settings are dicts of keyword
+    arguments. `accelerator["kwargs_handlers"]` is a list from the start: append to it.
+    """
+
+    process: Steps
+    model_kwargs: Settings
+    model_steps: Steps
+    loss: Callable[..., Any] | None
+    order: Callable[..., Any] | None
+    collate: Callable[..., Any] | None
+    cut: Callable[..., Any] | None
+    batch: Settings
+    loader: Settings
+    training: Settings
+    optimizer: Callable[..., Any] | None
+    optimizer_wraps: Steps
+    scaler: Callable[[], Any] | None
+    schedule: Callable[[int, int], float] | None
+    accelerator: Settings
+    engine: Callable[..., Any] | None
+    prepared_steps: Steps
+    events: Mapping[str, Steps]
+    export_steps: Steps
+    final_steps: Steps
+    state: Steps
+
+    def __init__(self) -> None:
+        self._author: str | None = None
+        self._distributions: dict[str, str] = {}
+        self._claims: dict[str, str] = {}
+        for name in SLOTS:
+            object.__setattr__(self, name, None)
+        for name in LISTS:
+            object.__setattr__(self, name, Steps(self, name))
+        for name in SETTINGS:
+            object.__setattr__(self, name, Settings(self, name))
+        self.accelerator.data["kwargs_handlers"] = Steps(self, "accelerator['kwargs_handlers']")
+        object.__setattr__(self, "events", {name: Steps(self, f"events[{name!r}]") for name in EVENTS})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SLOTS:
+            self.claim(name)
+            value = self.blamed(value, name)
+        elif not name.startswith("_"):
+            known = (*SLOTS, *LISTS, *SETTINGS, "events")
+            how = "add to it instead of replacing it" if name in known else f"it has: {listing(known, 30)}"
+            raise PluginError(f"{self.author}: recipe.{name} cannot be set; {how}.{nearest(name, SLOTS)}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def author(self) -> str:
+        return self._author or "the core"
+
+    @contextmanager
+    def written_by(self, author: str, distribution: str = "") -> Iterator[None]:
+        """Whatever is set inside the block belongs to `author` ("plugin 'x' (profile.toml:12)") of that distribution."""
+        self._author, before = author, self._author
+        self._distributions.setdefault(author, distribution)
+        try:
+            yield
+        finally:
+            self._author = before
+
+    def blamed(self, value: Any, field: str) -> Any:
+        """`value` as it is kept: what a plugin's callable raises names the plugin."""
+        if self._author is None or not callable(value) or isinstance(value, Blamed):
+            return value
+        kind = Once if field in LISTS and field != "state" else Blamed
+        return kind(value, self.named(self._author), f"recipe.{field}")
+
+    def named(self, author: str) -> str:
+        """An author with its distribution."""
+        return " of ".join(filter(None, (author, self._distributions.get(author))))
+
+    def claim(self, what: str) -> None:
+        author = self.author
+        first = self._claims.setdefault(what, author)
+        if first is not author and first != author:
+            raise PluginError(
+                f"recipe.{what} is set by {first} and again by {author}: only one of them can have it. "
+                "Remove one of the two tables, or give it `enabled = false`."
+            )
+
+    def written_by_author(self, author: str) -> list[str]:
+        """The slots and keys that `author` set, as `author_of` takes them; lists and events are everybody's."""
+        return [what for what, who in self._claims.items() if who == author]
+
+    def author_of(self, what: str) -> str:
+        """Who set a slot, or a key written as `field['key']`; "the core" where nobody did."""
+        return self._claims.get(what, "the core")

@@ -1,0 +1,120 @@
+"""Registry: plugins and profiles, found through entry points; built-ins come in like anybody's.
+
+Group `hwopt.plugins`: name -> plugin class. Group `hwopt.profiles`: any name -> a package that holds TOML files.
+A plugin that cannot be used is an error that names it and the distribution that brought it, never a silent skip.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING
+
+from hwopt.errors import InputError, PluginError
+from hwopt.plugin.guard import blaming
+from hwopt.text import listing, nearest, shorten
+
+if TYPE_CHECKING:  # pydantic costs more than listing profiles may
+    from hwopt.plugin.contract import Plugin
+
+
+PLUGIN_GROUP = "hwopt.plugins"
+
+
+class Registry:
+    """Plugin classes by name, imported when they are asked for."""
+
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+        found = metadata.entry_points(group=PLUGIN_GROUP) if entry_points is None else entry_points
+        self._entry_points: dict[str, EntryPoint] = {}
+        for entry_point in found:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", entry_point.name):
+                raise PluginError(
+                    f"plugin {shorten(entry_point.name)} of {distribution_of(entry_point)}: is no name for a table of a profile; "
+                    "letters, digits, '-' and '_' are"
+                )
+            first = self._entry_points.setdefault(entry_point.name, entry_point)
+            if first.value != entry_point.value:
+                raise PluginError(
+                    f"plugin {entry_point.name!r} is registered by {distribution_of(first)} ({first.value}) and again by "
+                    f"{distribution_of(entry_point)} ({entry_point.value}); uninstall one of them"
+                )
+        self._classes: dict[str, type[Plugin]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._entry_points)
+
+    def distribution(self, name: str) -> str:
+        """Name and version of the distribution that brings the plugin `name`."""
+        return distribution_of(self._entry_points[name])
+
+    def plugin(self, name: str, where: str = "") -> type[Plugin]:
+        """The class of the plugin `name`; `where` is the place that asked for it.
+
+        Raises InputError for an unknown name, PluginError for a class that breaks the contract.
+        """
+        if name not in self._entry_points:
+            raise InputError(
+                f"{where + ': ' if where else ''}no plugin {name!r} is installed.{nearest(name, self.names)} "
+                f"`hwopt plugins` lists all: {listing(self.names, 30)}"
+            )
+        if name not in self._classes:
+            self._classes[name] = self._load(self._entry_points[name])
+        return self._classes[name]
+
+    def add(self, plugin: type[Plugin]) -> None:
+        """Register a class for this process only (a notebook, a test)."""
+        entry_point = EntryPoint(plugin.name, f"{plugin.__module__}:{plugin.__qualname__}", PLUGIN_GROUP)
+        if plugin.name in self._entry_points:
+            raise PluginError(f"plugin {plugin.name!r} is registered already, by {self.distribution(plugin.name)}")
+        check_contract(plugin, plugin.name, "this process")
+        self._entry_points[plugin.name] = entry_point
+        self._classes[plugin.name] = plugin
+
+    def _load(self, entry_point: EntryPoint) -> type[Plugin]:
+        distribution = distribution_of(entry_point)
+        who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
+        with blaming(who, "mend or uninstall it; it"):
+            loaded = entry_point.load()
+        check_contract(loaded, entry_point.name, distribution)
+        plugin: type[Plugin] = loaded
+        return plugin
+
+
+def check_contract(plugin: object, name: str, distribution: str) -> None:
+    """Raise PluginError with the first rule of the contract that `plugin` breaks."""
+    from hwopt.plugin.contract import API_VERSION, Conflict, Plugin, PluginOptions, Stage
+
+    who = f"plugin {name!r} of {distribution}"
+    if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
+        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {shorten(plugin)}")
+    if plugin.api_version != API_VERSION:
+        raise PluginError(
+            f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
+        )
+    if getattr(plugin, "name", None) != name:
+        raise PluginError(f"{who}: its class is called {getattr(plugin, 'name', None)!r}; entry point and `name` must agree")
+    if not isinstance(getattr(plugin, "stage", None), Stage):
+        raise PluginError(f"{who}: `stage` must be one of {', '.join(stage.name for stage in Stage)}")
+    if not (isinstance(plugin.Options, type) and issubclass(plugin.Options, PluginOptions)):
+        raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
+    if plugin.probe is Plugin.probe:
+        raise PluginError(f"{who}: has no probe()")
+    if plugin.preserves not in ("bits", "rounding", "method"):
+        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {shorten(plugin.preserves)}")
+    kinds = {"after": str, "may_differ": str, "requires": str, "slots": str, "conflicts": Conflict}
+    for key, kind in kinds.items():
+        value = getattr(plugin, key)
+        if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
+            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {shorten(value)}")
+    for hook in ("probe", "apply", "memory", "evidence", "rescue", "leaner"):
+        if not callable(getattr(plugin, hook)):
+            raise PluginError(f"{who}: `{hook}` is {shorten(getattr(plugin, hook))}, which cannot be called")
+
+
+def distribution_of(entry_point: EntryPoint) -> str:
+    found = entry_point.dist
+    return f"{found.name} {found.version}" if found else "this process"

@@ -1,0 +1,217 @@
+"""The terminal: the plan before the run, one live line in it, the evidence after step 1, a summary at the end.
+
+With a terminal the line stays in place; without one (a log file, a notebook's cell) a plain line is printed an interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hwopt.text import printable
+from hwopt.training.listener import Listener, Row
+
+if TYPE_CHECKING:
+    from hwopt.planning.decisions import Entry
+    from hwopt.training.run import Run
+from hwopt.planning.plan import Plan
+
+STYLES = {
+    "apply": "green",
+    "fallback": "yellow",
+    "skip": "yellow",
+    "active": "green",
+    "inactive": "red",
+    "unknown": "yellow",
+}
+
+
+LEAST, USUAL = 20, 80
+"""Columns of a screen."""
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Plugin, decision and reason, in the order of application; what changes the training method comes first."""
+    hardware = plan.hardware
+    device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
+    if hardware.compute_capability:
+        device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
+    if hardware.memory_limit_gib is not None:
+        device += ", limited by --memory-limit"
+    say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
+    say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
+    say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
+    say(console, "batch", describe_batch(plan))
+    for entry in plan.applied():
+        if entry.plugin.preserves == "method":
+            say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
+    for note in plan.notes:
+        say(console, "note", note, "yellow")
+    console.print(table(("plugin", "decision", "why"), ((e.name, e.decision, describe(e)) for e in plan.entries)))
+
+
+def describe_batch(plan: Plan) -> str:
+    sizes, world = plan.batch, plan.world_size
+    ranks = f" on {world} ranks" if world > 1 else ""
+    steps = f"{sizes.step} rows a step{ranks}"
+    return f"{steps}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
+
+
+def describe(entry: Entry) -> str:
+    options = ", ".join(
+        f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
+    )
+    return entry.reason if entry.decision == "skip" or not options else f"{entry.reason} [{options}]"
+
+
+def show(value: Any) -> str:
+    return (
+        " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2) -> Table:
+    """A plain table whose column `folded` gives way; decisions and states are coloured, nothing in a cell is read as markup."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=number != folded)
+    for row in rows:
+        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
+    return made
+
+
+def say(console: Console, label: str, text: str, style: str = "bold") -> None:
+    console.print(Text.assemble((f"{label}: ", style), printable(text)))
+
+
+class Terminal(Console):
+    """A console whose reader may go away (`| head`): what follows is said to nobody, and nothing ends.
+
+    COLUMNS may say what no screen is, such as 0, at which nothing at all would be shown.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"file": sys.stdout, **options})  # also while a plugin's own prints go to the standard error
+        if self.width < LEAST:
+            self.width = USUAL
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+class Screen(Listener):
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live: Live | None = None
+        self.last_eval: Row = {}
+
+    def started(self, run: Run) -> None:
+        for note in run.notes[len(run.plan.notes) :]:
+            say(self.console, "data", note)
+        samples = len(run.prepared.train)
+        held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
+        say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+
+    def evidence(self, run: Run, found: list[Any]) -> None:
+        titles = ("evidence", f"after step {run.step:,}", "seen")  # a run that goes on is looked at again
+        self.console.print(table(titles, ((e.name, v.status, v.seen) for e, v in found)))
+
+    def row(self, run: Run, row: Row) -> None:
+        if "eval_loss" in row:
+            self.last_eval = row
+            self.console.print(Text(eval_line(row)))
+        elif self.live is not None:
+            self.live.update(Text(line(run, row)))
+        else:
+            self.console.print(Text(line(run, row)), soft_wrap=True)
+
+    def said(self, run: Run, message: str) -> None:
+        say(self.console, "note", message)
+
+    def warned(self, run: Run, message: str) -> None:
+        say(self.console, "WARNING", message, "bold red")
+
+    def finished(self, run: Run, summary: Row) -> None:
+        self.close()
+        rows = ((key, f"{value:,.4f}".rstrip("0").rstrip(".")) for key, value in summary.items())
+        self.console.print(table(("summary", ""), rows))
+        say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def line(run: Run, row: Row) -> str:
+    """step, ETA, loss, lr, steps/s, real tokens/s, samples/s, peak memory, GPU %, data wait."""
+    left = (run.total_steps - row["step"]) / max(row["steps_per_second"], 1e-9)
+    parts = [
+        f"step {int(row['step'])}/{run.total_steps}",
+        f"ETA {timedelta(seconds=round(left))}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['learning_rate']:.3g}",
+        f"{row['steps_per_second']:.3g} steps/s",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"{row['samples_per_second']:,.4g} samples/s",
+        f"peak {row['peak_memory_gib']:.2f} GiB",
+    ]
+    if "gpu_utilization" in row:
+        parts.append(f"GPU {row['gpu_utilization']:.0f} %")
+    parts.append(f"data wait {row['data_wait']:.0%}")
+    if "skipped_updates" in row:
+        parts.append(f"skipped {row['skipped_updates']:.0f}")
+    return "  ".join(parts)
+
+
+def eval_line(row: Row) -> str:
+    shown = {
+        key: value for key, value in row.items() if key.startswith("eval_") and "second" not in key and key != "eval_runtime"
+    }
+    return f"eval at step {int(row['step'])} (epoch {row['epoch']:.2f}): " + "  ".join(
+        f"{k[5:]} {v:.4f}" for k, v in shown.items()
+    )
+
+
+def show_values(console: Console, plan: Plan) -> None:
+    """Every option, hyperparameter and job key that has a value, with the place that it came from."""
+    rows = [
+        (f"plugins.{entry.name}.{key}", value, entry.provenance[key])
+        for entry in plan.entries
+        for key, value in entry.options.model_dump(mode="json").items()
+    ]
+    tables = {"training": plan.training, "model": plan.job.model, "data": plan.job.data, "task": plan.job.task}
+    for dotted, place in sorted(plan.provenance.items()):
+        name, key = dotted.split(".", 1)
+        rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
+    shown = ((key, show(value), place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows if value is not None)
+    console.print(table(("value", "", "from"), shown, folded=1))
+
+
+def show_survey(console: Console, found: Any) -> None:
+    hardware = found.hardware
+    say(
+        console,
+        "hardware",
+        f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
+    )
+    say(console, "compute capability", f"{hardware.capability_text} ({hardware.architecture})")
+    say(
+        console,
+        "host",
+        f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}",
+    )
+    say(console, "software", ", ".join(f"{name} {version}" for name, version in found.software.items()))
+    console.print(table(("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins)))

@@ -1,0 +1,1 @@
+"""Save, verify and load checkpoints, the best weights and `final/`."""

@@ -1,0 +1,49 @@
+"""A model on disk, as `from_pretrained` opens it, with its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hwopt.saving.savable_run import SavableRun
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def skeleton_of(model: Any) -> Any:
+    """`model` without its tensors, its hooks and what wraps its forward: it can be saved while `model` is trained."""
+    known: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        known[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    for module in model.modules():
+        known |= {id(hooks): OrderedDict() for name in HOOKS if (hooks := getattr(module, name, None)) is not None}
+    found = copy.deepcopy(model, known)
+    found.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
+    return found
+
+
+def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """`model`'s config, `weights` in the place of its own, and the tokenizer."""
+    dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
+    model.save_pretrained(folder, state_dict=weights)
+    run.prepared.tokenizer.save_pretrained(folder)
+    config = folder / "config.json"
+    if config.is_file():  # an adapter alone has none
+        content = json.loads(config.read_text(encoding="utf-8"))
+        # transformers writes the dtype of the model in memory, which O2 keeps in half, and loads by it
+        content["dtype"] = dtype
+        content["use_cache"] = True  # off for training only; generation wants it
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,42 @@
+"""SavableRun: what the modules of this package need of a run, which is built above this layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hwopt.plugin.run_view import RunView
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hwopt.saving.reader import Checkpoint
+
+
+class SavableRun(RunView, Protocol):
+    """A run whose weights and training state can be written to its folder."""
+
+    folder: Path
+    skeleton: Any
+    """The model without tensors, which `save_pretrained` is called on while the model trains."""
+    prepared: Any
+    """The tokenised data, with the tokenizer that is saved beside the model."""
+    task: Any
+    checkpoint: Checkpoint | None
+    """Where the run resumes; None for a new run."""
+    whole: bool
+    alone: bool
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What must be equal for a run to resume from its checkpoint."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights as they are written to disk."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Tell the watchdog that the run is alive."""
+        ...

@@ -1,0 +1,1 @@
+"""The operating system: paths, cache, atomic folders, signals, the watchdog, ranks."""

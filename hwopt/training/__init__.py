@@ -1,0 +1,1 @@
+"""The run: built from a plan, trained step by step, evaluated, reported."""

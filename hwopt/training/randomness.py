@@ -1,0 +1,57 @@
+"""Every random number of a run is a function of where it is used, so that no generator state is ever saved.
+
+Order is a function of (seed, epoch); dropout's generator is set anew for each micro-batch from (seed, optimizer step, index
+of its first sample), not from the rank. A run that is killed anywhere and resumed therefore draws the same numbers.
+`generator.manual_seed` costs about 1.4 us, `torch.manual_seed` 94: the loop calls the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+MASK = 2**64 - 1
+
+WEIGHTS, ORDER, DROPOUT, SPLIT = range(1, 5)
+"""Purposes: the first number of a place, so that no two uses share a stream."""
+
+
+def mix(seed: int, *place: int) -> int:
+    """A 63-bit number that depends on all bits of `seed` and of every part of `place` (splitmix64, Steele et al. 2014)."""
+    state = 0
+    for part in (seed, *place):
+        state = (state ^ (part & MASK)) + 0x9E3779B97F4A7C15 & MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def shuffled(lengths: Sequence[int] | np.ndarray, seed: int, epoch: int, rows: int = 1) -> np.ndarray:
+    """The default order of an epoch: a permutation of the samples, (samples,) int64."""
+    return np.random.default_rng(mix(seed, ORDER, epoch)).permutation(len(lengths))
+
+
+def reseeder(device: torch.device, seed: int) -> Callable[[int, int], None]:
+    """A function of (optimizer step, index of the first sample) that sets the generators which dropout draws from."""
+    import torch
+
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    setters = [generator.manual_seed for generator in generators]
+    base = mix(seed, DROPOUT)
+
+    def reseed(step: int, sample: int) -> None:
+        number = mix(base, step, sample)
+        for set_seed in setters:
+            set_seed(number)
+
+    return reseed

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hwopt.config.profile import Profile, load_profile
+from hwopt.config.profile_files import profile_files
+from hwopt.config.validation import validate
+from hwopt.errors import InputError
+from hwopt.plugin.registry import Registry
+
+PARENT = """name = "parent"
+summary = "the parent"
+[training]
+weight_decay = 0.01
+[plugins.first]
+a = 1
+b = [1, 2]
+[plugins.second]
+[plugins.third]
+x = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "parent.toml").write_text(PARENT)
+    return tmp_path
+
+
+def load(folder: Path, text: str, *assignments: str) -> Profile:
+    (folder / "child.toml").write_text(text)
+    return load_profile("child", {path.stem: path for path in folder.glob("*.toml")}, assignments)
+
+
+def test_inheritance(folder: Path) -> None:
+    profile = load(
+        folder,
+        'name = "child"\nextends = "parent"\n[plugins.fourth]\n[plugins.first]\nb = [3]\n[plugins.second]\nenabled = false\n',
+    )
+    assert dict(profile.plugin_tables()) == {"first": {"a": 1, "b": [3]}, "third": {"x": 1}, "fourth": {}}
+    assert [name for name, _ in profile.plugin_tables()] == ["first", "third", "fourth"], "an inherited table keeps its place"
+    assert profile.content.training.weight_decay == 0.01
+    assert profile.place("plugins", "first", "a").endswith("parent.toml:6")
+    assert profile.place("plugins", "first", "b").endswith("child.toml:5")
+    assert profile.content.summary == "the parent"
+
+
+def test_the_command_line_wins(folder: Path) -> None:
+    profile = load(folder, 'name = "child"\nextends = "parent"\n', "plugins.first.a=7", "plugins.third.enabled=false")
+    assert dict(profile.plugin_tables()) == {"first": {"a": 7, "b": [1, 2]}, "second": {}}
+    assert profile.place("plugins", "first", "a") == "--set"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('name = "child"\nextends = "parnet"', "Did you mean 'parent'"),
+        ('name = "child"\nextends = ["parent"]', "expected the name of one profile"),
+        ('name = "child"\nextends = "child"', "circle"),
+        ('name = "../child"', "name"),
+        ('name = "child"\nsumary = "x"', "Did you mean 'summary'"),
+        ('name = "child"\n[card]\ncompute_capability = 8.6', "card.compute_capability"),
+        ('name = "child"\n[training]\nlearning_rat = 1', "Did you mean 'learning_rate'"),
+        ('name = "child"\n[plugins.first]\nenabled = "no"', "expected true or false"),
+        ('name = "child"\nplugins = 3', "plugins"),
+        ("[card]", "name: is missing"),
+    ],
+)
+def test_bad_profiles(folder: Path, text: str, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        load(folder, text)
+
+
+def test_unknown_names_offer_the_nearest() -> None:
+    with pytest.raises(InputError, match="Did you mean 'rtx3070_8gb'"):
+        load_profile("rtx3070-8gb", profile_files())
+    with pytest.raises(InputError, match="no such file"):
+        load_profile("./nowhere.toml", profile_files())
+
+
+@pytest.mark.parametrize("name", profile_files())
+def test_every_shipped_profile_is_whole(name: str) -> None:
+    """Its name is its file's, its plugins and their options exist, and its claims are made against a profile."""
+    files, registry = profile_files(), Registry()
+    profile = load_profile(name, files)
+    assert profile.name == name
+    assert profile.content.summary
+    for plugin, _table in profile.plugin_tables():
+        validate(registry.plugin(plugin).Options, profile.document, ("plugins", plugin))
+    for claim in profile.content.claims:
+        assert claim.against in files
+        assert claim.expect[0] <= claim.expect[1]
+
+
+SEEDS = {
+    "rtx3070_8gb": {"train": 64, "eval": 128, "accumulation": 2},
+    "rtx3070_8gb_batch48": {"train": 48, "eval": 96, "accumulation": 2},
+    "rtx3070_8gb_batch32": {"train": 32, "eval": 64, "accumulation": 2},
+    "rtx3070_8gb_batch16": {"train": 16, "eval": 32, "accumulation": 4},
+    "rtx3070_8gb_batch96": {"train": 96, "eval": 192, "accumulation": 1},
+    "t4_16gb": {"train": 16, "eval": 32, "accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_seeds_batches(name: str) -> None:
+    batch = dict(load_profile(name, profile_files()).plugin_tables())["batch"]
+    assert {key: batch[key] for key in SEEDS[name] if key in batch} == {k: v for k, v in SEEDS[name].items() if k in batch}
+    assert batch.get("eval", 2 * batch["train"]) == SEEDS[name]["eval"]
+    assert batch.get("accumulation", 1) == SEEDS[name]["accumulation"]

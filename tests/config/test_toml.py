@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document, key_lines, parse_assignment, parse_toml
+from hwopt.config.validation import validate
+from hwopt.errors import InputError
+
+GOOD = b"""[model]
+name = "somewhere/some-model"
+[data]
+train = "train.csv"
+"""
+
+
+def message(raw: bytes) -> str:
+    with pytest.raises(InputError) as caught:
+        make_job(parse_toml(raw, "job.toml"))
+    return str(caught.value)
+
+
+def test_every_problem_at_once_with_its_line() -> None:
+    text = message(
+        b'[model]\nnmae = "x"\n[data]\ntrain = 3\nmax_length = "4"\n[task]\nkind = "text-clasification"\n[training]\nseed = 1.5\n'
+    )
+    assert "job.toml:2: model.nmae: unknown key. Did you mean 'name'?" in text
+    assert "job.toml:4: data.train" in text
+    assert "job.toml:5: data.max_length" in text
+    assert "job.toml:7: task.kind" in text
+    assert "Did you mean 'text-classification'?" in text
+    assert "job.toml:9: training.seed" in text
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"a = " + b"[" * 200_000,
+        b"a = " + b"[" * 100_000 + b"]" * 100_000,
+        b"a = " + b"{a=" * 60_000,
+        b"a" + b".a" * 100_000 + b" = 1",
+        b"[" + b"a." * 100_000 + b"a]",
+        2 * b"\xef\xbb\xbf" + GOOD,
+        GOOD.decode().encode("utf-16"),
+        b"a = 1\na = 2",
+        b"a = \xff",
+        b"x = " + b"1" * 5000,
+        b"= 1",
+        b"\x00",
+        b"x = 'never closed",
+        b"# " + b"x" * 2_000_000,
+        b"when = 2020-01-01",
+        b"training = 3",
+        b"[[training]]",
+    ],
+)
+def test_hostile_toml_is_one_clear_message_at_once(raw: bytes) -> None:
+    began = time.process_time()
+    text = message(raw)
+    assert "job.toml" in text
+    assert len(text.splitlines()) <= 12
+    assert len(text) < 2000
+    assert time.process_time() - began < 10  # it must end; it takes milliseconds
+
+
+SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a path into single quotes, or write it with '/'$"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (r'a = "C:\Users\x"', f"job.toml:1: .*{SINGLE}"),
+        (r'a = 1%b = "D:\data\x"', f"job.toml:2: .*{SINGLE}"),
+        ("a = True", r"job.toml:1: is not valid TOML: Invalid value \(column 5\); true and false are written in small letters$"),
+        ("a = [1,% None]", r"job.toml:2: .*\(column 2\); TOML has no word for nothing; leave the key out$"),
+        ("a = null", "leave the key out$"),
+        ("model:%  name: x", r"job.toml:1: .*\(column 6\); it looks like YAML, and hwopt reads TOML"),
+        ("---%model:", "it looks like YAML"),
+        ('%{%"model": {}}', "it looks like JSON"),
+        ("a = 1 b = 2", r"job.toml:1: [^;]*\(column 7\)$"),
+        ('a = """', "job.toml: [^;]*end of document[^;]*$"),
+        (f"a = 1%b = {'9' * 10_000}", "job.toml:2: an integer of thousands of digits"),
+        ("[training]%seed = 2024-01-01", "job.toml:2: training.seed: .*, got 2024-01-01$"),
+        ("[task]%kind = 12:30:00", r"job.toml:2: task.kind: expected .*, got 12:30:00\."),
+        ("[data]%text = 2024-01-01", r"job.toml:2: data.text.*, got 2024-01-01"),
+        (
+            r'[data]%train = "D:\train\best.csv"',
+            r"job.toml:2: data.train: 'D:\\train.* holds a control character; .* single quotes",
+        ),
+        (r'[model]%name = "D:\bert"', "job.toml:2: model.name: .* holds a control character"),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["Linux", "Windows"])
+def test_what_is_probably_meant(raw: str, said: str, end: str) -> None:
+    text = message(raw.replace("%", end).encode())
+    assert re.search(said, text, re.MULTILINE), text
+    assert not re.search(r"line \d", text)
+
+
+def test_paths_of_windows_are_fine_in_single_quotes() -> None:
+    made = make_job(parse_toml(b"model.name = 'D:\\bert'\ndata.train = 'D:\\train\\best.csv'\n", "job.toml"))
+    assert made.job.data.train == r"D:\train\best.csv"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_end_in_a_message(raw: bytes) -> None:
+    with pytest.raises(InputError):
+        make_job(parse_toml(raw, "job.toml"))
+
+
+@given(st.text(max_size=40))
+def test_any_assignment_is_parsed_or_refused(text: str) -> None:
+    try:
+        key, _ = parse_assignment(text)
+    except InputError:
+        assert "=" not in text or "." not in text.split("=")[0] or not all(part.strip() for part in text.split("=")[0].split("."))
+    else:
+        assert len(key) >= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("training.seed=3", 3),
+        ("training.learning_rate = 2e-5", 2e-5),
+        ("model.name=bert", "bert"),
+        ('model.name="bert"', "bert"),
+        ("data.text=['a', 'b']", ["a", "b"]),
+        ("x.y=a = b", "a = b"),
+        ("x.y=1\nz=2", "1\nz=2"),
+        ("x.y=", ""),
+    ],
+)
+def test_assignments(text: str, value: object) -> None:
+    assert parse_assignment(text)[1] == value
+
+
+def test_the_command_line_wins_and_says_so() -> None:
+    made = make_job(parse_toml(GOOD, "job.toml"), ["training.seed=1", "training.seed=2", "data.train=other.csv"])
+    assert made.job.training.seed == 2
+    assert made.place("training", "seed") == "--set"
+    assert made.place("model", "name") == "job.toml:2"
+    assert made.job.data.train == "other.csv"
+
+
+@pytest.mark.parametrize("text", ["seed=3", "training", "trainign.seed=3", "model.name.x=3"])
+def test_wrong_assignments(text: str) -> None:
+    with pytest.raises(InputError, match="--set"):
+        make_job(parse_toml(GOOD, "job.toml"), [text])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["model.config={model_type='bert'}", "model.name=x"],
+        ["data.eval=a.csv", "data.eval_fraction=0.1"],
+        ["data.prompt=p", "data.completion=c"],
+        ["training.warmup_ratio=0.1", "training.warmup_steps=3"],
+        ["training.learning_rate=nan"],
+        ["training.max_steps=0"],
+        ["data.text=[]"],
+        ["data.text=['a','b','c']"],
+        ["task.kind=causal-lm", "data.text=['a','b']"],
+    ],
+)
+def test_contradictory_jobs(extra: list[str]) -> None:
+    with pytest.raises(InputError):
+        make_job(parse_toml(GOOD, "job.toml"), extra)
+
+
+def test_key_lines() -> None:
+    text = 'a = 1\n[b]\nc.d = 2\n[[e]]\nf = 1\n[[e]]\n"g h" = 2\n'
+    lines = dict(key_lines(text))
+    assert lines["a",] == 1
+    assert lines["b",] == 2
+    assert lines["b", "c", "d"] == 3
+    assert lines["e", "0", "f"] == 5
+    assert lines["e", "1", "g h"] == 7
+
+
+def test_a_document_places_what_it_does_not_know() -> None:
+    document = Document("x.toml", {}, {("a",): 4})
+    assert document.place(("a", "b", "c")) == "x.toml:4"
+    assert document.place(("z",)) == "x.toml"
+
+
+class Alternatives(BaseModel):
+    rows: Literal["auto"] | Annotated[int, Field(gt=0)] | None = None
+    level: Literal["auto"] | Literal[0, 1, 2] = 0
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"rows": "many"}, "rows: expected 'auto', or a valid integer, got 'many'."),
+        ({"rows": 0}, "rows: expected greater than 0, got 0."),
+        ({"level": 3}, "level: expected 'auto', or 0, 1 or 2, got 3."),
+    ],
+)
+def test_a_value_that_could_be_several_things_is_one_problem(table: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        validate(Alternatives, Document("here", table))
+    assert str(caught.value).splitlines() == [f"here: {said}"]
+
+
+def test_a_byte_order_mark_is_no_content() -> None:
+    assert parse_toml(b"\xef\xbb\xbfa = 1", "job.toml").data == {"a": 1}
+    with pytest.raises(InputError, match="job.toml:1: is UTF-16; save it as UTF-8"):
+        parse_toml("a = 1".encode("utf-16"), "job.toml")

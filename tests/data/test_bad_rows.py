@@ -1,0 +1,199 @@
+"""Bad rows: each is counted once, by its line in the file, and the others are trained on exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from hwopt import api
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import IN_A_ROW, LeftOut
+from hwopt.errors import DataError
+from hwopt.model.config import load_config
+from hwopt.tasks.base import Prepared
+from hwopt.tasks.registry import make_task
+from hwopt.testing import TINY_BERT, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+
+FIGURE = (
+    "corrupt rows, 1 % and 10 % of 800",
+    "{tests} of {tests} tests of CSV, TSV, JSONL, Parquet: each counted once, by its line; the same ones after resume",
+)
+Cells = tuple[str, str]
+"""Text and label."""
+
+
+def prepare(source: str, folder: Path, **data: Any) -> Prepared:
+    job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": source, **data}})
+    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+
+
+def good(number: int) -> Cells:
+    return f"number {number} of them", ("even", "odd")[number % 2]
+
+
+CSV: list[Callable[[Cells], bytes]] = [
+    lambda cells: f"{cells[0]}".encode(),
+    lambda cells: f"{cells[0]},{cells[1]},more".encode(),
+    lambda cells: f",{cells[1]}".encode(),
+    lambda cells: f"{cells[0]},".encode(),
+    lambda cells: f'"{cells[0]},{cells[1]}'.encode(),
+    lambda cells: f'"{cells[0]}"x,{cells[1]}'.encode(),
+    lambda cells: f"caf\xe9,{cells[1]}".encode("latin-1"),
+    lambda cells: f"  ,{cells[1]}".encode(),
+]
+TSV = [
+    lambda cells: cells[0].encode(),
+    lambda cells: f"{cells[0]}\t{cells[1]}\tmore".encode(),
+    lambda cells: f"\t{cells[1]}".encode(),
+    lambda cells: b"\xff\xff\t" + cells[1].encode(),
+]
+JSONL = [
+    lambda cells: json.dumps({"text": cells[0], "label": cells[1]}).encode()[:-3],
+    lambda cells: json.dumps({"text": cells[0]}).encode(),
+    lambda cells: json.dumps({"label": cells[1]}).encode(),
+    lambda cells: json.dumps({"text": 7, "label": cells[1]}).encode(),
+    lambda cells: json.dumps({"text": cells[0], "label": [cells[1]]}).encode(),
+    lambda cells: json.dumps(list(cells)).encode(),
+    lambda cells: b'{"text": "\xe9", "label": "odd"}',
+    lambda cells: b"null",
+]
+
+
+def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
+    """A file of `rows`, those of `bad` spoilt in the ways of the `kind` in turn, or left away where it is to be `clean`."""
+    if kind == "parquet":
+        texts: list[bytes | None] = [text.encode() for text, _ in rows]
+        labels: list[str | None] = [label for _, label in rows]
+        for number, row in enumerate(bad):
+            if number % 4 == 0:
+                texts[row] = None
+            elif number % 4 == 1:
+                texts[row] = b"caf\xe9"
+            elif number % 4 == 2:
+                labels[row] = None
+            else:
+                labels[row] = ""
+        kept = [row for row in range(len(rows)) if not (clean and row in bad)]
+        binary = pa.array([texts[row] for row in kept], pa.binary())
+        strings = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers(), binary.null_count)  # nothing is checked
+        pyarrow.parquet.write_table(pa.table({"text": strings, "label": [labels[row] for row in kept]}), path)
+        return str(path)
+    ways: list[Callable[[Cells], bytes]] = {"csv": CSV, "tsv": TSV, "jsonl": JSONL}[kind]
+    line: Callable[[Cells], bytes] = {
+        "csv": lambda cells: ",".join(cells).encode(),
+        "tsv": lambda cells: "\t".join(cells).encode(),
+        "jsonl": lambda cells: json.dumps({"text": cells[0], "label": cells[1]}).encode(),
+    }[kind]
+    lines = [] if kind == "jsonl" else [{"csv": b"text,label", "tsv": b"text\tlabel"}[kind]]
+    for row, cells in enumerate(rows):
+        if row not in bad:
+            lines.append(line(cells))
+        elif not clean:
+            lines.append(ways[bad.index(row) % len(ways)](cells))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share: float, tmp_path: Path) -> None:
+    rows = [good(number) for number in range(800)]
+    bad = sorted(random.Random(kind).sample(range(1, len(rows) - 1), int(share * len(rows))))
+    source = spoilt(kind, tmp_path / f"train.{kind}", rows, bad)
+    clean = prepare(spoilt(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
+    unit, first = ("row", 1) if kind == "parquet" else ("line", 1 if kind == "jsonl" else 2)
+    assert clean.left_out == []
+    for _ in range(2):  # made, and found in the cache
+        found = prepare(source, tmp_path)
+        assert len(found.left_out) == 1
+        assert found.left_out[0]["rows"] == len(rows)
+        assert [entry[unit] for entry in found.left_out[0]["left_out"]] == [row + first for row in bad]
+        assert [note for note in found.notes if note.startswith(f"{len(bad)} of 800 rows of {source} were left out: {unit}s ")]
+        for name in ("input_ids", "labels", "offsets"):
+            assert found.train.array(name).tolist() == clean.train.array(name).tolist()
+    with pytest.raises(DataError, match=r"mend or remove it, or set data\.on_bad_row = 'skip'"):
+        prepare(source, tmp_path, on_bad_row="stop")
+
+
+def test_a_hundred_in_a_row(tmp_path: Path) -> None:
+    rows = [good(number) for number in range(400)]
+    fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + IN_A_ROW - 1)))
+    assert len(prepare(fine, tmp_path).train) == 400 - IN_A_ROW + 1
+    source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + IN_A_ROW)))
+    with pytest.raises(DataError, match=r"train\.jsonl:150: the 100th row in a row that cannot be used \(.*is it the right file"):
+        prepare(source, tmp_path)
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("1\n2\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl: none of its 2 rows can be used; the first one, line 1, is not an object"):
+        prepare(str(tmp_path / "a.jsonl"), tmp_path)
+
+
+def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
+    """A quoted cell may hold line ends; a quote that is not closed takes only its own line."""
+    source = tmp_path / "a.csv"
+    source.write_text('text,label\n"two\nlines",a\n\n"open,b\nlast,b\nx,y,z\n"more\n\nlines",a\n,a\n', encoding="utf-8")
+    found = prepare(str(source), tmp_path)
+    assert [entry["line"] for entry in found.left_out[0]["left_out"]] == [5, 7, 11]
+    texts = [found.tokenizer.decode(found.train.row(index)["input_ids"]) for index in range(len(found.train))]
+    assert texts == ["[CLS] two lines [SEP]", "[CLS] last [SEP]", "[CLS] more lines [SEP]"]
+
+
+def test_one_measurement_among_classes(tmp_path: Path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text("text,label\n" + "".join(f"t{n},{n % 2}\n" for n in range(20)) + "x,0.37\n", encoding="utf-8")
+    found = prepare(str(source), tmp_path)
+    assert found.label_names == ("0", "1")
+    assert found.left_out[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement among classes: '0.37'"}]
+
+
+def test_the_note_of_one_and_of_many() -> None:
+    left_out = LeftOut("a.csv", "line", strict=False)
+    left_out.add(1_700, "has no text")
+    left_out.add(1_700, "has no label")
+    left_out.check([2])
+    assert left_out.note() == "1 of 2 rows of a.csv was left out: line 1,700 (has no text)"
+    for number in range(3, 9):
+        left_out.add(number, "is not valid JSON: Expecting value")
+    left_out.check([2])
+    assert left_out.note() == (
+        "7 of 8 rows of a.csv were left out: lines 3, 4, 5, 6, 7, … (6 x is not valid JSON; 1 x has no text)"
+    )
+
+
+def test_the_run_has_them_in_its_folder(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data")
+    with open(tmp_path / "data" / "train.jsonl", "a", encoding="utf-8") as file:
+        file.write("{\n")
+    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    found = json.loads((tmp_path / "run" / "left_out.json").read_text(encoding="utf-8"))
+    assert found[0]["rows"] == 41
+    assert found[0]["left_out"][0]["line"] == 41
+    assert any("1 of 41 rows of" in note for note in heard.run.notes)
+
+
+def test_a_run_that_goes_on_leaves_out_the_same(tmp_path: Path) -> None:
+    """Also where the tokens are made anew."""
+    rows = [good(number) for number in range(80)]
+    bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 8))
+    job = tiny_job(tmp_path / "data", max_steps=12, save_steps=4)
+    spoilt("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
+    spoilt("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
+    plan = plan_for(tiny_profile(), job)
+    run = tmp_path / "run"
+    api.execute(plan, run, cache=tmp_path / "cache")
+    for cache in ("cache", "another"):
+        again = gone_back(run, tmp_path / f"again-{cache}", 4)
+        (again / "left_out.json").unlink()
+        api.execute(plan, again, cache=tmp_path / cache, resume=True)
+        assert saved_bits(again / "checkpoint-12") == saved_bits(run / "checkpoint-12")
+        (found,) = json.loads((again / "left_out.json").read_text(encoding="utf-8"))
+        assert [entry["line"] for entry in found["left_out"]] == [row + 1 for row in bad]

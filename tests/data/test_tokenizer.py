@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import Places
+from hwopt.data.tokenizer import Limit, check_vocabulary, choose_padding, encode, load_tokenizer
+from hwopt.data.tokenizer_training import identity, planned_config, train_bpe, train_wordpiece, trained_tokenizer
+from hwopt.errors import DataError, InputError
+
+TEXTS = ["The cat sat on the mat.", "A dog, a cat and a crow!", "Où est le chat?", "cats & dogs\nsat"] * 3
+
+
+def job_of(**config: Any) -> Job:
+    return Job.model_validate({"model": {"config": config}, "data": {"train": "a.csv"}})
+
+
+BERT = AutoConfig.for_model("bert")
+GPT2 = AutoConfig.for_model("gpt2")
+
+
+def encoder(cache: Path) -> Any:
+    return trained_tokenizer(TEXTS, job_of(model_type="bert"), BERT, False, cache)
+
+
+def decoder(cache: Path) -> Any:
+    return trained_tokenizer(TEXTS, job_of(model_type="gpt2"), GPT2, True, cache)
+
+
+def test_wordpiece(tmp_path: Path) -> None:
+    tokenizer = encoder(tmp_path)
+    found = tokenizer("The CAT", "sat ☃")
+    assert tokenizer.convert_ids_to_tokens(found["input_ids"]) == ["[CLS]", "the", "cat", "[SEP]", "sat", "[UNK]", "[SEP]"]
+    assert found["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.decode(tokenizer("a cat and a crow")["input_ids"], skip_special_tokens=True) == "a cat and a crow"
+
+
+def test_bpe_loses_no_byte(tmp_path: Path) -> None:
+    tokenizer = decoder(tmp_path)
+    for text in [*TEXTS, "☃ \x00\t ẞ 漢"]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a", "b")["input_ids"]) == ["a", "<|endoftext|>", "b"]
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_training_is_the_same_in_every_process(kind: str) -> None:
+    code = (
+        "import hashlib, random; from hwopt.tokenizer import train_wordpiece, train_bpe; r = random.Random(0);"
+        "texts = [''.join(r.choices('abcdefgh ', k=40)) for _ in range(200)];"
+        f"print(hashlib.md5(train_{kind}(texts, 400).to_str().encode()).hexdigest())"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = {
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout for _ in range(3)
+    }
+    assert len(found) == 1
+
+
+def test_sizes() -> None:
+    assert train_wordpiece(TEXTS, 40).get_vocab_size() <= 40
+    assert train_bpe(TEXTS, 270).get_vocab_size() == 270
+    with pytest.raises(InputError, match=r"model\.config\.vocab_size: 100 is too small"):
+        trained_tokenizer(TEXTS, job_of(model_type="gpt2", vocab_size=100), GPT2, True, Path("never"))
+
+
+def test_trained_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = encoder(tmp_path)
+    monkeypatch.setattr("hwopt.data.tokenizer_training.train_wordpiece", None)
+    assert identity(encoder(tmp_path)) == identity(first)
+
+
+def test_saved_beside_a_model_it_opens_as_it_was(tmp_path: Path) -> None:
+    for tokenizer, config in (
+        (encoder(tmp_path), BERT),
+        (decoder(tmp_path), GPT2),
+        (encoder(tmp_path), AutoConfig.for_model("roberta")),
+    ):
+        tokenizer.save_pretrained(tmp_path / "final")
+        config.save_pretrained(tmp_path / "final")
+        again = AutoTokenizer.from_pretrained(tmp_path / "final")
+        for text in TEXTS:
+            assert again(text, text)["input_ids"] == tokenizer(text, text)["input_ids"]
+
+
+def test_identity_ignores_what_a_call_leaves_behind(tmp_path: Path) -> None:
+    tokenizer = encoder(tmp_path)
+    before = identity(tokenizer)
+    tokenizer("a cat", truncation=True, max_length=3, padding="max_length")
+    assert identity(tokenizer) == before
+    tokenizer.add_tokens(["snowman"])
+    assert identity(tokenizer) != before
+
+
+def test_models_without_token_types_get_none(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("distilbert")
+    tokenizer = trained_tokenizer(TEXTS, job_of(model_type="distilbert"), config, False, tmp_path)
+    assert "token_type_ids" not in tokenizer("a", "b")
+
+
+def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
+    tokenizer = encoder(tmp_path)
+    choose_padding(tokenizer, set())
+    assert (tokenizer.pad_token, tokenizer.padding_side) == ("[PAD]", "right")
+    choose_padding(tokenizer, {tokenizer.pad_token_id})
+    assert tokenizer.pad_token == "[UNK]"
+    tokenizer = decoder(tmp_path)
+    tokenizer.pad_token = None
+    choose_padding(tokenizer, set())
+    assert tokenizer.pad_token == "<|endoftext|>"
+    size = len(tokenizer)
+    tokenizer.pad_token, tokenizer.unk_token = "<|endoftext|>", None
+    choose_padding(tokenizer, {tokenizer.eos_token_id})
+    assert tokenizer.pad_token == "<|pad|>"
+    assert len(tokenizer) == size  # it has that one already
+
+
+def test_planned_config() -> None:
+    assert planned_config(job_of(model_type="bert"), BERT).vocab_size == 8_000
+    assert planned_config(job_of(model_type="bert", vocab_size=77), BERT) is BERT
+    assert BERT.vocab_size == 30_522
+
+
+def test_vocabulary_and_embedding(tmp_path: Path) -> None:
+    tokenizer = encoder(tmp_path)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])
+    check_vocabulary(tokenizer, size)  # an added token may lie beyond
+    with pytest.raises(InputError, match=f"has {size:,} tokens, the model has embeddings for {size - 1:,}"):
+        check_vocabulary(tokenizer, size - 1)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.tokenizer: .*has no tokenizer that can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
+    tokenizer = encoder(tmp_path)
+    texts = [TEXTS] * columns
+    whole = encode(tokenizer, texts, Limit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
+    found = encode(tokenizer, texts, Limit(9, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
+    assert whole.cut == 0
+    assert found.cut == (whole.lengths > 9).sum() > 0
+    assert found.lengths.tolist() == whole.lengths.clip(max=9).tolist()
+    assert (found.types is None) == (columns == 1)
+    assert found.types is None or len(found.types) == len(found.ids) == found.lengths.sum()
+    meta = found.meta(tokenizer)
+    assert {tokenizer.cls_token_id, tokenizer.sep_token_id} <= set(meta["special_ids"])
+    assert tokenizer.pad_token_id not in meta["special_ids"]
+    assert meta["largest_id"] == found.ids.max()
+
+
+def test_limits(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.max_length: 600 is more than the 512 tokens that the model takes"):
+        Limit(600, 512)
+    tokenizer = encoder(tmp_path)
+    with pytest.raises(DataError, match=r"a\.csv:12: has \d+ tokens, the model takes 5; set data\.max_length = 5"):
+        encode(tokenizer, [TEXTS[:1]], Limit(None, 5), Places("a.csv", "line", [12]), types=False)
+    with pytest.raises(InputError, match="leaves no room beside 3 special tokens"):
+        encode(tokenizer, [TEXTS, TEXTS], Limit(4, None), Places("a.csv", "line", range(12)), types=False)
+    found = encode(decoder(tmp_path), [["a", "", "a"]], Limit(4, None), Places("a.csv", "line", range(3)), types=False)
+    assert (found.lengths.tolist(), found.left_out) == ([1, 1], {1: "its text has no tokens"})
+    with pytest.raises(DataError, match=r"a\.csv: no text has any token"):
+        encode(decoder(tmp_path), [["", ""]], Limit(4, None), Places("a.csv", "line", range(2)), types=False)

@@ -1,0 +1,289 @@
+"""Out of memory: no sample lost or repeated, and no trace of it but the cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwopt import api
+from hwopt.config.profile import make_profile
+from hwopt.distributed.oom_backoff import QUIET_STEPS, Ladder
+from hwopt.errors import DoesNotFitError
+from hwopt.memory.known_limits import most_rows
+from hwopt.memory.lengths import lengths_of
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
+from hwopt.training.memory_pressure import Strain
+from hwopt.training.run import Run
+
+Decide = Callable[[int, int, bool], bool]
+
+
+class Shortage(Plugin):
+    """Raises torch's own out-of-memory error from inside the model, in forward or in backward, where `when` says so."""
+
+    name = "shortage"
+    stage = Stage.MODEL
+    slots = ("model_steps",)
+    when: Decide = staticmethod(lambda rows, call, backward: False)
+    in_backward = False
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of the ladder")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_steps.append(self.watch)
+
+    def watch(self, model: Any, run: Any) -> Any:
+        self.calls = 0
+        embeddings = model.get_input_embeddings()
+        embeddings.register_forward_hook(self.forward)
+        return model
+
+    def forward(self, module: Any, inputs: Any, output: Any) -> None:
+        self.calls += 1
+        rows, call = len(inputs[0]), self.calls
+        if self.in_backward and output.requires_grad:
+            output.register_hook(lambda gradient: self.fail(rows, call, True))
+        else:
+            self.fail(rows, call, False)
+
+    def fail(self, rows: int, call: int, backward: bool) -> None:
+        if type(self).when(rows, call, backward):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+
+
+class Steps(Recorder):
+    """Remembers which samples each optimizer step used, in which cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[list[int]] = []
+
+    def started(self, run: Run) -> None:
+        super().started(run)
+        finish = run.engine.finish
+
+        def watched() -> None:
+            finish()
+
+        run.engine.finish = watched
+
+    def row(self, run: Run, row: Any) -> None:
+        super().row(run, row)
+        if "loss" in row and run.last_step_batch is not None:
+            self.samples.append(sorted(run.last_step_batch.samples))
+
+
+def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int | str = 4, dropout: float = 0.0) -> Steps:
+    plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "in_backward": in_backward})
+    return run_with(folder, plugin, train, dropout)
+
+
+def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: float = 0.0) -> Steps:
+    registry = Registry()
+    registry.add(plugin)
+    job = tiny_job(folder / "data", max_steps=5, eval_steps=2)
+    config = TINY_BERT | {"hidden_dropout_prob": dropout}
+    job.job.model.config.update(config)  # type: ignore[union-attr]
+    profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
+    heard = Steps()
+    api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
+    return heard
+
+
+def weights(folder: Path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return torch.cat(
+        [tensor.flatten() for _, tensor in sorted(load_file(folder / "run" / "final" / "model.safetensors").items())]
+    )
+
+
+def never(rows: int, call: int, backward: bool) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_same_samples_and_the_weights_of_the_finer_cut(in_backward: bool, tmp_path: Path) -> None:
+    small = trained(tmp_path / "small", never, train=2)
+    whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, in_backward=in_backward)
+    assert whole.samples == small.samples
+    assert whole.warnings
+    assert "out of memory in training" in " ".join(whole.warnings)
+    assert whole.losses == pytest.approx(small.losses, rel=1e-6)
+    difference = (weights(tmp_path / "whole") - weights(tmp_path / "small")).norm() / weights(tmp_path / "small").norm()
+    assert difference <= 1e-5
+
+
+def test_with_dropout_the_bits_are_those_of_the_same_cuts(tmp_path: Path) -> None:
+    small = trained(tmp_path / "small", never, train=2, dropout=0.1)
+    whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, dropout=0.1)
+    assert whole.losses == small.losses
+    assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "small"))
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.soak)])
+def test_running_out_at_any_forward_leaves_no_trace(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = trained(tmp_path_factory.mktemp("plain"), never)
+
+    @given(st.integers(1, 24), st.booleans())
+    @settings(deadline=None, max_examples=examples)
+    def check(at: int, in_backward: bool) -> None:
+        heard = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
+        assert heard.samples == plain.samples
+        assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
+        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (heard, plain)]
+        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+
+    check()
+
+
+def test_an_evaluation_has_a_ladder_of_its_own(tmp_path: Path) -> None:
+    heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
+    assert any("out of memory in evaluation" in warning for warning in heard.warnings)
+    assert not any("in training" in warning for warning in heard.warnings)
+
+
+def test_at_the_floor_the_run_stops_whole(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"not even row by row.*max_length"):
+        trained(tmp_path, lambda rows, call, backward: call > 4)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7
+
+
+def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError):
+        trained(tmp_path, lambda rows, call, backward: call > 4)
+    report = json.loads((tmp_path / "run" / "out_of_memory.json").read_text())
+    assert report["held_gib"]["weights"] > 0
+    assert report["held_gib"]["optimizer_state"] == pytest.approx(2 * report["held_gib"]["weights"], rel=0.05)
+    assert report["micro_batches"]
+    assert max(report["longest_rows"]) <= 32
+    assert "not even row by row" in report["reason"]
+
+
+def test_what_did_not_fit_is_told_what_would_save_memory(tmp_path: Path) -> None:
+    """Not fewer rows: the ladder has been at single ones."""
+    plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
+    registry = Registry()
+    registry.add(plugin)
+    job = tiny_job(tmp_path / "data", max_steps=5)
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 4}
+    job.job.model.config.update(wide)  # type: ignore[union-attr]
+    document = tiny_profile(shortage={}, optimizer={"name": "adamw_torch"}).document
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return plan_for(make_profile(document, changes), job, registry)
+
+    with pytest.raises(DoesNotFitError, match=r"Predicted to save memory.*\n.*adamw_bnb_8bit.*saves 0\.\d+ GiB"):
+        api.execute(resolved(), tmp_path / "run", cache=tmp_path / "cache", replan=resolved)
+    message = json.loads((tmp_path / "run" / "status.json").read_text())["message"]
+    assert "saves" in message
+    assert "plugins.batch.train = " not in message
+
+
+def checkpointed(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def test_checkpointing_is_the_last_rung_and_changes_nothing(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", never, train=1)
+
+    class Watched(Shortage):
+        model: Any = None
+
+        def watch(self, model: Any, run: Any) -> Any:
+            type(self).model = model
+            return super().watch(model, run)
+
+    Watched.when = staticmethod(lambda rows, call, backward: Watched.model.training and not checkpointed(Watched.model))
+    heard = run_with(tmp_path / "short", Watched)
+    assert checkpointed(Watched.model)
+    assert any("computed twice instead of kept" in warning for warning in heard.warnings)
+    assert heard.samples == plain.samples
+    assert heard.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(checkpointing={"enabled": False}), tiny_job(tmp_path))
+    assert plan.rescuers == ()
+    assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).rescuers] == ["checkpointing"]
+
+
+def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> None:
+    fixed = trained(tmp_path / "fixed", never, train=8, dropout=0.1)
+    chosen = trained(tmp_path / "chosen", never, train="auto", dropout=0.1)
+    assert chosen.run.plan.batch.train == 8
+    assert chosen.losses == fixed.losses
+    assert torch.equal(weights(tmp_path / "fixed"), weights(tmp_path / "chosen"))
+    short = trained(tmp_path / "short", lambda rows, call, backward: rows > 4, train="auto", dropout=0.1)
+    assert "with the longest samples" in short.warnings[-1]
+    assert short.samples == fixed.samples
+    plan, cache = short.run.plan, tmp_path / "short" / "cache"
+    assert most_rows(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
+    smaller = replace(plan, batch=replace(plan.batch, train=6))
+    assert most_rows(smaller, lengths_of(plan, cache), cache) == 4
+    assert most_rows(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
+
+
+def test_two_signs_in_a_row_are_a_shortage() -> None:
+    strain = Strain(torch.device("cpu"))
+    assert strain.seen() is None
+    assert [strain.judged(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
+    strain.may_spill = True
+    assert [strain.judged(3, reserved, 10) for reserved in (11, 11, 9)] == [None, ANY_TEXT, None]
+
+
+class AnyText(str):
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str)
+
+
+ANY_TEXT = AnyText()
+
+
+@contextmanager
+def heard_by(said: list[str]) -> Iterator[Ladder]:
+    yield Ladder("Training", "plugins.batch.train", said.append)
+
+
+def test_growing_back_with_hysteresis() -> None:
+    said: list[str] = []
+    with heard_by(said) as ladder:
+        ladder.finer(3, "here", "no room")
+        for _ in range(QUIET_STEPS):
+            assert ladder.rung == 1
+            ladder.succeeded()
+        assert ladder.rung == 0
+        ladder.finer(3, "here", "no room")  # at once again: growing back was too early
+        for _ in range(2 * QUIET_STEPS):
+            assert ladder.rung == 1
+            ladder.succeeded()
+        assert ladder.rung == 0
+        assert ladder.times == 2
+        assert len(said) == 4
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
+def test_a_ladder_never_leaves_its_ends(shortages: list[bool], floor: int) -> None:
+    with heard_by([]) as ladder:
+        for short in shortages:
+            if short and ladder.rung < floor:
+                ladder.finer(floor, "here", "no room")
+            else:
+                ladder.succeeded()
+            assert 0 <= ladder.rung <= floor

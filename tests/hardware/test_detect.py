@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hwopt.errors import InputError
+from hwopt.hardware.detect import detect, detect_software, given_memory, has_kernels
+from hwopt.hardware.device import GIB, Hardware, described, limited
+
+CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
+    "V100": ((7, 0), True, False, False, False),
+    "T4": ((7, 5), True, False, False, False),
+    "A100": ((8, 0), True, True, True, True),
+    "RTX 3070": ((8, 6), True, True, True, True),
+    "L4": ((8, 9), True, True, True, True),
+    "H100": ((9, 0), True, True, True, True),
+    "P100": ((6, 0), False, False, False, False),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_each_capability_can(card: str) -> None:
+    capability, *expected = CARDS[card]
+    hardware = described(card, capability, 16)
+    found = [hardware.can(feature) for feature in ("fp16", "bf16", "tf32", "flash_attention")]  # type: ignore[arg-type]
+    assert [bool(capability) for capability in found] == expected
+    for capability_found in found:
+        assert card in capability_found.reason, "each fact with its reason"
+        if not capability_found:
+            assert hardware.capability_text in capability_found.reason
+            assert "needs" in capability_found.reason
+
+
+def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
+    plain = Hardware("cpu", "old", 16, 16, cpu_features=("avx2",))
+    fast = Hardware("cpu", "new", 16, 16, cpu_features=("amx_bf16",))
+    assert not plain.can("bf16")
+    assert fast.can("bf16")
+    assert not fast.can("fp16")
+    assert "fp32" in fast.can("fp16").reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "expected"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
+        ((7, 0), ["sm_70", "sm_80"], True),
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((10, 0), ["sm_100a"], True),
+        ((8, 6), [], True),
+    ],
+)
+def test_which_builds_carry_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
+    assert has_kernels(capability, built) is expected
+
+
+def test_a_memory_limit() -> None:
+    card = described("RTX 3090", (8, 6), 24)
+    assert limited(card, "8GiB").memory_gib == limited(card, "8 GiB").free_memory_gib == 8
+    assert limited(card, "8589.934592MB").memory_gib == 8
+    assert limited(card, "8GiB").memory_limit_gib == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "more than the 24"), ("8gib", "unit")],
+)
+def test_limits_that_cannot_be_held_to(limit: str, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        limited(described("RTX 3090", (8, 6), 24), limit)
+    with pytest.raises(InputError):
+        limited(Hardware("cpu", "a CPU", 64, 64), limit)
+
+
+def test_detecting_this_machine() -> None:
+    hardware = detect()
+    assert hardware.cpu_cores >= 1
+    assert 0 < hardware.free_memory_gib <= hardware.memory_gib
+    assert "torch" in detect_software()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_container_may_use(version: int, tmp_path: Path) -> None:
+    """The tightest of the groups that the process is in; files that are cached count as free."""
+    own, groups = tmp_path / "cgroup", tmp_path / "groups"
+    own.write_text("0::/pod/box\n" if version == 2 else "5:cpu:/\n4:memory:/pod/box\n0::/\n")
+    names = ("max", "current", "inactive_file") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    root = groups if version == 2 else groups / "memory"
+    for place, most in ((root, "max"), (root / "pod", 32 * GIB), (root / "pod" / "box", 64 * GIB)):
+        place.mkdir(parents=True, exist_ok=True)
+        for name, value in ((names[0], most), (names[1], 5 * GIB), ("stat", f"anon 7\n{names[2]} {GIB}\n")):
+            (place / f"memory.{name}").write_text(str(value))
+    assert given_memory(groups, own) == (32 * GIB, 4 * GIB)
+    assert given_memory(groups, tmp_path / "nothing") == (None, 0)

@@ -1,0 +1,478 @@
+"""Names, model folders, data and caches that somebody else made: nothing is written elsewhere, nothing in them is run."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.api import run_folder
+from hwopt.cli import run_command
+from hwopt.data.tables import read_rows
+from hwopt.data.token_store import TokenStore
+from hwopt.errors import DataError, InputError
+from hwopt.memory.tracer import kept
+from hwopt.model.config import load_config
+from hwopt.model.facts import facts_of
+from hwopt.report.terminal import Terminal, say, table
+from hwopt.testing import TINY_BERT, finished, write_samples
+
+FIGURE = (
+    "run names, model folders, data, caches with payloads",
+    "{tests} of {tests}: nothing written outside, nothing run",
+)
+# fmt: off
+NAMES = [
+    "", " ", ".", "..", "...", "/", "//", "/tmp/x", "/etc", "a/b", "../a", "a/../b", "a/", "./a", "~", "~/x", "~root", "\\",
+    "a\\b", "..\\a", "C:", "C:\\x", "c:x", "\\\\host\\share", "a:b", "a|b", "a?b", "a*b", "a<b", "a>b", 'a"b', "CON", "con",
+    "PRN", "AUX", "NUL", "nul.txt", "COM1", "com9.log", "LPT1", "lpt3.x.y", "con ", "con .x", "a.", "a ", " a", ".a", "a..",
+    "-a", "--help", "-", "\x00", "a\x00b", "a\nb", "a\rb", "a\tb", "\x1b[31m", "a\x07", "\x7f", "\x80", "\ud800", "a\udc80b",
+    "\u202ea", "a\u202eb", "\u200b", "a\u200bb", "\ufeffa", "\u2028", "a\u2029b", "\u00a0", "\u3000a", "／etc", "a／b", "＼a",
+    "․․", "‥", "…", "．．", "ＣＯＮ", "ｎｕｌ", "－x", "a：b", "a＊b", "a？b", "a＂b", "a＜b", "a｜b", "℀", "℅",
+    "x" * 121, "x" * 255, "x" * 256, "x" * 5000, "é" * 100, "🙂" * 50, "a/" * 50, "../" * 30 + "x", "%2e%2e/", "%00/",
+    "$(touch x)/", "a⁄b/", "`touch x`/", "a;b/",
+]
+# fmt: on
+
+
+def outcome(arguments: Sequence[str]) -> tuple[int, str]:
+    message = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
+        code = run_command(list(arguments))
+    return code, message.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder; what is run leaves a file beside it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    return work
+
+
+def test_there_are_a_hundred_names() -> None:
+    assert len(set(NAMES)) >= 100
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:12].encode("ascii", "backslashreplace").decode())
+def test_names_of_runs(name: str, folder: Path) -> None:
+    with pytest.raises(InputError, match="--name"):
+        run_folder(Path("runs"), name, "")
+    code, message = outcome(["run", "--name", name])
+    assert code == 2
+    assert message.isprintable() or "\n" in message
+    assert list(folder.parent.rglob("*")) == [folder]
+
+
+@pytest.mark.parametrize("name", ["a", "first run", "a.b-c_d", "3", "é", "実験", "Müller 2"])
+def test_names_that_are_fine(name: str, folder: Path) -> None:
+    assert run_folder(Path("runs"), name, "") == Path("runs") / name
+
+
+def test_a_link_takes_a_name(folder: Path) -> None:
+    Path("runs").mkdir()
+    Path("runs/x").symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(InputError, match="exists"):
+        run_folder(Path("runs"), "x", "")
+    assert run_folder(Path("runs"), None, "x") == Path("runs/x-2")
+    assert not (folder.parent / "elsewhere").exists()
+
+
+class Payload:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.trace),)
+
+
+CODE = "import os, pathlib\npathlib.Path({trace!r}).mkdir(exist_ok=True)\nclass Thing: pass\n"
+
+
+def save_model(trace: Path) -> Path:
+    """A model folder that would train, with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    config = BertConfig(**{key: value for key, value in TINY_BERT.items() if key != "model_type"})
+    BertForSequenceClassification(config).save_pretrained("model")
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "red": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained("model")
+    return Path("model")
+
+
+def change(path: Path, **keys: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def pickled_weights(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"bert.embeddings.word_embeddings.weight": Payload(trace)}, model / "pytorch_model.bin")
+
+
+def bare_pickle(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(trace)))
+
+
+def pickle_in_disguise(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").write_bytes(pickle.dumps(Payload(trace)))
+
+
+def index_of_pickles(model: Path, trace: Path) -> None:
+    bare_pickle(model, trace)
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "pytorch_model.bin"}}))
+
+
+def index_that_leads_away(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").rename(model / "x.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "../../../etc/passwd"}}))
+
+
+def saved_elsewhere(model: Path, name: str) -> None:
+    """Weights that torch would load, where an index of safetensors leads."""
+    (model / name).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(load_file(model / "model.safetensors"), model / name)
+    names = dict.fromkeys(load_file(model / "model.safetensors"), name)
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def index_that_leads_to_a_pickle(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "weights.bin")
+
+
+def index_that_leads_to_a_pickle_outside(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "../outside/weights.bin")
+
+
+def index_that_leads_to_safetensors_outside(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "../outside/weights.safetensors")
+
+
+def index_that_is_none(model: Path, trace: Path) -> None:
+    saved_elsewhere(model, "weights.bin")
+    (model / "model.safetensors.index.json").write_text("[]")
+
+
+def config_that_names_a_pickle(model: Path, trace: Path) -> None:
+    (model / "model.safetensors").rename(model / "adapter_model.bin")
+    change(model / "config.json", transformers_weights="adapter_model.bin")
+
+
+def config_of_a_wider_model(model: Path, trace: Path) -> None:
+    change(model / "config.json", hidden_size=64)
+
+
+def config_of_a_wider_model_with_another_head(model: Path, trace: Path) -> None:
+    change(model / "config.json", hidden_size=64, id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2})
+
+
+def config_of_another_vocabulary(model: Path, trace: Path) -> None:
+    change(model / "config.json", vocab_size=TINY_BERT["vocab_size"] + 1)
+
+
+def config_of_a_deeper_model(model: Path, trace: Path) -> None:
+    change(model / "config.json", num_hidden_layers=TINY_BERT["num_hidden_layers"] + 1)
+
+
+def code_beside_the_config(model: Path, trace: Path) -> None:
+    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
+    change(
+        model / "config.json",
+        model_type="stranger",
+        auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"},
+    )
+
+
+def kernel_from_the_hub(model: Path, trace: Path) -> None:
+    change(model / "config.json", _attn_implementation="stranger/kernel")
+
+
+def adapter_with_a_pickle(model: Path, trace: Path) -> None:
+    (model / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(model)}))
+    (model / "adapter_model.bin").write_bytes(pickle.dumps(Payload(trace)))
+
+
+def tokenizer_of_code(model: Path, trace: Path) -> None:
+    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
+    (model / "tokenizer.json").unlink()
+    change(model / "tokenizer_config.json", tokenizer_class="Thing", auto_map={"AutoTokenizer": ["thing.Thing", None]})
+
+
+def tokenizer_cut_short(model: Path, trace: Path) -> None:
+    (model / "tokenizer.json").write_bytes(b'{"version": "1.0", ')
+
+
+def unknown_quantization(model: Path, trace: Path) -> None:
+    change(model / "config.json", quantization_config={"quant_method": "stranger"})
+
+
+REFUSED = [
+    pickled_weights, bare_pickle, pickle_in_disguise, index_of_pickles, index_that_leads_away, code_beside_the_config,
+    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short, index_that_leads_to_a_pickle,
+    index_that_leads_to_a_pickle_outside, index_that_leads_to_safetensors_outside, index_that_is_none,
+    config_that_names_a_pickle, config_of_a_wider_model, config_of_a_wider_model_with_another_head,
+    config_of_another_vocabulary, config_of_a_deeper_model,
+]  # fmt: skip
+
+
+JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
+SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { workers = 0 }\n"
+
+
+def run_of_the_folder() -> tuple[int, str]:
+    write_samples(Path("train.jsonl"), 8)
+    Path("job.toml").write_text(JOB_OF_THE_FOLDER)
+    Path("mine.toml").write_text(SMALL_PROFILE)
+    return outcome(["run", "job.toml", "--profile", "mine.toml", "--name", "r"])
+
+
+@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
+def test_model_folders(spoil: Callable[[Path, Path], None], folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    spoil(save_model(trace), trace)
+    code, message = run_of_the_folder()
+    assert code == 2, message
+    assert "Traceback" not in message
+    assert len(message.splitlines()) <= 12
+    assert not trace.exists()
+
+
+def harmless_code(model: Path, trace: Path) -> None:
+    """Of an architecture that transformers has: its own class is taken."""
+    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
+    change(model / "config.json", auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"})
+    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["thing.Thing", "thing.Thing"]})
+
+
+def template_that_reaches_out(model: Path, trace: Path) -> None:
+    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.mkdir('" + str(trace) + "') }}"
+    (model / "chat_template.jinja").write_text(reach)
+    change(model / "tokenizer_config.json", chat_template=reach)
+
+
+def pickles_beside_the_weights(model: Path, trace: Path) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
+        (model / name).write_bytes(pickle.dumps(Payload(trace)))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [harmless_code, unknown_quantization, template_that_reaches_out, pickles_beside_the_weights],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_what_is_never_looked_at(spoil: Callable[[Path, Path], None], folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    spoil(save_model(trace), trace)
+    code, message = run_of_the_folder()
+    assert code == 0, message
+    assert not trace.exists()
+    assert {path.name for path in folder.parent.iterdir()} <= {"work", "cache"}
+    assert {path.name for path in folder.iterdir()} == {"model", "train.jsonl", "job.toml", "mine.toml", "runs"}
+    assert [path.name for path in Path("runs").iterdir()] == ["r"]
+
+
+def archives() -> list[str]:
+    Path("a.csv").write_text("text,label\nx,y\n")
+    with zipfile.ZipFile("a.zip", "w") as file:
+        file.write("a.csv")
+    with tarfile.open("a.tar.gz", "w:gz") as tar:
+        tar.add("a.csv")
+    Path("a.csv.gz").write_bytes(gzip.compress(b"text,label\nx,y\n"))
+    for name in ("a.7z", "a.tar", "a.csv.bz2", "a.csv.xz", "a.csv.zst", "a.rar", "a.tgz"):
+        Path(name).write_bytes(b"x")
+    return sorted(path.name for path in Path().iterdir() if path.name != "a.csv")
+
+
+def test_archives_are_not_unpacked(folder: Path) -> None:
+    for name in archives():
+        before = sorted(folder.iterdir())
+        with pytest.raises(DataError, match="archive"):
+            read_rows(name)
+        assert sorted(folder.iterdir()) == before
+
+
+def test_data_that_holds_code(folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    payload = pickle.dumps(Payload(trace))
+    for name in ("a.pkl", "a.pickle", "a.pt", "a.bin", "a.npy", "a.py", "a.arrow", "a.csv", "a.parquet", "a.jsonl", "a.json"):
+        Path(name).write_bytes(payload)
+        with pytest.raises(DataError):
+            read_rows(name)
+    Path("script").mkdir()
+    Path("script/script.py").write_text(CODE.format(trace=str(trace)))
+    Path("script/dataset_infos.json").write_text("{}")
+    for name in ("script", "script/script.py"):
+        with pytest.raises(DataError):
+            read_rows(name)
+    Path("away").mkdir()
+    state = {"_data_files": [{"filename": "../../../../../../etc/passwd"}], "_fingerprint": "x", "_format_type": None}
+    Path("away/state.json").write_text(json.dumps(state))
+    Path("away/dataset_info.json").write_text("{}")
+    with pytest.raises(DataError):
+        read_rows("away")
+    assert not trace.exists()
+
+
+def test_a_pickle_in_the_types_of_a_parquet_file(folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Payload(trace))}
+    schema = pa.schema([pa.field("text", pa.string(), metadata=hidden)])
+    pyarrow.parquet.write_table(pa.table({"text": ["x"]}, schema=schema), "a.parquet")
+    assert len(read_rows("a.parquet").kept()) == 1
+    assert not trace.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/zero").exists(), reason="needs pipes and /dev")
+def test_data_that_never_ends(folder: Path) -> None:
+    os.mkfifo("pipe.csv")
+    for name, target in (("zero.csv", "/dev/zero"), ("loop.csv", "loop.csv"), ("long.txt", "x" * 300)):
+        Path(name).symlink_to(target)
+    for name in ("pipe.csv", "zero.csv", "loop.csv", "long.txt", "x" * 5000 + ".csv", "a\x00b.csv"):
+        with pytest.raises(DataError):
+            read_rows(name)
+
+
+def test_a_tampered_store_of_tokens_is_not_unpickled(folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    store = Path("store")
+    store.mkdir()
+    np.save(store / "offsets.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="Python objects"):
+        TokenStore(store).array("offsets")
+    (store / "labels.npy").write_bytes(pickle.dumps(Payload(trace)))
+    with pytest.raises(ValueError, match="pickle"):
+        TokenStore(store).array("labels")
+    assert not trace.exists()
+
+
+SPOILED = [
+    b"",
+    b"\x00" * 100,
+    b"PK\x03\x04",
+    b"PK\x05\x06" + bytes(18),
+    b"{}",
+    b"[" * 100_000,
+    b"null",
+    b'{"name": 3}',
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("content", [*SPOILED, None], ids=lambda content: repr(content)[:20])
+def test_spoiled_caches_are_made_anew(content: bytes | None, folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    if content is None:
+        content = pickle.dumps(Payload(trace))
+    config = load_config(None, TINY_BERT)
+    made = facts_of(config, "text-classification", "a model", Path("models"))
+    (file,) = Path("models").iterdir()
+    file.write_bytes(content)
+    assert facts_of(config, "text-classification", "a model", Path("models")) == made
+    Path("trace.npz").write_bytes(content)
+    assert kept(Path("trace.npz"), dict) == {}
+    np.savez("trace.npz", **{"train.base/x": np.array([Payload(trace)], dtype=object)})
+    assert kept(Path("trace.npz"), dict) == {}
+    assert not trace.exists()
+
+
+CONTROL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r\u202e\u2028\ud800"
+
+
+def test_nothing_of_a_file_is_obeyed_by_the_terminal() -> None:
+    screen = io.StringIO()
+    console = Terminal(file=screen, force_terminal=True, color_system=None, width=100)
+    say(console, "note", f"column {CONTROL}name")
+    console.print(table(("plugin", "decision", "why"), [(CONTROL, "x", f"a{CONTROL}b")]))
+    shown = screen.getvalue()
+    assert not [character for character in shown if not character.isprintable() and character != "\n"], repr(shown)
+    assert "\\x1b[2J" in shown
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("19", 80), ("20", 20), ("100", 100)])
+def test_something_is_shown_whatever_is_said_of_the_screen(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    screen = io.StringIO()
+    console = Terminal(file=screen)
+    say(console, "note", "what is said")
+    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
+
+
+def test_errors_of_data_are_shown_in_plain_letters(folder: Path) -> None:
+    Path("a.csv").write_text(f"te{CONTROL[:-1]}xt,label\nx,y\n", newline="")
+    Path("job.toml").write_text("model.config = { model_type = 'bert', vocab_size = 64 }\ndata.train = 'a.csv'\n")
+    code, message = outcome(["run", "job.toml", "--profile", "cpu"])
+    assert code == 4
+    assert "\x1b" not in message
+    assert "\u202e" not in message
+    shutil.rmtree("runs", ignore_errors=True)
+
+
+OWN_CODE = """
+import os, pathlib
+from transformers import BertConfig, BertForSequenceClassification
+
+pathlib.Path(os.environ["TRACE"]).mkdir(exist_ok=True)
+
+
+class StrangerConfig(BertConfig):
+    model_type = "stranger"
+
+
+class Stranger(BertForSequenceClassification):
+    config_class = StrangerConfig
+"""
+
+
+@pytest.mark.parametrize("named", [None, "model", "other"])
+def test_code_of_a_model_is_run_where_the_command_line_says_so(named: str | None, folder: Path) -> None:
+    trace = folder.parent / "was_run"
+    model = save_model(trace)
+    (model / "thing.py").write_text(OWN_CODE)
+    own = {"AutoConfig": "thing.StrangerConfig", "AutoModelForSequenceClassification": "thing.Stranger"}
+    change(model / "config.json", model_type="stranger", auto_map=own)
+    write_samples(Path("train.jsonl"), 8)
+    Path("job.toml").write_text(JOB_OF_THE_FOLDER)
+    Path("mine.toml").write_text(SMALL_PROFILE)
+    asked = [] if named is None else ["--trust-remote-code", named]
+    command = [sys.executable, "-m", "hwopt", "run", "job.toml", "--profile", "mine.toml", "--name", "r", *asked]
+    found = finished(command, folder, TRACE=str(trace), HF_MODULES_CACHE=str(folder.parent / "modules"))
+    assert found.returncode == (0 if named == "model" else 2), found.stderr
+    assert trace.exists() == (named == "model")
+    if named == "model":
+        assert "note: --trust-remote-code: the code that 'model' brings is run" in found.stdout
+        assert not [file for file in ("job.toml", "profile.toml") if "trust" in Path("runs/r", file).read_text()]
+    else:
+        assert "--trust-remote-code" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_a_job_cannot_trust(folder: Path) -> None:
+    Path("job.toml").write_text("[model]\nname = 'model'\ntrust_remote_code = true\n[data]\ntrain = 'x.csv'\n")
+    code, message = outcome(["export", "job.toml", "--profile", "cpu", "--to", "accelerate"])
+    assert code == 2
+    assert "model.trust_remote_code: unknown key" in message

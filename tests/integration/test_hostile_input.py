@@ -1,0 +1,1012 @@
+"""Bad files, options, values and variables: one message that says what and where, exit code 2, no traceback, nothing hangs.
+
+Most cases run the command line in this process. `export` resolves a job and a profile fully and traces nothing, so that it is
+the cheapest command that looks at everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hwopt.cli import COMMANDS, run_command
+from hwopt.config.job import Data, Job, Model, Task, Training
+from hwopt.errors import InputError
+from hwopt.hardware.device import described
+from hwopt.interop.launcher_environment import refuse_contradictions
+from hwopt.plugin.registry import Registry
+from hwopt.text import printable
+
+JOB = b"""[model]
+config = { model_type = "bert", vocab_size = 64, hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2 }
+[data]
+train = "train.jsonl"
+max_length = 32
+[task]
+kind = "text-classification"
+[training]
+max_steps = 3
+learning_rate = 1e-3
+"""
+PROFILE = b"""name = "mine"
+summary = "a card"
+[card]
+match = ["A card"]
+memory_gib = 8
+compute_capability = "8.6"
+[training]
+weight_decay = 0.01
+[plugins.precision]
+dtype = "bf16"
+[plugins.batch]
+train = 4
+accumulation = 2
+[[claims]]
+what = "samples_per_second"
+against = "cpu"
+expect = [1.1, 1.2]
+source = "a table"
+"""
+EXPORT = ("export", "job.toml", "--profile", "cpu", "--to", "accelerate")
+MOST_LINES = 12
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a job that is right."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("job.toml").write_bytes(JOB)
+    return tmp_path
+
+
+SECONDS: list[float] = []
+"""That each input took in this process, once the libraries were imported."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def timed(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -> Iterator[None]:
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed and SECONDS:
+        figures(
+            "bad TOML, YAML, JSON, command lines",
+            f"{len(SECONDS):,} inputs: one message of at most {MOST_LINES} lines, exit 2, no traceback; the slowest took "
+            f"{max(SECONDS):.1f} s beside imports",
+        )
+
+
+def outcome(arguments: Sequence[str]) -> tuple[int, str]:
+    """Exit code, and the message."""
+    message = io.StringIO()
+    imported, began = "transformers" in sys.modules, time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
+        code = run_command(list(arguments))
+    if imported:
+        SECONDS.append(time.perf_counter() - began)
+    return code, message.getvalue()
+
+
+def check_message(text: str) -> None:
+    assert "Traceback" not in text
+    assert 0 < len([line for line in text.splitlines() if line.strip()]) <= MOST_LINES, text
+    assert len(text) < 4000
+    assert not [character for character in text if not character.isprintable() and character not in "\n\t"], repr(text)
+
+
+def refused(*arguments: str) -> str:
+    """The message of a command line that ends with exit code 2."""
+    code, text = outcome(arguments)
+    assert code == 2, (code, text)
+    check_message(text)
+    return text
+
+
+def test_the_job_and_the_profile_are_right_to_begin_with() -> None:
+    Path("mine.toml").write_bytes(PROFILE)
+    assert outcome(EXPORT)[0] == 0
+    assert outcome(("profiles", "show", "mine.toml"))[0] == 0
+    assert outcome(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"))[0] == 0
+
+
+def padded(middle: bytes, size: int) -> bytes:
+    return middle * (size // len(middle))
+
+
+BAD_TOML = {
+    "empty": b"",
+    "only spaces": b" \t\n\n",
+    "only a comment": b"# nothing\n",
+    "NUL": b"\x00",
+    "NULs": b"\x00" * 5000,
+    "NUL inside": b'[model]\nname = "a\x00b"\n',
+    "two BOMs": 2 * b"\xef\xbb\xbf" + JOB,
+    "UTF-16": JOB.decode().encode("utf-16"),
+    "UTF-16 without BOM": JOB.decode().encode("utf-16-le"),
+    "UTF-32": JOB.decode().encode("utf-32"),
+    "Latin-1": '[model]\nname = "é"\n'.encode("latin-1"),
+    "cut UTF-8": b'[model]\nname = "\xe2\x82',
+    "surrogate": b'[model]\nname = "\xed\xa0\x80"\n',
+    "surrogate escape": b'[model]\nname = "\\ud800"\n',
+    "overlong": b'a = "\xc0\x80"',
+    "lone CR": b"[model]\rname = 'x'\r",
+    "control character": b'name = "\x1b[31m"',
+    "control character in a key": b'"\x1b]0;x\x07" = 1',
+    "escape in a string": b'name = "\\u001b[31mred"',
+    "escape in a key": b'"\\u001b[31mred" = 1',
+    "line separator in a key": b'"\\u2028" = 1',
+    "bidi in a key": '"\u202eeman" = 1'.encode(),
+    "DEL": b'"\x7f" = 1',
+    "JSON": b'{"model": {"name": "x"}}',
+    "YAML": b"model:\n  name: x\n",
+    "YAML with a tag": b"!!python/object/apply:os.system ['true']\n",
+    "INI": b"[model]\nname: x\n",
+    "XML": b"<?xml version='1.0'?><job/>",
+    "HTML": b"<!DOCTYPE html><html><body>404</body></html>",
+    "Python": b"import os\nos.remove('job.toml')\n",
+    "ELF": b"\x7fELF\x02\x01\x01" + bytes(60),
+    "ZIP": b"PK\x03\x04" + bytes(60),
+    "gzip": b"\x1f\x8b\x08" + bytes(60),
+    "PNG": b"\x89PNG\r\n\x1a\n",
+    "pickle": b"\x80\x04\x95\x0c\x00\x00\x00",
+    "no value": b"[model]\nname =\n",
+    "no key": b"= 1",
+    "no equals": b"[model]\nname\n",
+    "two equals": b"a == 1",
+    "open string": b"[model]\nname = 'x",
+    "open string of lines": b"name = '''x\n",
+    "open array": b"a = [1, 2",
+    "open table": b"[model\nname = 'x'",
+    "open inline table": b"model = { name = 'x'",
+    "comma at the end": b"model = { name = 'x', , }",
+    "two values a line": b"a = 1 b = 2",
+    "the same key": b"[model]\nname = 'a'\nname = 'b'\n",
+    "the same table": b"[model]\nname = 'a'\n[model]\n",
+    "the same inline key": b"model = { name = 'a', name = 'b' }",
+    "a key and a table": b"model = 1\n[model]\n",
+    "a table into a value": b"[model]\nname = 'a'\n[model.name]\nx = 1\n",
+    "bare octal": b"a = 0777",
+    "wrong number": b"a = 1_",
+    "wrong float": b"a = .5",
+    "wrong date": b"a = 2020-13-45",
+    "wrong bool": b"a = True",
+    "wrong escape": b'a = "\\x"',
+    "key of many digits": b"1" * 5000 + b" = 1",
+    "integer of many digits": b"a = " + b"9" * 5000,
+    "negative of many digits": b"a = -" + b"9" * 5000,
+    "hex of many digits": b"a = 0x" + b"f" * 9000,
+    "float of many digits": b"a = 1." + b"9" * 5000,
+    "huge exponent": b"a = 1e999999999",
+    "deep arrays": b"a = " + b"[" * 100_000,
+    "deep closed arrays": b"a = " + b"[" * 50_000 + b"]" * 50_000,
+    "deep inline tables": b"a = " + b"{a=" * 60_000,
+    "deep tables": b"[" + b"a." * 100_000 + b"a]",
+    "deep keys": b"a" + b".a" * 100_000 + b" = 1",
+    "deep quoted keys": b'"a"' + b'."a"' * 50_000 + b" = 1",
+    "deep with spaces": b"a" + b" . a" * 50_000 + b" = 1",
+    "deep in a string": b'a = """' + b'" [' * 30_000 + b'"""',
+    "many keys": b"".join(b"k%d = 1\n" % number for number in range(20_000)),
+    "many tables": b"".join(b"[t%d]\n" % number for number in range(20_000)),
+    "many tables of one": b"[[model]]\n" * 50_000,
+    "many dots": b"." * 200_000,
+    "many quotes": b'"' * 200_000,
+    "many apostrophes": b"'" * 200_000,
+    "many backslashes": b'a = "' + b"\\" * 200_000,
+    "many equals": b"=" * 200_000,
+    "many brackets": b"[]" * 100_000,
+    "many commas": b"a = [" + b"," * 200_000 + b"]",
+    "many lines": b"\n" * 500_000,
+    "many CRs": b"\r" * 200_000,
+    "many spaces": b"a" + b" " * 500_000,
+    "a key of spaces": b"a" + b" " * 400_000 + b". b",
+    "too large": b"# " + b"x" * 2_000_000,
+    "model is a number": b"model = 3",
+    "model is a list": b"[[model]]\nname = 'x'",
+    "model is a date": b"model = 2020-01-01",
+    "all tables empty": b"[model]\n[data]\n[task]\n[training]\n",
+    "unknown table": b"[modle]\nname = 'x'",
+    "unknown tables": b"".join(b"[t%d]\nx = 1\n" % number for number in range(30)),
+    "unknown key of a long name": b"[model]\n" + b"n" * 100_000 + b" = 1",
+    "value of a long text": b"[task]\nkind = '" + b"n" * 100_000 + b"'",
+    "plugin tables": b"[plugins.precision]\ndtype = 'bf16'\n",
+}
+
+
+@pytest.mark.parametrize("raw", BAD_TOML.values(), ids=BAD_TOML)
+def test_bad_job_files(raw: bytes) -> None:
+    Path("job.toml").write_bytes(raw)
+    assert "job.toml" in refused(*EXPORT)
+
+
+@pytest.mark.parametrize("raw", BAD_TOML.values(), ids=BAD_TOML)
+def test_bad_profiles(raw: bytes) -> None:
+    if raw.startswith(b"[plugins."):
+        raw = raw.replace(b"precision", b"precisoin")
+    Path("mine.toml").write_bytes(raw)
+    assert "mine.toml" in refused("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
+
+
+NO_TEXT = ["true", "-1", "1.5", "nan", "[1]", "[[]]", "{ a = 1 }", "2020-01-01", "12:00:00"]
+NO_NUMBER = [
+    "true",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "9" * 400,
+    "-1",
+    "''",
+    "'x'",
+    "'1'",
+    "[]",
+    "[1]",
+    "{}",
+    "2020-01-01",
+    "'\\u001b[2J'",
+]
+NO_COUNT = [*NO_NUMBER, "0", "1.5", "1e3", str(2**63)]
+NO_FLAG = ["1", "0", "'true'", "[]", "{}", "nan"]
+WRONG = {
+    **dict.fromkeys(("model.name", "model.tokenizer", "model.revision", "training.metric_for_best_model"), NO_TEXT),
+    **{f"data.{key}": NO_TEXT for key in ("train", "eval", "split", "eval_split", "label", "prompt", "completion")},
+    "model.config": ["3", "'bert'", "[]", "{}", "true", "{ model_type = 3 }"],
+    "data.text": ["true", "3", "[]", "[1]", "['a', 'b', 'c']", "{}", "[['a']]"],
+    "data.eval_fraction": [*NO_NUMBER, "0", "1", "1.5"],
+    "data.max_length": [*NO_COUNT, "1", "33333333333"],
+    "task.kind": ["3", "''", "'seq2seq'", "['causal-lm']", "{}"],
+    "task.ignore_router_loss": NO_FLAG,
+    "training.greater_is_better": NO_FLAG,
+    "training.lr_scheduler_type": ["3", "''", "'lineer'", "['linear']", "{}"],
+    **{f"training.{key}": [*NO_NUMBER, "0"] for key in ("num_train_epochs", "learning_rate", "adam_epsilon")},
+    **{f"training.{key}": NO_NUMBER for key in ("weight_decay", "max_grad_norm")},
+    **{f"training.{key}": [*NO_NUMBER, "1"] for key in ("adam_beta1", "adam_beta2")},
+    "training.warmup_ratio": [*NO_NUMBER, "1.1"],
+    "training.warmup_steps": [value for value in NO_COUNT if value not in ("0", str(2**63))],
+    "training.seed": [value for value in NO_COUNT if value != "0"],
+    **{f"training.{key}": NO_COUNT for key in ("max_steps", "logging_steps", "eval_steps", "save_steps", "nonfinite_limit")},
+    "training.save_total_limit": [value for value in NO_COUNT if value != "0"],
+    **{f"training.{key}": NO_NUMBER for key in ("save_minutes", "hang_timeout")},
+    "training.nonfinite_share": [*NO_NUMBER, "0", "1.1"],
+    **{
+        key: ["3", "''", "'never'", "['skip']", "{}"]
+        for key in ("training.on_nonfinite", "training.loss_spike", "data.on_bad_row")
+    },
+}
+"""Key -> values that it cannot have, as TOML spells them."""
+VALUES = [(key, value) for key, values in WRONG.items() for value in values]
+CHANGES_OF_TYPE = ("model.name", "model.config")
+
+
+def test_every_key_of_a_job_is_tried() -> None:
+    tables: dict[str, Any] = {"model": Model, "data": Data, "task": Task, "training": Training}
+    assert set(Job.model_fields) == set(tables)
+    assert {f"{table}.{key}" for table, model in tables.items() for key in model.model_fields} == set(WRONG)
+
+
+@pytest.mark.parametrize(("key", "value"), VALUES, ids=lambda text: text[:20])
+def test_wrong_values_on_the_command_line(key: str, value: str) -> None:
+    """What is no text as TOML is text behind `--set`, where no quotes are needed."""
+    text = refused(*EXPORT, "--set", f"{key}={value}")
+    assert key in text or key in CHANGES_OF_TYPE
+
+
+@pytest.mark.parametrize("table", ["model", "data", "task", "training"])
+def test_wrong_values_in_a_file(table: str) -> None:
+    """One at a time, each with its line."""
+    head, others = f"[{table}]", JOB.decode().splitlines()
+    for key, value in VALUES:
+        of, name = key.split(".")
+        if of != table:
+            continue
+        lines = [line for line in others if not line.startswith(f"{name} =")]
+        lines.insert(lines.index(head) + 1, f"{name} = {value}")
+        Path("job.toml").write_text("\n".join(lines))
+        text = refused(*EXPORT)
+        assert f"job.toml:{lines.index(head) + 2}" in text or key in CHANGES_OF_TYPE or "data.prompt" in text, (key, value, text)
+
+
+WRONG_PROFILE = {
+    "name": ["3", "''", "'../x'", "'a/b'", "'a\\u0000b'", "'\\u001b[31m'", "'" + "n" * 500 + "'", "'-x'", "'é'", "[]"],
+    "summary": ["3", "[]", "{}", "true"],
+    "extends": [
+        "3",
+        "''",
+        "'mine'",
+        "'../mine'",
+        "'/dev/zero'",
+        "'no such'",
+        "['cpu']",
+        "{}",
+        "'" + "n" * 5000 + "'",
+        "'a\\u0000b'",
+    ],
+    "card": ["3", "[]", "{ mach = ['x'] }", "'x'"],
+    "card.match": ["3", "'x'", "[1]", "{}"],
+    "card.memory_gib": [*NO_NUMBER, "0"],
+    "card.compute_capability": [
+        "8.6",
+        "'8'",
+        "'8.6.1'",
+        "'-8.6'",
+        "''",
+        "'x'",
+        "[]",
+        "'٨.٦'",
+        "'" + "8" * 5000 + ".6'",
+        "'8.6\\n'",
+    ],
+    "card.memory_bandwidth_gbps": [*NO_NUMBER, "0"],
+    "card.dense_tflops": ["3", "[]", "{ fp8 = 1 }", "{ fp16 = 'x' }", "{ fp16 = -1 }"],
+    "tuned_for": ["3", "{ parameters = -1 }", "{ max_length = 0 }", "{ x = 1 }"],
+    "data": ["3", "{ train = 'x' }", "{ max_length = 1 }"],
+    "training": ["3", "[]", "{ learning_rate = 'x' }", "{ lr = 1 }"],
+    "plugins": [
+        "3",
+        "[]",
+        "{ precisoin = {} }",
+        "{ precision = 3 }",
+        "{ precision = [] }",
+        "{ '' = {} }",
+        "{ precision = { enabled = 1 } }",
+    ],
+    "claims": [
+        "3",
+        "{}",
+        "[3]",
+        "[{}]",
+        "[{ what = 'x', against = 'y', expect = [1], source = 'z' }]",
+        "[{ what = 'x', against = 'y', expect = [nan, 1], source = 'z' }]",
+    ],
+}
+
+
+def profile_with(key: str, value: str) -> str:
+    dotted = "" if key == "name" else f"{key} = {value}\n"
+    return (f"name = {value}\n" if key == "name" else 'name = "mine"\n') + dotted
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_PROFILE.items() for value in values], ids=lambda text: text[:20]
+)
+def test_wrong_values_in_a_profile(key: str, value: str) -> None:
+    Path("mine.toml").write_text(profile_with(key, value))
+    text = refused("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
+    assert "mine" in text
+    assert key.split(".")[-1] in text
+
+
+def options_of_plugins() -> Iterator[tuple[str, str]]:
+    registry = Registry()
+    for name in registry.names:
+        yield name, "[]"
+        yield name, "3"
+        yield name, "{ no_such_option = 1 }"
+        for key in registry.plugin(name).Options.model_fields:
+            for value in ("{ no = 1 }", "nan", "-1", "'no such'", "9" * 400):
+                yield name, f"{{ {key} = {value} }}"
+
+
+def test_wrong_options_of_every_plugin() -> None:
+    """Some of these values are right for some options; none ends in anything but a plan or a message."""
+    refusals = 0
+    for name, table in options_of_plugins():
+        Path("mine.toml").write_text(f'name = "mine"\nplugins.{name} = {table}\n')
+        code, text = outcome(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"))
+        assert code in (0, 2, 3), (name, table, code, text)
+        if code:
+            check_message(text)
+            assert f"plugins.{name}" in text or repr(name) in text, (name, table, text)
+            refusals += 1
+    assert refusals > 200
+
+
+LONG = "x" * 100_000
+COMMAND_LINES: list[tuple[str, ...]] = [
+    ("",),
+    ("\x00",),
+    ("\x1b[31m",),
+    ("rnu",),
+    ("Run",),
+    (LONG,),
+    ("--no-such",),
+    ("--version=1",),
+    ("--",),
+    ("--", "--"),
+    ("-x",),
+    ("-",),
+    *(
+        (command, option)
+        for command in COMMANDS
+        for option in ("--no-such", "-x", "--format", "--\x1b[31m", f"--{LONG}", "--=", "-=1")
+    ),
+    *((command, "a", "b", "c") for command in COMMANDS),
+    *(
+        ("profiles", "show", name)
+        for name in ("", "no-such", "../x", "\x1b[31m", "\x00.toml", "no.toml", LONG, LONG + ".toml", "/", "/.toml", "é")
+    ),
+    *(("plugins", "show", name) for name in ("", "no-such", "../x", "\x1b[31m", "\x00", LONG, "é", "\ud800")),
+    ("profiles", "show"),
+    ("plugins", "show"),
+    ("profiles", "shwo"),
+    ("plugins", "--format", "yaml"),
+    ("detect", "--format", ""),
+    ("detect", "x"),
+    *(
+        ("export", "job.toml", "--profile", profile, "--to", "accelerate")
+        for profile in (
+            "",
+            " ",
+            "no-such",
+            "\x00",
+            "\x00.toml",
+            "a/\x00",
+            "\x1b[31m",
+            ".",
+            "..",
+            "/",
+            "./",
+            "/dev/null",
+            "job.toml",
+            LONG,
+            "\ud800",
+            "auto ",
+            "~/x.toml",
+        )
+    ),
+    *(
+        ("export", job, "--profile", "cpu", "--to", "accelerate")
+        for job in (
+            "",
+            "no.toml",
+            "\x00",
+            "a/\x00/b",
+            "\x1b[31m",
+            ".",
+            "..",
+            "/",
+            "/dev/null",
+            LONG,
+            "\ud800",
+            "job.toml/x",
+            "https://example.org/job.toml",
+        )
+    ),
+    *(
+        (*EXPORT, "--set", text)
+        for text in (
+            "",
+            "=",
+            "=1",
+            "a",
+            "a=1",
+            "a.=1",
+            ".a=1",
+            "a..b=1",
+            "a.b",
+            "model=3",
+            "model.name",
+            "..=",
+            "\x00",
+            "\x00.a=1",
+            "a.\x1b[31m=1",
+            "model.\x00=1",
+            "a." * 5000 + "b=1",
+            LONG,
+            f"model.name={'[' * 50_000}",
+            "plugins.precision=3",
+            "plugins.precisoin.dtype=fp16",
+            "plugins.precision.dtype.x=1",
+            "plugins.precision.dtype=[",
+            "plugins.a.b.c=1",
+            "training.seed=0x" + "f" * 9000,
+            f"training.{LONG}=1",
+            "model.config.hidden_size={}",
+            "model.config.x.y.z=1",
+            "é.é=1",
+            "\ud800.a=1",
+            "training.seed=\ud800",
+            "model.config={}",
+            "data.train=",
+            "data={}",
+            "task.kind=\x1b[31m",
+        )
+    ),
+    *(
+        (*EXPORT, "--memory-limit", size)
+        for size in (
+            "",
+            "8",
+            "GiB",
+            "-8GiB",
+            "0GiB",
+            "8 TiB",
+            "nanGiB",
+            "infGiB",
+            "1e9GiB",
+            "8GiB",
+            "9" * 5000 + "GiB",
+            "٨GiB",
+            "\x1bGiB",
+            "8GiB\n",
+        )
+    ),
+    *((*EXPORT, "--world-size", number) for number in ("", "0", "-1", "x", "1.5", "nan", "9" * 5000, "\x1b")),
+    *((*EXPORT, "--nodes", number) for number in ("", "0", "-1", "x", "2", "9" * 5000)),
+    *((*EXPORT, "--hardware", kind) for kind in ("", "gpu", "\x1b[31m")),
+    ("export", "job.toml", "--profile", "cpu"),
+    ("export", "job.toml", "--profile", "cpu", "--to", "yaml"),
+    ("export", "job.toml", "--profile", "cpu", "--to", "deepspeed"),
+    (*EXPORT, "--deepspeed-config-file", "x.json"),
+    (*EXPORT, "--output", ""),
+    (*EXPORT, "--output", "."),
+    (*EXPORT, "--output", "job.toml"),
+    (*EXPORT, "--output", "job.toml/x"),
+    (*EXPORT, "--output", "\x00"),
+    (*EXPORT, "--output", LONG),
+    (*EXPORT, "--output", "no/such/folder.yaml"),
+    *(
+        ("run", "job.toml", "--profile", "cpu", "--processes", number)
+        for number in ("", "0", "-1", "x", "1.5", "9" * 5000, "1000", "\x00", "٢")
+    ),
+    *(
+        ("run", "job.toml", "--profile", "cpu", "--output-dir", folder, "--name", "n")
+        for folder in ("job.toml", "\x00", "job.toml/x", LONG)
+    ),
+    ("run", "job.toml", "--profile", "cpu", "--output-dir", "job.toml"),
+    ("run", "job.toml", "--profile", "cpu", "--output-dir", "/dev/null/x"),
+    ("plan", "job.toml", "--profile", "cpu", "--profile", "no-such"),
+    ("plan", "job.toml", "--profile", "cpu", "--nodes", "0"),
+    ("plan", "job.toml", "--profile", "cpu", "--world-size", "2", "--nodes", "3"),
+    ("plan", "job.toml", "--profile", "cpu", "--measure=1"),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments", COMMAND_LINES, ids=lambda arguments: " ".join(arguments)[-40:].encode("ascii", "backslashreplace").decode()
+)
+def test_bad_command_lines(arguments: tuple[str, ...]) -> None:
+    refused(*arguments)
+
+
+SIZE = 2**63 - 1
+CONFIGS = [
+    "{ model_type = 'no-such' }",
+    "{ model_type = '' }",
+    "{ model_type = 3 }",
+    "{ model_type = ['bert'] }",
+    "{ model_type = {} }",
+    "{ model_type = '../bert' }",
+    "{ model_type = '\\u0000' }",
+    "{ model_type = '\\u001b[31m' }",
+    "{ hidden_size = 32 }",
+    *(
+        f"{{ model_type = '{model_type}', {rest} }}"
+        for model_type in ("bert", "llama", "gpt2", "t5")
+        for rest in (
+            "no_such_key = 1",
+            "'' = 1",
+            "'\\u0000' = 1",
+            "vocab_size = -1",
+            "vocab_size = 'x'",
+            "vocab_size = []",
+            f"vocab_size = {SIZE}",
+        )
+    ),
+    *(
+        f"{{ model_type = 'bert', {rest} }}"
+        for rest in (
+            "hidden_size = 0",
+            "hidden_size = -32",
+            "hidden_size = 'x'",
+            "hidden_size = 1.5",
+            "hidden_size = []",
+            "hidden_size = {}",
+            f"hidden_size = {SIZE}",
+            "hidden_size = 33",
+            "hidden_size = 32, num_attention_heads = 0",
+            "hidden_size = 32, num_attention_heads = -1",
+            "hidden_size = 32, num_attention_heads = 5",
+            "num_attention_heads = 'x'",
+            "num_hidden_layers = 1000000000",
+            f"num_hidden_layers = {SIZE}",
+            "num_hidden_layers = 'x'",
+            "num_hidden_layers = []",
+            "intermediate_size = -1",
+            "intermediate_size = 'x'",
+            "max_position_embeddings = -1",
+            f"max_position_embeddings = {SIZE}",
+            "type_vocab_size = -1",
+            "hidden_dropout_prob = -1",
+            "hidden_dropout_prob = 2",
+            "hidden_dropout_prob = 'x'",
+            "hidden_act = 'no-such'",
+            "hidden_act = 3",
+            "hidden_act = '__import__'",
+            "initializer_range = 'x'",
+            "layer_norm_eps = 'x'",
+            "is_decoder = 'x', add_cross_attention = true",
+            "pad_token_id = -5",
+            "num_labels = -1",
+            "num_labels = 1000000000000",
+            "id2label = 3",
+            "id2label = { x = 'y' }",
+            "problem_type = 'x'",
+            "torch_dtype = 'x'",
+            "dtype = 'os.system'",
+            "architectures = 3",
+            "auto_map = { AutoConfig = 'evil.Config' }",
+            "quantization_config = { quant_method = 'no-such' }",
+            "_attn_implementation = 'no-such'",
+            "attn_implementation = 'evil/kernel'",
+        )
+    ),
+    *(
+        f"{{ model_type = 'llama', {rest} }}"
+        for rest in (
+            "num_hidden_layers = 1000000000",
+            "num_hidden_layers = -1",
+            "num_key_value_heads = 0",
+            "num_key_value_heads = 7",
+            "head_dim = -1",
+            f"head_dim = {SIZE}",
+            "hidden_size = 0",
+            "rope_scaling = { rope_type = 'no-such' }",
+            "rope_parameters = { rope_type = 'no-such' }",
+            "rope_parameters = 3",
+            "rope_theta = 'x'",
+            "layer_types = ['x']",
+            "layer_types = 3",
+            "vocab_size = 0",
+        )
+    ),
+    *(
+        f"{{ model_type = 'gpt2', {rest} }}"
+        for rest in (
+            "n_layer = 1000000000",
+            "n_layer = 'x'",
+            "n_embd = -1",
+            "n_head = 0",
+            "n_embd = 7, n_head = 2",
+            "n_positions = -1",
+            "activation_function = 'x'",
+        )
+    ),
+    *(f"{{ model_type = 'mixtral', {rest} }}" for rest in ("num_local_experts = 1000000000", "num_hidden_layers = 100000000")),
+    "{ model_type = 't5' }",
+    "{ model_type = 'vit' }",
+    "{ model_type = 'whisper' }",
+    "{ model_type = 'resnet' }",
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda text: text[2:60])
+def test_configs_of_models(config: str) -> None:
+    """Each is refused, or a model that can be built from it (a layer count of 0, say, is one)."""
+    Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
+    code, text = outcome(EXPORT)
+    assert code in (0, 2), (code, text)
+    if code:
+        check_message(text)
+        assert re.search(r"job\.toml:[12]: model", text), text
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{ hidden_size = 32 }", "model.config.model_type: is missing; give the architecture"),
+        ("{ model_type = 'bert', num_hidden_layers = 1, hidden_act = 'gelo' }", "KeyError: 'gelo'; it has hidden_act = 'gelo'"),
+        ("{ model_type = 'bert', num_hidden_layers = 1, vocab_size = 0 }", "IndexError: .*; it has .*vocab_size = 0"),
+        (
+            "{ model_type = 'llama', num_hidden_layers = 1, hidden_size = 0 }",
+            "; it has head_dim = 0, hidden_size = 0",
+        ),
+        ("{ model_type = 'llama', hidden_size = 10_000_000 }", "hidden_size: 10000000 is more than any model has"),
+        ("{ model_type = 'gpt2', n_embd = 10_000_000 }", "n_embd: 10000000 is more than any model has"),
+        (
+            "{ model_type = 'bert', vocab_size = 33_554_432 }",
+            r"vocab_size: 33554432 is more than any model has \(at most 16,777",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_config(config: str, said: str) -> None:
+    Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
+    assert re.search(said, refused(*EXPORT))
+
+
+def config_folder(content: bytes) -> None:
+    """A job with a model folder that holds this config.json."""
+    Path("model").mkdir(exist_ok=True)
+    Path("model/config.json").unlink(missing_ok=True)
+    Path("model/config.json").write_bytes(content)
+    Path("job.toml").write_text("[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\n")
+
+
+BAD_JSON = {
+    "empty": b"",
+    "NULs": bytes(5000),
+    "BOM": b"\xef\xbb\xbf{}",
+    "UTF-16": "{}".encode("utf-16"),
+    "not UTF-8": b'{"model_type": "\xff"}',
+    "open": b'{"model_type": "bert"',
+    "a list": b"[]",
+    "a number": b"3",
+    "null": b"null",
+    "a text": b'"bert"',
+    "TOML": b'model_type = "bert"',
+    "pickle": b"\x80\x04\x95\x0c",
+    "deep lists": b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "many digits": b'{"model_type": "bert", "hidden_size": ' + b"9" * 5000 + b"}",
+    "NaN": b'{"model_type": "bert", "hidden_size": NaN}',
+    "Infinity": b'{"model_type": "bert", "hidden_size": Infinity}',
+    "no type": b"{}",
+    "a type of code": b'{"model_type": "os.system"}',
+    "a type with an escape": b'{"model_type": "\\u001b[31m"}',
+    "a list as type": b'{"model_type": []}',
+    "too large": b'{"model_type": "bert", "x": "' + b"x" * 20_000_000 + b'"}',
+    "layers": b'{"model_type": "bert", "num_hidden_layers": 1000000000}',
+    "layers of another name": b'{"model_type": "t5", "num_layers": 1000000000}',
+    "layers inside": b'{"model_type": "gemma3", "text_config": {"num_hidden_layers": 1000000000}}',
+    "a negative size": b'{"model_type": "bert", "hidden_size": -1}',
+    "labels": b'{"model_type": "bert", "num_labels": 1000000000000}',
+    "labels of text": b'{"model_type": "bert", "id2label": {"x": "y"}}',
+    "code of its own": b'{"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config"}}',
+}
+
+
+@pytest.mark.parametrize("content", BAD_JSON.values(), ids=BAD_JSON)
+def test_config_files_of_models(content: bytes) -> None:
+    config_folder(content)
+    assert "model" in refused(*EXPORT)
+
+
+@pytest.mark.parametrize("name", sorted(set(BAD_JSON) - {"no type", "a list as type"}))
+def test_json_of_deepspeed(name: str) -> None:
+    """Whatever the launcher's variable points to contradicts the plan or is refused, but for what says nothing of DeepSpeed."""
+    content = BAD_JSON[name]
+    Path("zero.json").write_bytes(content)
+    accelerator = {"mixed_precision": "no"}
+    planned = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": {"zero_optimization": {"stage": 2}}}
+    with pytest.raises(InputError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=zero\.json") as caught:
+        refuse_contradictions(
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json"}, accelerator, described("a card", (8, 6), 8), planned
+        )
+    check_message(printable(str(caught.value)))
+
+
+def special_files() -> dict[str, Path]:
+    """Name -> something that is there and no regular file, or cannot be read to its end."""
+    made = {name: Path(f"a_{name}.toml") for name in ("folder", "pipe", "loop", "lost", "sparse")}
+    made["folder"].mkdir()
+    os.mkfifo(made["pipe"])
+    made["loop"].symlink_to(made["loop"].name)
+    made["lost"].symlink_to("nowhere")
+    with made["sparse"].open("wb") as file:
+        file.truncate(2**40)
+    for name, target in (("zero", "/dev/zero"), ("null", "/dev/null"), ("random", "/dev/urandom"), ("memory", "/proc/self/mem")):
+        made[name] = Path(f"a_{name}.toml")
+        made[name].symlink_to(target)
+    return made
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev and /proc")
+def test_special_files() -> None:
+    found = special_files()
+    for name, path in found.items():
+        assert path.name in refused("export", path.name, "--profile", "cpu", "--to", "accelerate"), name
+        assert path.name in refused("export", "job.toml", "--profile", path.name, "--to", "accelerate"), name
+        Path("mine.toml").write_text(f'name = "mine"\nextends = "{path.stem}"\n')
+        assert path.stem in refused("profiles", "show", "mine.toml"), name
+    job = Path("job.toml").read_bytes()
+    for name, path in found.items():
+        config_folder(b"{}")
+        Path("model/config.json").unlink()
+        Path("model/config.json").symlink_to(path.absolute())
+        assert "model" in refused(*EXPORT), name
+        Path("job.toml").write_bytes(job)
+        if name != "lost":  # the file is made where it leads
+            refused(*EXPORT, "--output", path.name)
+
+
+def test_profiles_that_extend_in_circles() -> None:
+    for number in range(12):
+        Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{(number + 1) % 12}"\n')
+    assert "circle" in refused("profiles", "show", "p0.toml")
+    Path("self.toml").write_text('name = "self"\nextends = "self"\n')
+    assert "circle" in refused("profiles", "show", "self.toml")
+    Path("linked.toml").symlink_to("p0.toml")
+    assert "circle" in refused("profiles", "show", "linked.toml")
+
+
+def test_a_long_line_of_parents() -> None:
+    for number in range(2000):
+        Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{number + 1}"\n')
+    assert "extends" in refused("profiles", "show", "p0.toml")
+
+
+NO_RANKS = ("abc", "-1", "1.5", "9" * 5000, "٣", "\x1b[31m", "0x1", " 1 x", "1e3")
+SECOND_OF_TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+VARIABLES: list[dict[str, str]] = [
+    *({name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") for value in NO_RANKS),
+    {"RANK": "1"},
+    {"RANK": "2", "WORLD_SIZE": "2"},
+    {"WORLD_SIZE": "0"},
+    {"WORLD_SIZE": "2"},
+    SECOND_OF_TWO,
+    {**SECOND_OF_TWO, "MASTER_ADDR": "localhost"},
+    {**SECOND_OF_TWO, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+    {"RANK": "abc", "HWOPT_LAUNCH_NOTES": "/no/such/folder"},
+    {"ACCELERATE_MIXED_PRECISION": "fp7"},
+    {"ACCELERATE_DYNAMO_BACKEND": "no-such"},
+    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "abc"},
+    {"ACCELERATE_USE_DEEPSPEED": "true"},
+    {"ACCELERATE_USE_FSDP": "true"},
+    {"ACCELERATE_USE_CPU": "perhaps"},
+    {"ACCELERATE_DEBUG_MODE": ""},
+    {"USE_TORCH_XLA": "\x1b[31m"},
+    {"ACCELERATE_USE_MEGATRON_LM": "true"},
+]
+
+
+@pytest.mark.parametrize(
+    "variables", VARIABLES, ids=lambda found: " ".join(f"{name}={value[:8]!a}" for name, value in found.items())
+)
+def test_variables_of_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Path("train.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    text = refused("run", "job.toml", "--profile", "cpu", "--name", "n")
+    assert any(name in text for name in variables)
+    assert not Path("runs").exists()
+
+
+def test_keys_that_only_the_run_shows_to_be_wrong() -> None:
+    Path("train.jsonl").write_text('{"text": "a b", "label": "x"}\n{"text": "c d", "label": "y"}\n' * 4)
+    with Path("job.toml").open("a") as job:
+        job.write("metric_for_best_model = 'acuracy'\n")
+    place = f"job.toml:{len(Path('job.toml').read_text().splitlines())}"
+    data = ("--set", "data.eval_fraction=0.5")
+    assert f"{place}: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data)
+    asked = ("--set", "training.metric_for_best_model=loss_of")
+    assert "--set: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data, *asked)
+
+
+ALONE: list[tuple[str, ...]] = [
+    ("run", "job.toml", "--profile", "no-such"),
+    ("run", "no-such.toml", "--profile", "cpu"),
+    ("run", "job.toml", "--profile", "cpu", "--set", "training.learning_rat=1"),
+    ("run", "job.toml", "--profile", "cpu", "--set", "plugins.dataloader.workers=-1", "--processes", "2"),
+    ("run", "job.toml", "--profile", "cpu", "--memory-limit", "8x"),
+    ("run", "job.toml", "--profile", "cpu", "--name", "../x"),
+    ("run", "job.toml", "--profile", "cpu", "--output-dir", "job.toml"),
+    ("run", "job.toml", "--profile", "cpu", "--resume-from", "no-such"),
+    ("run", "job.toml", "--profile", "cpu", "--resume", "--fresh"),
+    ("--no-such",),
+    ("profiles", "show", "/dev/zero.toml"),
+    ("plan", "a_pipe.toml"),
+    ("export", "job.toml", "--profile", "cpu", "--to", "accelerate", "--set", "plugins.no_such.x=1"),
+]
+WITHOUT_TORCH = "import sys; from hwopt.cli import run_command; print(run_command(sys.argv[1:]), 'torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("arguments", ALONE, ids=" ".join)
+def test_in_a_process_of_its_own(arguments: tuple[str, ...]) -> None:
+    """Mistakes in what is given are said before torch is imported, which takes longer than all the rest."""
+    os.mkfifo("a_pipe.toml")
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    assert found.stdout == "2 False\n"
+    check_message(found.stderr)
+
+
+# fmt: off
+NASTY = [
+    b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r\n", b"\r", b'"', b"'", b"'''", b"[", b"]", b"[[", b"{", b"}", b"=", b".", b",",
+    b"#", b"\\", b"\\u0000", b"-1", b"0", b"nan", b"9" * 30, b"1e400", b"true", b"\xe2\x80\xae", b"\x1b[2J", b"model",
+    b"plugins.x", b"extends = 'mine'", b"a.b.c = 1", b"2020-01-01",
+]
+LITERALS = [
+    *NO_TEXT, *NO_COUNT, *NO_FLAG, "''", "'x'", "[[[1]]]", "{ a = { b = 1 } }", '"\\u0000"', "1_000", "0x10", "07:32:00", "-0.0",
+]
+KEYS = [
+    *WRONG, "plugins.precision.dtype", "plugins.batch.train", "plugins.optimizer.name", "model.config.hidden_size",
+    "model.config.num_hidden_layers",
+]
+WORDS = [
+    "job.toml", "mine.toml", "--profile", "cpu", "auto", "--set", "--format", "json", "table", "--to", "accelerate", "deepspeed",
+    "--output", "out.yaml", "--force", "--strict", "--name", "--hardware", "--world-size", "--nodes", "--measure", "list", "show",
+    "precision", "--memory-limit", "8GiB", "--debug", "-h", "--help", "--", "-", "=",
+]
+# fmt: on
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """`whole` with a few pieces replaced, inserted, doubled or taken out."""
+    raw = whole
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(raw)))
+        end = min(len(raw), start + draw(st.sampled_from([0, 0, 1, 2, 5, 20])))
+        new = draw(st.one_of(st.sampled_from(NASTY), st.binary(max_size=6), st.just(raw[start:end] * 2)))
+        raw = raw[:start] + new + raw[end:]
+    return raw
+
+
+texts = st.text(max_size=12)
+assignments = st.one_of(
+    st.text(max_size=30),
+    st.builds("{}={}".format, st.one_of(st.sampled_from(KEYS), texts), st.one_of(st.sampled_from(LITERALS), texts)),
+)
+words = st.one_of(
+    st.sampled_from(WORDS), st.text(max_size=8).filter(lambda text: "/" not in text), st.integers(-3, 10**6).map(str)
+)
+
+
+def held(arguments: Sequence[str], codes: tuple[int, ...]) -> None:
+    """It ends with one of these codes, or with 0."""
+    code, text = outcome(arguments)
+    assert code in (0, *codes), (arguments, code, text)
+    if code and "--debug" not in arguments:
+        check_message(text)
+
+
+def a_damaged_job(raw: bytes) -> None:
+    Path("job.toml").write_bytes(raw)
+    held(EXPORT, (2, 3))
+
+
+def a_damaged_profile(raw: bytes) -> None:
+    Path("mine.toml").write_bytes(raw)
+    held(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"), (2, 3))
+    held(("profiles", "show", "mine.toml"), (2,))
+
+
+def some_assignments(found: list[str]) -> None:
+    held((*EXPORT, *(part for text in found for part in ("--set", text))), (2, 3))
+
+
+def some_words(command: str, found: list[str]) -> None:
+    """Nothing may train or trace here: these two always lack something."""
+    lacking = {"run": ["--output-dir", "job.toml"], "plan": ["--profile", "no-such"]}.get(command, [])
+    held((command, *lacking, *found), (2, 3))
+
+
+ways = st.one_of(
+    st.tuples(st.just(a_damaged_job), damaged(JOB)),
+    st.tuples(st.just(a_damaged_profile), damaged(PROFILE)),
+    st.tuples(st.just(some_assignments), st.lists(assignments, min_size=1, max_size=4)),
+    st.tuples(st.just(some_words), st.sampled_from([*COMMANDS, "", "x"]), st.lists(words, max_size=7)),
+)
+in_one_folder = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+def tried(way: tuple[Any, ...]) -> None:
+    Path("job.toml").write_bytes(JOB)
+    Path("mine.toml").write_bytes(PROFILE)
+    Path("out.yaml").unlink(missing_ok=True)
+    way[0](*way[1:])
+
+
+@given(ways)
+@settings(max_examples=200, deadline=None, suppress_health_check=in_one_folder)
+def test_anything_ends_in_a_message(way: tuple[Any, ...]) -> None:
+    tried(way)
+
+
+@pytest.mark.soak
+@given(ways)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=in_one_folder)
+def test_anything_ends_in_a_message_ten_thousand_times(way: tuple[Any, ...]) -> None:
+    tried(way)

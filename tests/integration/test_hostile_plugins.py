@@ -1,0 +1,437 @@
+"""Plugins that break their contract: exit code 3 and a message that names plugin and distribution; no run is called done."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import model_validator
+
+from hwopt.cli import cli, run_command
+from hwopt.errors import HwoptError, PluginError, StorageError
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import registry as registry_module
+from hwopt.plugin.guard import Blamed, blaming
+from hwopt.plugin.registry import PLUGIN_GROUP
+from hwopt.testing import TINY_BERT, write_samples
+
+DISTRIBUTION = "strangers-tools 1.2"
+FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distribution named")
+
+
+class Boom(BaseException):
+    """No Exception: most nets let it through."""
+
+
+class Mute(Exception):
+    """Fails at its own text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Stranger(Plugin):
+    """Does nothing; the tests derive from it."""
+
+    name = "stranger"
+    stage = Stage.LOOP
+
+    class Options(PluginOptions):
+        value: int = 1
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+    def evidence(self, run: Any) -> Evidence:
+        return Evidence.active("it is there")
+
+
+class Brought(EntryPoint):
+    """An entry point of a distribution that is not installed."""
+
+    @property
+    def dist(self) -> Any:  # type: ignore[override]
+        return types.SimpleNamespace(name="strangers-tools", version="1.2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a job of two steps and a profile that asks for the stranger."""
+    monkeypatch.chdir(tmp_path)
+    write_samples(Path("train.jsonl"), 12)
+    job = {
+        "model": {"config": TINY_BERT},
+        "data": {"train": "train.jsonl", "eval_fraction": 0.25, "max_length": 32},
+        "training": {"max_steps": 2, "logging_steps": 1},
+    }
+    Path("job.toml").write_text("\n".join(f"{table} = {spelled(keys)}" for table, keys in job.items()))
+    Path("mine.toml").write_text(
+        'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { workers = 0 }\nplugins.stranger = {}\n'
+    )
+    return tmp_path
+
+
+def spelled(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {spelled(inner)}" for key, inner in value.items()) + " }"
+    return json.dumps(value)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, thing: object, *others: tuple[str, object], name: str = "stranger") -> None:
+    """Make `thing` what the entry point "stranger" leads to, as if its distribution were installed."""
+    module = types.ModuleType("strangers_module")
+    module.__dict__.update({"Thing": thing} | {f"Other{number}": other for number, (_, other) in enumerate(others)})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = [Brought(name, "strangers_module:Thing", PLUGIN_GROUP)]
+    found += [Brought(other, f"strangers_module:Other{number}", PLUGIN_GROUP) for number, (other, _) in enumerate(others)]
+    installed = list(metadata.entry_points(group=PLUGIN_GROUP))
+    asked = metadata.entry_points
+
+    def entry_points(**options: str) -> Any:
+        return [*installed, *found] if options == {"group": PLUGIN_GROUP} else asked(**options)
+
+    monkeypatch.setattr(registry_module.metadata, "entry_points", entry_points)
+
+
+def outcome(*arguments: str) -> tuple[int, str, str]:
+    said, message = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(message):
+        code = run_command(list(arguments))
+    return code, said.getvalue(), message.getvalue()
+
+
+EXPORT = ("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
+RUN = ("run", "job.toml", "--profile", "mine.toml", "--name", "r")
+
+
+def refused(*arguments: str) -> str:
+    code, _, message = outcome(*arguments)
+    assert code == 3, (code, message)
+    assert "Traceback" not in message
+    assert len(message.splitlines()) <= 12
+    assert "'stranger'" in message, message
+    assert DISTRIBUTION in message, message
+    return message
+
+
+def variant(**content: Any) -> type[Plugin]:
+    return type("Variant", (Stranger,), content)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def hook(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return hook
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def changing(what: Callable[[Any], Any]) -> Callable[..., Any]:
+    def probe(self: Any, context: Any) -> Decision:
+        what(context)
+        return Decision.apply("always works")
+
+    return probe
+
+
+class Lacking:
+    name = "stranger"
+
+
+class Picky(PluginOptions):
+    value: int = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def look(cls, value: Any) -> Any:
+        raise RuntimeError("boom in a validator")
+
+
+ERRORS: list[BaseException] = [
+    RuntimeError("boom"),
+    SystemExit(0),
+    SystemExit("bye"),
+    Boom("boom"),
+    MemoryError(),
+    RecursionError("boom"),
+    StopIteration(),
+    GeneratorExit(),
+    HwoptError("boom"),
+    Mute(),
+]
+WRONG_DECISIONS: list[Any] = [
+    None, True, "apply", ("apply", "x"), Decision("maybe", "x"), Decision("apply", None), Decision("fallback", "x"),
+    Decision("choose", "x"), Decision("fallback", "x", ({"value": 1},)), Decision("choose", "x", (PluginOptions(),)),
+    Evidence.active("x"), Decision,
+]  # fmt: skip
+CLASSES: dict[str, object] = {
+    **{f"probe raises {error!r}": variant(probe=raising(error)) for error in ERRORS},
+    **{f"apply raises {error!r}": variant(apply=raising(error)) for error in ERRORS},
+    **{f"the constructor raises {error!r}": variant(__init__=raising(error)) for error in ERRORS[:4]},
+    **{f"probe returns {shown!r}": variant(probe=returning(shown)) for shown in WRONG_DECISIONS},
+    "options that raise": variant(Options=Picky),
+    "another API": variant(api_version=99),
+    "an API of text": variant(api_version="1"),
+    "no class": 3,
+    "a function": len,
+    "a module": json,
+    "an instance": Stranger(Stranger.Options()),
+    "no subclass": Lacking,
+    "the contract itself": Plugin,
+    "another name": variant(name="other"),
+    "no stage": variant(stage="LOOP"),
+    "no options": variant(Options=None),
+    "options of another kind": variant(Options=dict),
+    "no probe": variant(probe=Plugin.probe),
+    "a probe of text": variant(probe="apply"),
+    "evidence of text": variant(evidence="active"),
+    "preserves nothing known": variant(preserves="everything"),
+    "after is a text": variant(after="batch"),
+    "requires is a text": variant(requires="batch"),
+    "conflicts is a text": variant(conflicts=("batch",)),
+    "a conflict that raises": variant(conflicts=(Conflict("batch", "no", raising(RuntimeError("boom"))),)),
+    "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
+    "sets a field of the job": variant(probe=changing(lambda context: setattr(context.job, "task", None))),
+    "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),
+    "an unknown field": variant(apply=lambda self, recipe, context: setattr(recipe, "no_such", 1)),
+    "replaces a list": variant(apply=lambda self, recipe, context: setattr(recipe, "process", [])),
+    "takes out what others added": variant(apply=lambda self, recipe, context: recipe.batch.clear()),
+    "an unknown event": variant(apply=lambda self, recipe, context: recipe.events["no_such"].append(len)),
+    "takes the batch of another": variant(apply=lambda self, recipe, context: recipe.batch.update(train=8)),
+    "an unknown size": variant(apply=lambda self, recipe, context: recipe.batch.update(no_such=8)),
+    "a size of text": variant(apply=lambda self, recipe, context: recipe.batch.update(eval="8")),
+    "a wrong hyperparameter": variant(apply=lambda self, recipe, context: recipe.training.update(learning_rate=-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("thing", CLASSES.values(), ids=CLASSES)
+def test_before_the_run(thing: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, thing)
+    refused(*EXPORT)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_import(error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("strangers_module.py").write_text("import builtins\nraise builtins.the_error\n")
+    import builtins
+
+    monkeypatch.setattr(builtins, "the_error", error, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    install(monkeypatch, None)
+    monkeypatch.delitem(sys.modules, "strangers_module")
+    assert "cannot be imported" in refused(*EXPORT)
+    assert "cannot be imported" in refused("plugins", "show", "stranger")
+
+
+@pytest.mark.parametrize("name", ["", " ", "../x", "a.b", "a b", "a/b", "\x1b[31m", "é", "x" * 500, "a\nb", "plugins.x"])
+def test_names(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Stranger, name=name)
+    code, _, message = outcome(*EXPORT)
+    assert code == 3
+    assert "\x1b" not in message
+    assert DISTRIBUTION in message
+
+
+def test_names_that_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Stranger, ("stranger", Stranger))
+    assert "again by" in refused(*EXPORT)
+
+
+def test_names_of_built_in_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Stranger, name="precision")
+    code, _, message = outcome(*EXPORT)
+    assert code == 3
+    assert "'precision' is registered by hwopt" in message
+    assert DISTRIBUTION in message
+
+
+def test_what_a_plugin_prints_is_no_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loud(Stranger):
+        def probe(self, context: Context) -> Decision:
+            print("hear me")
+            return super().probe(context)
+
+        def apply(self, recipe: Recipe, context: Context) -> None:
+            print("and me")
+
+    install(monkeypatch, Loud)
+    code, said, message = outcome(*EXPORT)
+    assert code == 0, message
+    assert "me" not in [line.split()[-1] for line in said.splitlines()]
+    assert message.count("me\n") >= 2
+
+
+def test_what_a_plugin_prints_in_the_run_is_no_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loud(what: str) -> Callable[..., Any]:
+        def step(model: Any, *_: Any) -> Any:
+            print(what)
+            return model
+
+        return step
+
+    class Loud(Stranger):
+        def memory(self, spec: Any, context: Context) -> None:
+            print("in memory")
+
+        def apply(self, recipe: Recipe, context: Context) -> None:
+            recipe.model_steps.append(loud("in a step of the model"))
+            recipe.final_steps.append(loud("in a final step"))
+
+        def evidence(self, run: Any) -> Evidence:
+            print("in evidence")
+            return super().evidence(run)
+
+    install(monkeypatch, Loud)
+    code, said, message = outcome(*RUN)
+    assert code == 0, message
+    code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
+    assert code == 0, more
+    for where in ("in memory", "in a step of the model", "in a final step", "in evidence"):
+        assert where not in said + planned
+        assert where in message + more
+
+
+@pytest.mark.parametrize("hook", ["probe", "apply"])
+def test_a_full_disk_keeps_its_code_and_says_who_wanted_to_write(
+    hook: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/a file")
+    install(monkeypatch, variant(**{hook: raising(full)}))
+    code, _, message = outcome(*EXPORT)
+    assert code == StorageError.exit_code
+    for said in ("'stranger'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
+        assert said in message
+
+
+def test_a_generator_that_python_closes_is_nobodys_error() -> None:
+    closed = blaming.__wrapped__("plugin 'stranger'", "probe()")  # the generator that contextmanager drives
+    next(closed)
+    closed.close()
+    with pytest.raises(PluginError, match="raised GeneratorExit"):
+        Blamed(raising(GeneratorExit()), "plugin 'stranger'", "recipe.loss")()
+
+
+def test_an_error_without_a_text_makes_no_second_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MuteError(StorageError, Mute):
+        __str__ = Mute.__str__
+
+    monkeypatch.setattr(cli, "main", raising(MuteError()))
+    code, _, message = outcome("plan")
+    assert (code, message) == (6, "error: (it has no text: its __str__ raised RuntimeError)\n")
+
+
+def test_an_interrupt_stays_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell a plugin's KeyboardInterrupt from the user's: it ends as the user's does."""
+    install(monkeypatch, variant(probe=raising(KeyboardInterrupt())))
+    assert outcome(*EXPORT)[0] == 130
+
+
+class Refusing:
+    """A context that raises on the way in, or out, or swallows what happens inside."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def __enter__(self) -> None:
+        if self.way == "in":
+            raise RuntimeError("boom")
+
+    def __exit__(self, *_: object) -> bool:
+        if self.way == "out":
+            raise RuntimeError("boom")
+        return self.way == "swallows"
+
+
+def writes(how: Callable[[Any], Any]) -> type[Plugin]:
+    return variant(apply=lambda self, recipe, context: how(recipe))
+
+
+boom = raising(RuntimeError("boom"))
+leave = raising(SystemExit(0))
+SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
+STEPS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
+EVENTS = ("gradients", "updated", "evaluating", "evaluated")
+
+
+def written(field: str, call: Callable[..., Any]) -> type[Plugin]:
+    if field in SLOTS:
+        return writes(lambda recipe: setattr(recipe, field, call))
+    if field in EVENTS:
+        return writes(lambda recipe: recipe.events[field].append(call))
+    return writes(lambda recipe: getattr(recipe, field).append(call))
+
+
+WRONG_EVIDENCE: list[Any] = [None, "active", Evidence("great", "x"), Evidence("active", None)]  # type: ignore[arg-type]
+RUNS: dict[str, type[Plugin]] = {
+    **{f"{field} raises": written(field, boom) for field in (*SLOTS, *STEPS, *EVENTS)},
+    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "updated")},
+    "a context raises on the way in": written("process", lambda: Refusing("in")),
+    "a context raises on the way out": written("process", lambda: Refusing("out")),
+    "a context is none": written("process", lambda: 3),
+    "a step of the model returns nothing": written("model_steps", lambda model, run: None),
+    "a kwargs handler raises": writes(lambda recipe: recipe.accelerator["kwargs_handlers"].append(boom)),
+    "an option of the Accelerator raises": writes(lambda recipe: recipe.accelerator.update(dataloader_config=boom)),
+    "an unknown option of the Accelerator": writes(lambda recipe: recipe.accelerator.update(no_such=1)),
+    "evidence raises": variant(evidence=boom),
+    "evidence leaves": variant(evidence=leave),
+    "evidence raises a mute error": variant(evidence=raising(Mute())),
+    **{f"evidence returns {shown!r}": variant(evidence=returning(shown)) for shown in WRONG_EVIDENCE},
+}  # fmt: skip
+SHORT = [
+    "loss raises",
+    "a step of the model returns nothing",
+    "final_steps leaves",
+    "a context raises on the way out",
+    "evidence leaves",
+    "evidence raises a mute error",
+]
+
+
+def check_run(thing: type[Plugin], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, thing)
+    refused(*RUN)
+    status = Path("runs/r/status.json")
+    assert not status.exists() or json.loads(status.read_text())["exit_code"] == 3
+
+
+@pytest.mark.parametrize("thing", [RUNS[name] for name in SHORT], ids=SHORT)
+def test_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_run(thing, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("thing", RUNS.values(), ids=RUNS)
+def test_every_field_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_run(thing, monkeypatch)
+
+
+def test_a_worker_names_the_plugin_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, written("cut", boom))
+    Path("mine.toml").write_text(Path("mine.toml").read_text().replace("workers = 0", "workers = 1"))
+    refused(*RUN)
+
+
+def test_a_context_that_swallows_an_error_hides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, written("process", lambda: Refusing("swallows")))
+    code, _, message = outcome(*RUN, "--set", "data.text=nothing")
+    assert code == 4
+    assert "has no column 'nothing'" in message
+
+
+def test_memory_and_advice_are_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, variant(memory=boom))
+    refused("plan", "job.toml", "--profile", "mine.toml")

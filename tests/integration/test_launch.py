@@ -1,0 +1,306 @@
+"""`hwopt run --processes 2`: the real launcher and real ranks over gloo, in processes of their own.
+
+What costs time here is imports, so what can run side by side does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from hwopt.cli import run_command
+from hwopt.errors import InputError
+from hwopt.runs import launch as processes
+from hwopt.runs.launch import NOTES, Ending, agreed, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
+from hwopt.runs.resume import Complete
+from hwopt.runs.status import write_status
+from hwopt.testing import TINY_BERT, write_samples
+
+PROFILE = 'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.cut]\n'
+RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_samples(tmp_path / "train.jsonl", 41)  # the last step of an epoch is partial
+    write_samples(tmp_path / "dev.jsonl", 13, seed=1)
+    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    (tmp_path / "job.toml").write_text(
+        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
+        "[training]\nmax_steps = 10\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 5\n"
+    )
+    (tmp_path / "ranks.toml").write_text(PROFILE)
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hwopt", *arguments, "--processes", "2"],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "150", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        text=True,
+        # a shell's background job ignores SIGINT, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code and stderr, in which the launcher has nothing to say."""
+    try:
+        _, said = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    for foreign in ("Traceback", "CalledProcessError", "ChildFailedError", "torch.distributed", "SIGTERM"):
+        assert foreign not in said, said
+    return process.returncode, said
+
+
+def status(folder: Path, name: str) -> int | None:
+    found: int | None = json.loads((folder / "runs" / name / "status.json").read_text())["exit_code"]
+    return found
+
+
+def running(word: str, folder: Path) -> list[str]:
+    """The command lines in which `word` stands, of processes in `folder`: other tests' runs may have the same names."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if word in line and Path(process.cwd()) == folder.resolve():
+                found.append(line)
+    return found
+
+
+def weights(folder: Path) -> torch.Tensor:
+    found = load_file(folder / "final" / "model.safetensors")
+    # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
+    return torch.cat([value.flatten().double() for name, value in sorted(found.items()) if not name.endswith("key.bias")])
+
+
+def read_terminal(descriptor: int) -> str:
+    said = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other side is closed
+        while part := os.read(descriptor, 65536):
+            said += part
+    return said.decode()
+
+
+def test_two_processes_train_the_model_of_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the screen of one: on a terminal in colour, and as wide as that is."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = start(folder, *RUN, "--set", "data.max_length=31", stdout=theirs)
+    os.close(theirs)
+    screen = read_terminal(ours)
+    os.close(ours)
+    assert end(process) == (0, "")
+    assert "\x1b[" in screen
+    assert max(len(line) for line in screen.splitlines() if line.startswith("batch ")) > 100
+    assert screen.count("evidence") == 1, "one rank speaks"
+    assert status(folder, "job-ranks") == 0
+    assert json.loads((folder / "runs" / "job-ranks" / "plan.json").read_text())["world_size"] == 2
+
+    monkeypatch.chdir(folder)
+    assert run_command([*RUN, "--set", "data.max_length=31", "--processes", "1"]) == 0, capsys.readouterr().err
+    expected = weights(folder / "runs" / "job-ranks-2")  # the name that was free
+    assert (weights(folder / "runs" / "job-ranks") - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_bad_input_is_said_once_and_as_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {
+        2: ["run", "job.toml", "--profile", "rtx3070-8gb"],
+        -2: [*RUN, "--set", "training.learning_rat=1"],
+        4: [*RUN, "--set", "data.label=lable"],
+    }
+    processes = {code: start(folder, *arguments) for code, arguments in cases.items()}
+    monkeypatch.chdir(folder)
+    for code, arguments in cases.items():
+        assert run_command(arguments) == abs(code)
+        assert end(processes[code]) == (abs(code), capsys.readouterr().err)
+    assert not (folder / "runs").exists()
+
+
+def test_what_ends_a_run_is_said_once(folder: Path) -> None:
+    """A gradient that is not finite, which all ranks see, and a rank that is killed, which leaves no word."""
+    diverged = start(folder, *RUN, "--name", "diverged", "--set", "training.learning_rate=1e30")
+    killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.workers=1")
+    until_step(killed)
+    ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(killed.pid).children()}
+    ranks["1"].kill()
+    code, said = end(killed)
+    assert (code, status(folder, "killed")) == (9, 9), said
+    assert said.startswith("error: rank 1 was killed (SIGKILL)")
+    assert len(said.splitlines()) == 1
+    assert not running(" killed ", folder), "nor its data-loading workers"
+
+    code, said = end(diverged)
+    assert (code, status(folder, "diverged")) == (5, 5), said
+    assert said.startswith("error: a gradient was not finite")
+    assert len(said.splitlines()) == 1
+
+
+LONG = ["--set", "training.max_steps=100000"]
+
+
+def until_step(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert any(line.startswith("step 3/") for line in process.stdout), process.communicate()
+
+
+def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
+    cases = {"terminated": (signal.SIGTERM, 143), "interrupted": (signal.SIGINT, 130)}
+    processes = {name: start(folder, *RUN, "--name", name, *LONG) for name in cases}
+    for name, process in processes.items():
+        until_step(process)
+        assert len(running(f" {name} ", folder)) == 3
+    for name, (number, _) in cases.items():
+        os.killpg(processes[name].pid, number)  # as a terminal does
+    for name, (_, code) in cases.items():
+        found, said = end(processes[name])
+        assert (found, status(folder, name)) == (code, code), said
+        first, *rest = said.splitlines()
+        assert first.startswith("stopping: the step is finished")
+        assert rest in ([], [name])
+        assert not running(f" {name} ", folder)
+
+
+def test_a_signal_while_ranks_start(folder: Path) -> None:
+    """They have no handlers yet."""
+    process = start(folder, *RUN, "--name", "early")
+    while process.poll() is None and len(running(" early ", folder)) < 3:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process)[0] == 130
+    assert not running(" early ", folder)
+    assert not (folder / "runs").exists()
+
+
+AGREE = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from hwopt.runs.launch import agreed
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
+print(agreed(Path(sys.argv[2]), None, 0)[0].name)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_found_different_names_free_agree(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", AGREE, f"file://{tmp_path / 'meeting'}", f"runs/job-{rank}"],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["job-0", "job-0"]
+
+
+def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with 0 on each rank, and so does the launch."""
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    write_status(tmp_path, 0, "done")
+    assert agreed(tmp_path, None, Complete.exit_code)[2] == Complete.exit_code
+    assert concluded(tmp_path, {}).exit_code == 0
+
+
+def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [ranks_to_start(asked, {}) for asked in ("1", "01", "3", "auto")] == [1, 1, 3, 1]
+    monkeypatch.setattr(processes, "cpu_cores", lambda: 2)
+    with pytest.raises(InputError, match=r"--processes 64: .* 2 core\(s\) .* give 8 or fewer"):
+        ranks_to_start("64", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [ranks_to_start(asked, {}) for asked in ("1", "2", "auto")] == [1, 2, 2]
+    with pytest.raises(InputError, match="--processes 3: .* there are 2"):
+        ranks_to_start("3", {})
+    for asked in ("0", "-1", "two", "", "1.5", "9" * 5000):
+        with pytest.raises(InputError, match="whole number above 0, or auto") as caught:
+            ranks_to_start(asked, {})
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("asked", ["1", "2", "auto"])
+def test_inside_a_launcher(asked: str) -> None:
+    with pytest.raises(InputError, match="RANK, WORLD_SIZE set.*Leave --processes out"):
+        ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2"})
+    assert ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2", NOTES: "/tmp/notes"}) == 1, "one of our own"
+
+
+def failed(rank: int, exit_code: int, when: int = 100) -> ProcessFailure:
+    failure = ProcessFailure(local_rank=rank, pid=1, exitcode=exit_code, error_file="")
+    failure.timestamp = when
+    return failure
+
+
+def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTES, str(tmp_path))
+
+    def ended(*failures: ProcessFailure) -> tuple[int, str]:
+        ending = concluded(tmp_path, {failure.local_rank: failure for failure in failures})
+        return ending.exit_code, ending.message
+
+    assert ended(failed(0, -15), failed(1, -15)) == (9, "error: the ranks ended without a word (rank 0: -15, rank 1: -15)")
+    assert ended() == (9, "error: the ranks ended without a word (no exit codes)")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    assert leave_note(7, "error: rank 1 ended", secondhand=True)
+    write_status(tmp_path, 7, "too large")
+    assert ended(failed(0, 7), failed(1, 143)) == (7, "error: rank 1 ended")
+    (tmp_path / "run-folder").write_text(str(tmp_path))
+    assert ended(failed(0, 7), failed(1, 143)) == (7, "error: too large"), "rank 1 was ended before it could note it"
+    monkeypatch.setenv("RANK", "1")
+    assert leave_note(7, "error: too large", secondhand=False)
+    assert ended(failed(0, 7), failed(1, 7)) == (7, "error: too large"), "although it was noted later"
+    monkeypatch.setenv("RANK", "0")
+    assert leave_note(1, "error: connection closed", secondhand=False)
+    assert ended(failed(0, 1), failed(2, -9)) == (9, f"error: rank 2 {cause_of_death(9)}")
+    assert ended(failed(0, 1), failed(2, -11))[1].startswith("error: rank 2 was ended by SIGSEGV")
+    assert ended(failed(0, 1), failed(2, -9, when=130)) == (1, "error: connection closed"), "the launcher killed it"
+    assert leave_note(143, "terminated", secondhand=False)
+    assert ended(failed(1, 7), failed(0, 143)) == (7, "error: too large"), "the launcher ended rank 0"
+    monkeypatch.setenv("RANK", "1")
+    assert leave_note(130, "interrupted", secondhand=False)
+    assert ended(failed(0, 143), failed(1, 130)) == (143, "terminated"), "a signal to rank 0, which came first"
+    (tmp_path / "rank-0.json").unlink()
+    assert ended(failed(0, -15), failed(1, 130)) == (130, "interrupted"), "the launcher ended rank 0"
+    assert ended(failed(0, 1), failed(1, 130))[0] == 9, "rank 0 has left no note"
+    assert leave_note(9, "error: nothing has happened", secondhand=False, kills=True)
+    now = int(time.time())
+    assert ended(failed(0, -9, now), failed(1, 9, now))[1] == "error: nothing has happened", "rank 1 has killed rank 0"
+    assert ended(failed(0, -9, now - 9), failed(1, 9, now))[1] == f"error: rank 0 {cause_of_death(9)}", "which rank 1 waited for"
+    (tmp_path / "rank-1.json").write_text('{"exit_code": 7, "mess')
+    assert noted_ending(tmp_path, 1) is None
+
+
+def test_the_status_says_what_the_command_says(tmp_path: Path) -> None:
+    settle(tmp_path, Ending(9, "error: gone"))  # no run folder was noted
+    (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))
+    settle(tmp_path, Ending(9, "error: gone"))  # nor made
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    settle(tmp_path, Ending(9, "error: gone"))
+    assert json.loads((tmp_path / "runs" / "job" / "status.json").read_text()) == {"exit_code": 9, "message": "gone"}

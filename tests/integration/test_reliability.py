@@ -1,0 +1,536 @@
+"""Nothing is lost: runs that are killed, interrupted, hung or fought over, and what they end with when they go on.
+
+Each run is a child of this process, which has imported everything already, so that a hundred of them take minutes. What a child
+ends with is compared, tensor by tensor, with a run that nobody disturbed. The short forms run by default, the full ones as
+`soak`; `figures` keeps what was measured for docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api
+from hwopt.cli.options import quiet_transformers
+from hwopt.config.job import JobFile
+from hwopt.planning.plan import Plan
+from hwopt.runs import execute as execution
+from hwopt.saving import reader as resume
+from hwopt.system import atomic_folder as storage
+from hwopt.system import signals
+from hwopt.testing import TINY_BERT, plan_for, saved_bits, tiny_job, tiny_profile
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
+
+Figures = Callable[..., None]
+LAST = 30
+"""The last step of every run here; evaluations every 7, checkpoints every 5."""
+
+
+@dataclass
+class Work:
+    """A run that takes a second or two, and where its children work."""
+
+    folder: Path
+    ranks: int = 1
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def job(self) -> JobFile:
+        config = TINY_BERT | {"hidden_dropout_prob": 0.1}
+        job = tiny_job(
+            self.folder / "data",
+            samples=41,
+            **({"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 7, "save_steps": 5, "logging_steps": 3} | self.training),
+        )
+        model = job.job.model.model_copy(update={"config": config})
+        return JobFile(job.job.model_copy(update={"model": model}), job.document)
+
+    def plan(self) -> Plan:
+        return plan_for(tiny_profile(batch={"train": 4, "effective": 12}, **self.tables), self.job, world_size=self.ranks)
+
+    def run(self, name: str, rank: int = 0, **options: Any) -> None:
+        api.execute(self.plan(), self.folder / name, cache=self.folder / "cache", resume=True, **options)
+
+    def started(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
+        """The pids of the ranks of a run that goes on in the folder `name`. `disturb` is called in each of them first."""
+        port = free_port()
+        return [forked(partial(self.child, name, rank, port, disturb, options)) for rank in range(self.ranks)]
+
+    def child(self, name: str, rank: int, port: int, disturb: Callable[[], None], options: Mapping[str, Any]) -> None:
+        if self.ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        signals.listen()
+        quiet_transformers()  # a child that is killed would keep the lock of all progress bars
+        disturb()
+        self.run(name, rank, **options)
+
+    def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
+        return [ended(pid) for pid in self.started(name, disturb, **options)]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A child that does `work` and ends with the exit code of what that raises."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        silence = os.open(os.environ.get("HWOPT_TEST_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        work()
+        code = 0
+    except BaseException as error:
+        code = signals.exit_code(error)
+        if code == 1:
+            import traceback
+
+            os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int, within: float = 120.0) -> int:
+    """The exit code of a child; -9 and the like for one that a signal killed."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"process {pid} did not end within {within} s")
+
+
+def bits(run: Path) -> dict[str, str]:
+    """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
+    assert storage.damage(run / "final") == ""
+    last = resume.in_folder(run)[0]
+    assert last.name == f"checkpoint-{LAST}"
+    return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
+
+
+def logged_steps(run: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row.get("loss", row.get("eval_loss"))) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    torch.set_num_threads(1)
+    work = Work(tmp_path_factory.mktemp("reliability"))
+    assert work.job.job.data.train  # the files are written once, here
+    return work
+
+
+@pytest.fixture(scope="module")
+def undisturbed(work: Work) -> Path:
+    work.run("undisturbed")  # here, so that the children find everything imported
+    return work.folder / "undisturbed"
+
+
+@pytest.fixture(scope="module")
+def takes(work: Work, undisturbed: Path) -> float:
+    """Seconds of a whole run in a child."""
+    began = time.monotonic()
+    assert work.finished("timed") == [0]
+    assert bits(work.folder / "timed") == bits(undisturbed)
+    return time.monotonic() - began
+
+
+def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
+    assert work.finished(name) == [0] * work.ranks
+    run = work.folder / name
+    assert bits(run) == bits(undisturbed)
+    assert logged_steps(run) == logged_steps(undisturbed)
+    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(25, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
+def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
+    """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
+    chance = random.Random(kills)
+    killed = inside = twice = 0
+    while killed < kills:
+        name = f"killed-{killed}"
+        again = killed % 10 == 9
+        for _ in range(2 if again else 1):
+            save = killed % 5 == 4
+            pids = work.started(name, partial(at_the_save, chance.randint(1, 150), kill_myself) if save else lambda: None)
+            if not save:
+                time.sleep(chance.uniform(0.05, takes))
+                os.kill(pids[0], signal.SIGKILL)
+            if ended(pids[0]) == -9:  # else it was too late
+                killed, inside, twice = killed + 1, inside + save, twice + again
+        goes_on_exactly(work, name, undisturbed)
+    figures(
+        "SIGKILL anywhere, resume",
+        f"{killed} kills ({inside} inside a save, {twice} of runs that were killed twice): 0 different hashes of weights or "
+        "optimizer state, 0 steps lost or repeated",
+    )
+
+
+def newest_whole(run: Path) -> int:
+    """The step of the checkpoint that a run would go on from, 0 for none."""
+    found = resume.newest(run, lambda message: None)
+    return 0 if found is None else found.step
+
+
+def status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("times", [pytest.param(8, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
+def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
+    """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
+    chance = random.Random(times)
+    sent = 0
+    while sent < times:
+        name = f"signalled-{sent}"
+        number = (signal.SIGTERM, signal.SIGINT)[sent % 2]
+        run = work.folder / name
+        (pid,) = work.started(name)
+        while not (run / "metrics.jsonl").exists():  # the first line comes after step 3
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, takes / 3))
+        os.kill(pid, number)
+        code = ended(pid)
+        if code == 0:  # it was over
+            shutil.rmtree(run)
+            continue
+        assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+        assert status(run)["exit_code"] == code
+        if not (run / "final").exists():
+            assert f"after step {newest_whole(run)}, saved" in status(run)["message"]
+        else:
+            assert "after the last step: final/ is whole" in status(run)["message"]
+        goes_on_exactly(work, name, undisturbed)
+        sent += 1
+    figures(
+        "SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved at the step that was being done, exit 143/130"
+    )
+
+
+def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> None:
+    """While the first one's checkpoint is being written."""
+
+    def slow_disk() -> None:
+        fsync = os.fsync
+
+        def slow(number: int) -> None:
+            if threading.current_thread().name.startswith("hwopt-writer"):
+                time.sleep(600)
+            fsync(number)
+
+        os.fsync = slow
+
+    (pid,) = work.started("twice", slow_disk)
+    run = work.folder / "twice"
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)  # passed on by a launcher
+    time.sleep(1.5 * signals.ECHO)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid, within=20) == 143
+    assert status(run)["exit_code"] == 143
+    goes_on_exactly(work, "twice", undisturbed)
+
+
+def full_for(now: Callable[[], bool]) -> Callable[[], None]:
+    """What makes the disk full for the writing thread, once it is so."""
+
+    def disturb() -> None:
+        fsync = os.fsync
+
+        def full(number: int) -> None:
+            if now() and threading.current_thread().name.startswith("hwopt-writer"):
+                disk_full()
+            fsync(number)
+
+        os.fsync = full
+
+    return disturb
+
+
+def test_a_signal_hides_no_full_disk(work: Work) -> None:
+    """What could not be saved is not called saved."""
+    (pid,) = work.started("signal-full", full_for(lambda: signals.received() is not None))
+    run = work.folder / "signal-full"
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 6
+    assert status(run)["exit_code"] == 6
+    assert "No space left on device" in status(run)["message"]
+    shutil.rmtree(run)
+
+
+def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
+    """The others only hear that it is gone."""
+    both = Work(work.folder, 2)
+    run = work.folder / "rank-full"
+    codes = both.finished(run.name, full_for((run / "checkpoint-10").is_dir))
+    assert codes[0] == 6
+    assert codes[1] != 0
+    assert status(run)["exit_code"] == 6
+    assert "No space left on device" in status(run)["message"]
+    shutil.rmtree(run)
+
+
+def test_a_run_that_was_stopped_did_not_hang(work: Work, undisturbed: Path) -> None:
+    """Ctrl-Z and fg, a suspended job, a frozen container: longer than training.hang_timeout."""
+    stopped = Work(work.folder, training={"hang_timeout": 2})
+    (pid,) = stopped.started("stopped")
+    while not (work.folder / "stopped" / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(pid, signal.SIGCONT)
+    assert ended(pid) == 0
+    assert bits(work.folder / "stopped") == bits(undisturbed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slow_disk_is_no_hang(work: Work, undisturbed: Path, ranks: int) -> None:
+    """The loop waits for a write that takes longer than training.hang_timeout, and goes on; so do ranks that write nothing."""
+
+    def slow_disk() -> None:
+        fsync, waited = os.fsync, []
+
+        def slow(number: int) -> None:
+            if not waited and threading.current_thread().name.startswith("hwopt-writer"):
+                waited.append(True)
+                time.sleep(8)
+            fsync(number)
+
+        os.fsync = slow
+
+    slow = Work(work.folder, ranks, training={"hang_timeout": 3})
+    assert slow.finished(f"slow-disk-{ranks}", slow_disk) == [0] * ranks
+    found = bits(work.folder / f"slow-disk-{ranks}")
+    assert found.keys() == bits(undisturbed).keys()
+    assert ranks > 1 or found == bits(undisturbed)
+
+
+def hold_when_owner(gate: int) -> None:
+    """Whoever owns the folder waits until the others have been told."""
+    from contextlib import contextmanager
+
+    real = execution.owned
+
+    @contextmanager
+    def owned(*arguments: Any, **named: Any) -> Iterator[Path]:
+        with real(*arguments, **named) as folder:
+            os.read(gate, 1)
+            yield folder
+
+    setattr(execution, "owned", owned)  # noqa: B010
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])
+def test_one_of_eight_owns_the_folder(work: Work, rounds: int, figures: Figures) -> None:
+    for number in range(rounds):
+        name = f"fought-over-{number}"
+        listening, telling = os.pipe()
+        pids = [pid for _ in range(8) for pid in work.started(name, partial(hold_when_owner, listening))]
+        codes: dict[int, int] = {}
+        while len(codes) < 7:
+            pid, found = os.waitpid(-1, 0)
+            assert pid in pids
+            codes[pid] = os.waitstatus_to_exitcode(found)
+        os.write(telling, b"x")
+        (owner,) = set(pids) - codes.keys()
+        codes[owner] = ended(owner)
+        os.close(listening)
+        os.close(telling)
+        assert sorted(codes.values()) == [0, *[8] * 7]
+        assert status(work.folder / name)["exit_code"] == 0
+        shutil.rmtree(work.folder / name)
+    figures("8 processes on one folder", f"{rounds} rounds: exactly 1 owner, 7 exit 8")
+
+
+def test_a_dead_owner_owns_nothing(work: Work, undisturbed: Path) -> None:
+    """The lock of a process that was killed ends with it, also while its data-loading workers still live."""
+    busy = Work(work.folder, tables={"dataloader": {"workers": 1}})
+    (pid,) = busy.started("left")
+    while not (work.folder / "left" / "metrics.jsonl").exists():
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    goes_on_exactly(work, "left", undisturbed)
+
+
+DAMAGE = ("flip", "cut", "remove", "empty", "foreign", "swap", "manifest")
+
+
+def damage_one(folder: Path, chance: random.Random) -> str:
+    """Do one thing to a file of a checkpoint."""
+    kind = chance.choice(DAMAGE)
+    files = sorted(path for path in folder.iterdir() if path.name != storage.MANIFEST)
+    path = chance.choice(files)
+    content = path.read_bytes()
+    if kind == "flip":
+        path = chance.choice([*files, folder / storage.MANIFEST])
+        content = path.read_bytes()
+        at = chance.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :])
+    elif kind == "cut":
+        path.write_bytes(content[: chance.randrange(len(content))])
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "foreign":
+        (folder / f"foreign-{chance.randrange(99)}.safetensors").write_bytes(content)
+    elif kind == "swap":
+        other = chance.choice([file for file in files if file.read_bytes() != content])
+        path.write_bytes(other.read_bytes())
+    else:
+        manifest = folder / storage.MANIFEST
+        manifest.write_bytes(manifest.read_bytes()[: chance.randrange(manifest.stat().st_size)])
+    return f"{kind} {path.name}"
+
+
+@pytest.mark.parametrize("times", [pytest.param(60, id="short"), pytest.param(1000, id="full", marks=pytest.mark.soak)])
+def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
+    undisturbed: Path, tmp_path: Path, times: int, figures: Figures
+) -> None:
+    chance = random.Random(times)
+    run = tmp_path / "run"
+    for _ in range(times):
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        last, before = resume.in_folder(undisturbed)[:2]
+        shutil.copytree(last, run / last.name)
+        shutil.copytree(before, run / before.name)
+        what = damage_one(run / last.name, chance)
+        said: list[str] = []
+        found = resume.newest(run, said.append)
+        assert found is not None, what
+        assert found.folder.name == before.name, what
+        assert len(said) == 1, what
+        assert "is not whole" in said[0], what
+    figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
+
+
+def at_the_save(call: int, happens: Callable[[], None], counted: Any = None) -> None:
+    """At the n-th change that the writing of checkpoints makes to the disk `happens` something; `counted` gets their number."""
+    made = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*arguments: Any, **named: Any) -> Any:
+            nonlocal made
+            if threading.current_thread().name.startswith("hwopt-writer"):
+                made += 1
+                if counted is not None:
+                    os.pwrite(counted, made.to_bytes(4, "little"), 0)
+                if made == call:
+                    happens()
+            return function(*arguments, **named)
+
+        return watching
+
+    for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, watched(getattr(os, name)))
+    import safetensors.torch
+
+    setattr(safetensors.torch, "serialize_file", watched(safetensors.torch.serialize_file))  # noqa: B010
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def changes_of_saves(work: Work, tmp_path: Path) -> int:
+    """How many changes the saves of a run make to the disk."""
+    with open(tmp_path / "changes", "w+b") as file:
+        assert work.finished("counted", partial(at_the_save, 0, lambda: None, file.fileno())) == [0]
+        found = int.from_bytes(os.pread(file.fileno(), 4, 0), "little")
+    shutil.rmtree(work.folder / "counted")
+    return found
+
+
+@pytest.mark.parametrize("every", [pytest.param(23, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
+def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
+    work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
+) -> None:
+    """One after the other, the changes that the saves of a run make to the disk; at most the checkpoint being written is lost."""
+    changes = changes_of_saves(work, tmp_path)
+    assert changes > 50
+    happens = kill_myself if dies else disk_full
+    tried = survived = most_lost = 0
+    for call in range(1, changes + 1, every):
+        name = f"{'dying' if dies else 'failing'}-{call}"
+        (pid,) = work.started(name, partial(at_the_save, call, happens))
+        code = ended(pid)
+        run = work.folder / name
+        assert code in ((-9,) if dies else (6, 0)), call  # what cannot be cleared away afterwards is no loss
+        if code == 6:
+            assert status(run)["exit_code"] == 6
+            said = status(run)["message"]
+            assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} of them were written; |and )\d+\.\d{3} GiB are free", said), said
+        done = max((step for step, _ in logged_steps(run)), default=0)
+        # the one that was being written is lost; training goes on beside it until the next one is due
+        newest = newest_whole(run)
+        assert newest >= done // 5 * 5 - 5, call
+        most_lost = max(most_lost, done - newest)
+        if call % (5 * every) == 1:
+            goes_on_exactly(work, name, undisturbed)
+        else:
+            shutil.rmtree(run)
+        tried, survived = tried + 1, survived + 1
+    if dies:
+        lost = f"at most the one being written is lost, and the steps beside it ({most_lost} steps; one is written every 5)"
+        figures("every write, fsync, rename, remove of a save dies there", f"0 of {tried} leave none whole; {lost}")
+    else:
+        figures(
+            "disk full at each of them", f"{survived} of {tried}: the old checkpoint survives; exit 6 with bytes needed and free"
+        )
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_step(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly_full() -> None:
+        usage = shutil.disk_usage(work.folder)
+        shutil.disk_usage = lambda path: usage._replace(free=100_000)
+
+    (pid,) = work.started("no-room", nearly_full)
+    assert ended(pid) == 6
+    said = status(work.folder / "no-room")["message"]
+    assert "checkpoint(s) of" in said
+    assert "GiB are free" in said
+    assert not (work.folder / "no-room" / "metrics.jsonl").exists()
+    shutil.rmtree(work.folder / "no-room")

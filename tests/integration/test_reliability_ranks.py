@@ -1,0 +1,428 @@
+"""Nothing is lost with several ranks either: whoever of a launch is killed, asked to end, or hangs.
+
+Launches are real, and disturbed when their metrics.jsonl says how far they are; what runs side by side is started side by side.
+What only has to go on, or to be compared with, runs in children of this process, which has imported everything already. The short
+forms run by default, the full ones as `soak`; `figures` keeps what was measured for docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from integration.test_reliability import ended, forked, free_port
+from safetensors.torch import load_file
+
+from hwopt import api
+from hwopt.cli import run_command
+from hwopt.errors import DataError, death, exit_code_of
+from hwopt.runs.folder import owned
+from hwopt.saving import reader as resume
+from hwopt.system import atomic_folder as storage
+from hwopt.system import signals
+from hwopt.testing import TINY_BERT, apart, launcher, logged, saved_bits, write_samples
+from hwopt.training.telemetry import Telemetry
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
+
+Figures = Callable[..., None]
+LAST = 150
+JOB = f"""
+[data]
+train = "train.jsonl"
+eval = "dev.jsonl"
+max_length = 32
+[training]
+max_steps = {LAST}
+learning_rate = 1e-3
+logging_steps = 5
+eval_steps = 70
+save_steps = 25
+save_total_limit = 9
+"""
+PROFILE = """
+name = "ranks"
+[plugins.precision]
+dtype = "fp32"
+[plugins.batch]
+train = 3
+effective = 12
+"""
+RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
+PROCESSES = [sys.executable, "-m", "hwopt"]
+LAUNCH = [*launcher(2), "-m", "hwopt"]
+
+
+@dataclass
+class Work:
+    """A job in `folder`, which is the working folder of whoever trains it."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        write_samples(self.folder / "train.jsonl", 41)
+        write_samples(self.folder / "dev.jsonl", 13, seed=1)
+        config = TINY_BERT | {"hidden_dropout_prob": 0.1}
+        text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
+        (self.folder / "job.toml").write_text(f"[model]\nconfig = {{ {text} }}\n{JOB}")
+        (self.folder / "ranks.toml").write_text(PROFILE)
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def forked(self, name: str, *arguments: str, ranks: int = 2) -> list[int]:
+        """The pids of children that go on in the run `name`, or begin it."""
+        port = free_port()
+        goes_on = [] if "--resume-from" in arguments else ["--resume"]
+        command = [*RUN, *goes_on, "--name", name, *arguments]
+        return [forked(partial(self.child, command, rank, ranks, port)) for rank in range(ranks)]
+
+    def child(self, command: list[str], rank: int, ranks: int, port: int) -> None:
+        os.chdir(self.folder)
+        if ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+        os._exit(run_command(command))
+
+    def goes_on(self, name: str, *arguments: str, ranks: int = 2) -> Path:
+        assert [ended(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
+        return self.run(name)
+
+    def goes_on_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
+        """Where one rank has saved without the others, what they have lost since the last log point is not in the log."""
+        run = self.goes_on(name)
+        assert bits(run) == bits(undisturbed)
+        assert logged(run, "step") == logged(undisturbed, "step")
+        assert saved_alone or logged(run, "loss") == logged(undisturbed, "loss")
+        shutil.rmtree(run)
+
+
+def bits(run: Path) -> dict[str, str]:
+    """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
+    assert storage.damage(run / "final") == ""
+    last = resume.in_folder(run)[0]
+    assert last.name == f"checkpoint-{LAST}"
+    return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
+
+
+def status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
+
+
+def step_of(run: Path) -> int:
+    """The last step that is logged."""
+    with contextlib.suppress(OSError):
+        return max((int(step) for step in logged(run, "step")), default=0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    torch.set_num_threads(1)
+    return Work(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone(work: Work) -> Path:
+    """An undisturbed run of one rank, in this process, so that the children find everything imported."""
+    with contextlib.chdir(work.folder):
+        plan = api.resolve("./ranks.toml", "job.toml", cache=work.folder / "cache")
+        api.execute(plan, work.run("alone"), cache=work.folder / "cache")
+    return work.run("alone")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(work: Work, alone: Path) -> Path:
+    return work.goes_on("undisturbed")
+
+
+@pytest.mark.parametrize("kills", [pytest.param(3, id="short"), pytest.param(60, id="full", marks=pytest.mark.soak)])
+def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, kills: int, figures: Figures) -> None:
+    """The first, the second or both. The one that is left ends by itself."""
+    chance = random.Random(kills)
+    killed = 0
+    while killed < kills:
+        name = f"killed-{killed}"
+        pids = work.forked(name)
+        wanted = chance.randint(0, LAST - 60)
+        until(lambda name=name, wanted=wanted: step_of(work.run(name)) >= wanted)
+        time.sleep(chance.uniform(0, 0.2))
+        victims = ([pids[0]], [pids[1]], pids)[killed % 3]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        codes = {pid: ended(pid) for pid in pids}
+        if {codes[pid] for pid in victims} != {-9}:  # it was too late
+            shutil.rmtree(work.run(name))
+            continue
+        assert all(codes.values())
+        work.goes_on_exactly(name, undisturbed, saved_alone=victims == pids[1:])
+        killed += 1
+    figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
+
+
+def test_a_rank_that_dies_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
+    """Between the step and the sum of the losses of all ranks."""
+    start_row = Telemetry.start_row
+
+    def dies(telemetry: Telemetry) -> None:
+        if telemetry.run.rank == 1 and telemetry.run.step == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start_row(telemetry)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Telemetry, "start_row", dies)
+        first, second = work.forked("log-point")
+        assert (ended(second), ended(first)) == (-9, 9)
+    assert resume.in_folder(work.run("log-point"))[0].name == "checkpoint-30"
+    work.goes_on_exactly("log-point", undisturbed, saved_alone=True)
+
+
+def until(true: Callable[[], bool], within: float = 240.0) -> None:
+    deadline = time.monotonic() + within
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to it"
+        time.sleep(0.01)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:
+    """One rank's checkpoint on two, and the other way round: the same samples, weights within rounding of one another."""
+    expected = load_file(alone / "checkpoint-150" / "model.safetensors")
+    assert apart(load_file(undisturbed / "checkpoint-150" / "model.safetensors"), expected) <= 1e-5
+    for before, ranks in ((alone, 2), (undisturbed, 1)):
+        name = f"from-{before.name}"
+        run = work.goes_on(name, "--resume-from", str(before / "checkpoint-75"), ranks=ranks)
+        assert apart(load_file(run / "checkpoint-150" / "model.safetensors"), expected) <= 1e-5
+        assert logged(run, "step") == [step for step in logged(alone, "step") if step > 75]
+        assert logged(run, "loss") == pytest.approx(logged(alone, "loss")[15:], rel=1e-4)
+
+
+@dataclass
+class Launch:
+    """A real launch of two ranks in `work.folder`; `mark` is in the environment of all that belongs to it."""
+
+    work: Work
+    name: str
+    command: Sequence[str]
+    by: str = ""
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mark = f"{self.work.folder}/{self.name}{self.by}"
+        self.said = self.work.folder / f"{self.name}{self.by}.out"
+        with open(self.said, "wb") as said:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=self.work.folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HWOPT_TEST_LAUNCH": self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                # a shell's background job ignores SIGINT, and so would what it starts
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                start_new_session=True,
+            )
+
+    @property
+    def run(self) -> Path:
+        return self.work.run(self.name)
+
+    def until_step(self, step: int) -> None:
+        until(lambda: step_of(self.run) >= step or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output
+
+    @property
+    def output(self) -> str:
+        return self.said.read_text(errors="replace")
+
+    def rank(self, number: int) -> psutil.Process:
+        ranks = psutil.Process(self.process.pid).children()
+        return next(each for each in ranks if each.environ().get("RANK") == str(number))
+
+    def ended(self, within: float = 240.0) -> int:
+        try:
+            return self.process.wait(within)
+        finally:
+            if self.process.poll() is None:
+                for left in self.left():
+                    left.kill()
+
+    def left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("HWOPT_TEST_LAUNCH") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def nobody_left(self) -> None:
+        """At once, but for a worker whose parent's death has not reached it yet."""
+        until(lambda: not self.left(), within=2)
+
+
+def launched(work: Work, name: str, accelerate: bool, *arguments: str) -> Launch:
+    command = LAUNCH if accelerate else PROCESSES
+    return Launch(work, name, [*command, *RUN, "--name", name, *([] if accelerate else ["--processes", "2"]), *arguments])
+
+
+SIGNALS = [
+    (accelerate, target, number)
+    for target in ("rank", "launcher", "group")
+    for accelerate in (False, True)
+    for number in (signal.SIGTERM, signal.SIGINT)
+]
+SHORT = [SIGNALS[at] for at in (1, 3, 4, 11)]
+"""SIGINT to a rank under either launcher, SIGTERM to a launcher, SIGINT to a group."""
+
+
+@pytest.mark.parametrize("cases", [pytest.param(SHORT, id="short"), pytest.param(SIGNALS * 5, id="full", marks=pytest.mark.soak)])
+def test_a_signal_ends_all_ranks_saved(
+    work: Work, undisturbed: Path, cases: list[tuple[bool, str, signal.Signals]], figures: Figures
+) -> None:
+    chance = random.Random(len(cases))
+    for first in range(0, len(cases), 2):
+        pairs = [(case, launched(work, f"signalled-{first + at}", case[0])) for at, case in enumerate(cases[first : first + 2])]
+        for (_, target, number), launch in pairs:
+            launch.until_step(10)
+            time.sleep(chance.uniform(0, 0.3))
+            if target == "rank":
+                launch.rank(chance.randint(0, 1)).send_signal(number)
+            elif target == "launcher":
+                launch.process.send_signal(number)
+            else:
+                os.killpg(launch.process.pid, number)
+        for (accelerate, target, number), launch in pairs:
+            code = signals.EXIT_CODES[number]
+            assert launch.ended() == (1 if accelerate else code), (target, launch.output)
+            launch.nobody_left()
+            assert status(launch.run)["exit_code"] == code, (target, launch.output)
+            found = resume.newest(launch.run, lambda message: None)
+            assert found is not None
+            assert f"after step {found.step}, saved" in status(launch.run)["message"] or not accelerate
+            assert found.step >= step_of(launch.run)
+            work.goes_on_exactly(launch.name, undisturbed)
+    figures(
+        "SIGTERM/SIGINT at random moments",
+        f"2 ranks: {len(cases)} of {len(cases)} to a rank, the launcher or the group, of `--processes 2` and of "
+        "`accelerate launch`: saved at one step by all, 143/130 in status.json, nobody left, resume exact",
+    )
+
+
+KINDS = [(who, number) for who in ("worker", "rank") for number in (signal.SIGSTOP, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("times", [pytest.param(1, id="short"), pytest.param(15, id="full", marks=pytest.mark.soak)])
+def test_who_hangs_or_is_killed_ends_the_run(work: Work, undisturbed: Path, times: int, figures: Figures) -> None:
+    """With exit code 9, not later than 10 s after training.hang_timeout, and nobody stays behind."""
+    chance = random.Random(times)
+    limit = 5.0
+    slowest = 0.0
+    options = ["--set", f"training.hang_timeout={limit:g}", "--set", "plugins.dataloader.workers=1"]
+    for turn in range(2 * times):
+        pair = [KINDS[(2 * turn + at) % 4] for at in range(2)]
+        launches = [launched(work, f"{who}-{number.name}-{turn}", False, *options) for who, number in pair]
+        disturbed = []
+        for (who, number), launch in zip(pair, launches, strict=True):
+            launch.until_step(10)
+            victim = launch.rank(chance.randint(0, 1))
+            if who == "worker":
+                victim = max(victim.children(), key=lambda each: each.create_time())
+            victim.send_signal(number)
+            disturbed.append(time.monotonic())
+        for launch, since in zip(launches, disturbed, strict=True):
+            assert launch.ended() == 9, (pair, launch.output)
+            launch.nobody_left()
+            slowest = max(slowest, time.monotonic() - since)
+            assert slowest <= limit + 10, (pair, launch.output)
+        for (who, number), launch in zip(pair, launches, strict=True):
+            assert status(launch.run)["exit_code"] == 9, (who, number)
+            if number == signal.SIGSTOP:
+                stacks = list(launch.run.glob("stacks-rank-*.txt"))
+                assert any("hwopt" in path.read_text() for path in stacks), who
+                assert "nothing has happened" in launch.output
+                assert "nothing has happened" in status(launch.run)["message"]
+            work.goes_on_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
+    figures(
+        "worker or rank killed or hung",
+        f"{2 * times} data-loading workers and {2 * times} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
+        f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), nobody left, resume exact",
+    )
+
+
+@pytest.mark.parametrize("accelerate", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["processes", "accelerate"])
+def test_ranks_outlive_no_launcher(work: Work, undisturbed: Path, accelerate: bool) -> None:
+    """They save as at SIGTERM, and end."""
+    launch = launched(work, f"orphans-{accelerate}", accelerate)
+    launch.until_step(10)
+    launch.process.kill()
+    launch.ended()
+    until(lambda: not launch.left(), within=60)
+    assert status(launch.run)["exit_code"] == 143, launch.output
+    assert resume.in_folder(launch.run)
+    work.goes_on_exactly(launch.name, undisturbed)
+
+
+LAUNCHERS = {
+    "hwopt": [str(Path(sys.executable).with_name("hwopt"))],
+    "python -m hwopt": PROCESSES,
+    "--processes 2": PROCESSES,
+    "accelerate launch": LAUNCH,
+}
+ENDINGS = {
+    0: ["--set", "training.max_steps=3"],
+    2: ["--set", "training.learning_rat=1"],
+    4: ["--set", "data.label=lable"],
+    5: ["--set", "training.learning_rate=1e30"],
+    8: [],
+}
+TABLE = [(launcher, code) for launcher in LAUNCHERS for code in ENDINGS]
+FEW = [("hwopt", 5), ("python -m hwopt", 4), ("--processes 2", 8), ("accelerate launch", 2), ("accelerate launch", 5)]
+
+
+@pytest.mark.parametrize("cases", [pytest.param(FEW, id="short"), pytest.param(TABLE, id="full", marks=pytest.mark.soak)])
+def test_a_run_ends_alike_under_every_launcher(work: Work, cases: list[tuple[str, int]], figures: Figures) -> None:
+    """The exit code is that of docs/exit-codes.md, but `accelerate launch` makes 1 of all; status.json keeps it."""
+    for code in ENDINGS:
+        with owned(work.run("in-use"), resume=True):
+            launches = {by: ends_with(work, by, code) for by, wanted in cases if wanted == code}
+            for by, launch in launches.items():
+                assert launch.ended() == (1 if code and by == "accelerate launch" else code), (by, launch.output)
+                launch.nobody_left()
+                assert "CalledProcessError" not in launch.output
+                # before a folder is made, or where it is another's, there is no status to write
+                assert launch.run.joinpath("status.json").exists() == (code in (0, 5)), by
+                assert code not in (0, 5) or status(launch.run)["exit_code"] == code, by
+    figures("launchers", f"{len(cases)} endings under {len({by for by, _ in cases})} launchers: the same code everywhere")
+
+
+def ends_with(work: Work, by: str, code: int) -> Launch:
+    name = "in-use" if code == 8 else f"{code} by {by}".replace(" ", "-")
+    ranks = ["--processes", "2"] if by == "--processes 2" else []
+    return Launch(work, name, [*LAUNCHERS[by], *RUN, "--name", name, *ENDINGS[code], *ranks], by)
+
+
+def test_a_death_is_known_wherever_it_is_noticed() -> None:
+    """torch raises that of a worker from a signal handler: in a collective, or in what cleans up after another error."""
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
+    behind = ValueError("in a finally block")
+    behind.__context__ = killed
+    assert str(death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
+    assert str(death(gone)).startswith("another rank is gone")
+    assert [exit_code_of(error) for error in (killed, gone, behind)] == [9, 9, 9]
+    assert [exit_code_of(error) for error in (RuntimeError("a bug"), ValueError(str(killed)), DataError("no rows"))] == [1, 1, 4]

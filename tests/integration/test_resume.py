@@ -1,0 +1,613 @@
+"""Where a run goes on: to the same bits, from the newest whole checkpoint, with the same samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from hwopt import api
+from hwopt.errors import InputError, StorageError
+from hwopt.planning.plan import Plan
+from hwopt.runs.folder import owned, trained_here
+from hwopt.saving import checkpointer as checkpoint
+from hwopt.saving import reader as resume
+from hwopt.saving.reader import STATE
+from hwopt.system import atomic_folder as storage
+from hwopt.system import signals
+from hwopt.testing import TINY_BERT, Recorder, apart, gone_back, logged, plan_for, saved_bits, tiny_job, tiny_profile
+from hwopt.training import loop
+from hwopt.training.loop import summarize
+
+LAST = 12
+"""Steps of a run here: three epochs of 41 rows, 12 a step, the last one of each 5; evaluations every 5 and at the end."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
+    """Dropout, three micro-batches a step, a checkpoint after every step."""
+    settings = {
+        "max_steps": LAST,
+        "learning_rate": 1e-2,
+        "eval_steps": 5,
+        "save_steps": 1,
+        "save_total_limit": 0,
+        "logging_steps": 2,
+    }
+    given = {key: value for key, value in (settings | (training or {})).items() if value is not None}
+    job = tiny_job(folder / "data", samples=41, **given)
+    model = job.job.model.model_copy(update={"config": TINY_BERT | {"hidden_dropout_prob": 0.1}})
+    job = type(job)(job.job.model_copy(update={"model": model}), job.document)
+    return plan_for(tiny_profile(**{"batch": {"train": 4, "effective": 12}, **tables}), job)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    api.execute(make_plan(folder), folder / "run", cache=folder / "cache")
+    return folder
+
+
+def gone_on(folder: Path, step: int, target: Path, plan: Plan | None = None, **options: Any) -> Recorder:
+    """The run of `folder`, gone on from what it was after `step`."""
+    recorder = Recorder()
+    run = gone_back(folder / "run", target, step)
+    options = {"resume": True} | options
+    api.execute(plan or make_plan(folder), run, recorder, cache=folder / "cache", **options)
+    return recorder
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    parts = ("final", f"checkpoint-{LAST}")
+    return all(saved_bits(ours / part) == saved_bits(theirs / part) for part in parts)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
+def test_from_any_step_to_the_same_bits(step: int, whole: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch, at its end (4, 8, 12), after an evaluation (5), in a log interval (1, 3, 5, 11)."""
+    gone_on(whole, step, tmp_path / "run")
+    assert same(tmp_path / "run", whole / "run")
+    for key in ("step", "loss", "eval_loss", "learning_rate"):
+        assert logged(tmp_path / "run", key) == logged(whole / "run", key)
+    ours, theirs = (json.loads((run / "run" / "summary.json").read_text()) for run in (tmp_path, whole))
+    timed = ("_runtime", "_per_second", "data_wait")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key] == theirs[key] for key in ours if not key.endswith(timed))
+
+
+def test_twice_in_a_row(whole: Path, tmp_path: Path) -> None:
+    gone_on(whole, 3, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
+    shutil.copytree(whole / "data", tmp_path / "first" / "data")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 7)
+    api.execute(make_plan(whole), again, cache=whole / "cache", resume=True)
+    assert same(again, whole / "run")
+
+
+class Killed(BaseException):
+    """Nothing is saved at it."""
+
+
+@pytest.mark.parametrize("then", ["signal", "killed"])
+def test_an_evaluation_that_a_signal_cut_short_is_made_once(
+    then: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run that makes it again gets another signal meanwhile, or is killed behind it."""
+    run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
+
+    def cut_short(run: Any, ladder: Any) -> None:
+        patched.setattr(signals, "received", lambda: 143)
+
+    def cut_short_again() -> None:
+        patched.setattr(loop, "evaluate", cut_short)
+        with pytest.raises(SystemExit):
+            api.execute(make_plan(whole), run, **options)
+
+    with monkeypatch.context() as patched:
+        cut_short_again()
+    if then == "signal":
+        with monkeypatch.context() as patched:
+            cut_short_again()
+    else:
+        killed = Recorder()
+        monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
+        with pytest.raises(Killed):
+            api.execute(make_plan(whole), run, killed, **options)
+    assert resume.in_folder(run)[0].name == "checkpoint-5"
+    api.execute(make_plan(whole), run, **options)
+    assert same(run, whole / "run")
+    for key in ("step", "loss", "eval_loss"):
+        assert logged(run, key) == logged(whole / "run", key)
+
+
+def raised(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_with_workers(workers: int, whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(whole, dataloader={"workers": workers})
+    gone_on(whole, 6, tmp_path / "run", plan)
+    assert same(tmp_path / "run", whole / "run")
+
+
+@pytest.mark.parametrize("train", [1, 12])
+def test_on_other_micro_batches(train: int, whole: Path, tmp_path: Path) -> None:
+    """Another card: the same samples, schedule and effective batch; with dropout the masks are others."""
+    from safetensors.torch import load_file
+
+    still = make_plan(whole)
+    still.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    api.execute(still, tmp_path / "still" / "run", cache=whole / "cache")
+    other = make_plan(whole, batch={"train": train, "effective": 12})
+    other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    gone_on(tmp_path / "still", 6, tmp_path / "run", other)
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
+    assert apart(ours, theirs) < 1e-5
+    assert logged(tmp_path / "run", "learning_rate") == logged(tmp_path / "still" / "run", "learning_rate")
+
+
+def test_another_optimizer_is_refused(whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(whole, optimizer={"name": "adamw_bnb_8bit"})
+    with pytest.raises(InputError, match=r"checkpoint-6 belongs to another model or optimizer: .*AdamW"):
+        gone_on(whole, 6, tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize(
+    ("training", "tables", "said"),
+    [
+        ({"seed": 7}, {}, "seed was 0, and is 7 now"),
+        ({}, {"batch": {"train": 4, "effective": 8}}, r"rows a step was 12, and is 8 now.*plugins.batch.effective=12"),
+        ({}, {"group_lengths": {}}, "order was the core, and is plugin 'group_lengths' now"),
+        ({"max_steps": 4}, {}, r"is of step 6, and the job has 4 steps only"),
+    ],
+)
+def test_another_run_is_refused(training: Any, tables: Any, said: str, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        gone_on(whole, 6, tmp_path / "run", make_plan(whole, training, **tables))
+    assert (tmp_path / "run" / "checkpoint-6").is_dir()
+
+
+def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "other")
+    path = Path(plan.job.data.train)
+    path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
+    with pytest.raises(InputError, match="the data are others than it was trained on, or data.max_length is"):
+        gone_on(whole, 6, tmp_path / "run", plan)
+
+
+def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
+    """An adapter goes on upon the weights that it was begun on, also in another precision, and upon no others."""
+    base = tmp_path / "base"
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT))
+    model.save_pretrained(base)
+    plan = make_plan(whole, {"save_steps": 6}, adapter={"always": True})
+    named = plan.job.model.model_copy(update={"name": str(base), "config": None, "tokenizer": str(whole / "run" / "final")})
+    plan = replace(plan, job=plan.job.model_copy(update={"model": named}))
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    model.bfloat16().float().save_pretrained(base)
+    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
+    other = gone_back(tmp_path / "run", tmp_path / "other", 6)
+    AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT)).save_pretrained(base)
+    with pytest.raises(InputError, match=r"checkpoint-6: it was trained on other frozen weights .* model\.revision"):
+        api.execute(plan, other, cache=tmp_path / "cache", resume=True)
+
+
+def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_path: Path) -> None:
+    """The same tensors under another scale are another model; another way to load data is not."""
+    few, adapter = {"save_steps": 6}, {"always": True, "alpha": 16}
+    plan = make_plan(whole, few, adapter=adapter)
+    api.execute(plan, tmp_path / "run", cache=whole / "cache")
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    with pytest.raises(InputError, match=r"plugins\.adapter\.alpha was 16, and is 32 now: .* keep it"):
+        api.execute(make_plan(whole, few, adapter=adapter | {"alpha": 32}), again, cache=whole / "cache", resume=True)
+    with pytest.raises(InputError, match=r"plugins\.adapter was 'in use', and is None now"):
+        api.execute(make_plan(whole, few), again, cache=whole / "cache", resume=True)
+    recorder = Recorder()
+    other = make_plan(whole, few, adapter=adapter, dataloader={"workers": 0}, batch={"train": 6, "effective": 12})
+    api.execute(other, again, recorder, cache=whole / "cache", resume=True)
+    assert recorder.warnings == ["not as the run was begun: plugins.batch.train was 4 and is 6; plugins.dataloader was not there"]
+
+
+def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
+    """More steps, and so another schedule from there on; it is said."""
+    heard = gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    assert heard.warnings == ["not as the run was begun: training.max_steps was 12 and is 14"]
+    assert logged(tmp_path / "run", "step")[-1] == 14
+
+
+def test_the_best_weights_of_before_are_still_the_best(tmp_path: Path) -> None:
+    """A rate that ruins the model after the first evaluation; the run goes on behind it."""
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant"}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    assert best < LAST
+    again = gone_back(tmp_path / "run", tmp_path / "again", best + 1)
+    assert (again / f"best-{best}").is_dir(), "a checkpoint speaks of it"
+    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
+    assert same(again, tmp_path / "run")
+
+
+def test_what_plugins_keep(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {"steps": 0, "seen": torch.zeros(2)}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+        def updated(self, run: Any) -> None:
+            self.state = {"steps": self.state["steps"] + 1, "seen": self.state["seen"] + 1}
+
+    def counting() -> tuple[Counter, Plan]:
+        counter, plan = Counter(), make_plan(tmp_path)
+        plan.recipe.state.append(counter)
+        plan.recipe.events["updated"].append(counter.updated)
+        return counter, plan
+
+    through, plan = counting()
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    counter, plan = counting()
+    gone_on(tmp_path, 5, tmp_path / "again", plan)
+    assert counter.state["steps"] == through.state["steps"] == LAST
+    assert counter.state["seen"].tolist() == [LAST, LAST]
+
+
+def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
+    """Every so many minutes; the newest are kept."""
+    training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
+    api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
+    assert [path.name for path in resume.in_folder(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
+    assert same(tmp_path / "run", whole / "run")
+    api.execute(make_plan(whole, training | {"save_minutes": 0}), tmp_path / "never", cache=whole / "cache")
+    assert not resume.in_folder(tmp_path / "never")
+
+
+@pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
+def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed just before the next one is whole has lost ten minutes, not more; half of them it waits always."""
+    now = [0.0]
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
+    writer: Any = SimpleNamespace(seconds=write)
+    best: Any = SimpleNamespace()
+    checkpoints = checkpoint.Checkpoints(run, writer, best, parts={})
+    now[0] = due - 1
+    assert not checkpoints.clock_says_so()
+    now[0] = due
+    assert checkpoints.clock_says_so()
+
+
+def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
+    monkeypatch.setattr(checkpoint, "host_memory", lambda: (2000, 1000))
+    recorder = Recorder()
+    plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
+    api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
+    assert [path.name for path in resume.in_folder(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
+    (said,) = recorder.warnings
+    assert "of the host's memory while it is written" in said
+
+
+def test_damaged_best_weights_end_no_run(tmp_path: Path) -> None:
+    """Those that a run goes on with are set aside; those that are damaged meanwhile are not put into final/."""
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    assert best < 6
+    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    weights = again / f"best-{best}" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    recorder = Recorder()
+    api.execute(plan, again, recorder, cache=tmp_path / "cache", resume=True)
+    assert "cannot be taken" in recorder.warnings[0]
+    assert (again / f"best-{best}.damaged").is_dir()
+    assert storage.damage(again / "final") == ""
+
+    class Damaging(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            super().row(run, row)
+            if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
+                path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    recorder = Damaging()
+    summary = api.execute(plan, tmp_path / "meanwhile", recorder, cache=tmp_path / "cache")
+    assert any("final/ gets those of the last step" in warning for warning in recorder.warnings)
+    assert "best_step" not in summary
+    assert saved_bits(tmp_path / "meanwhile" / "final") == weights_of(tmp_path / "run" / f"checkpoint-{LAST}")
+
+
+def weights_of(checkpoint: Path) -> dict[str, str]:
+    return {name: value for name, value in saved_bits(checkpoint).items() if name.startswith("model.")}
+
+
+def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
+    """Also where no checkpoint is ever written."""
+    plan = make_plan(tmp_path, {"eval_steps": 1, "save_steps": None, "save_minutes": 0})
+    most = 0
+
+    class Counting(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            nonlocal most
+            most = max(most, len(resume.best_folders(run.folder)))
+
+    api.execute(plan, tmp_path / "run", Counting(), cache=tmp_path / "cache")
+    assert 1 <= most <= 2
+
+
+def test_a_complete_run_is_not_another_one(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    with pytest.raises(InputError, match="seed was 0, and is 5 now"):
+        api.execute(make_plan(whole, {"seed": 5}), run, cache=whole / "cache", resume=True)
+
+
+def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    for path in resume.in_folder(run)[: LAST - 6]:
+        shutil.rmtree(path)
+    recorder = Recorder()
+    api.execute(make_plan(whole, {"max_steps": 14}), run, recorder, cache=whole / "cache", resume=True)
+    assert any("had reached step 12, its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
+
+
+def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) -> None:
+    """Also when it is asked again, as scripts do."""
+    run = gone_back(whole / "run", tmp_path / "run", 2)
+    for path in resume.in_folder(run):
+        (path / "model.safetensors").write_bytes(b"x")
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"is whole; set aside as damaged: checkpoint-1.damaged, .*--fresh"):
+            api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert not (run / "final").exists()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "._model.safetensors", "Thumbs.db", ".nfs0001"])
+def test_what_desktops_leave_is_no_damage(name: str, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / name).write_bytes(b"x")
+    found = resume.newest(tmp_path, print)
+    assert found is not None
+    assert found.state["engine"]["parameters"]
+
+
+def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole / "run", run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    summary = api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert summary["step"] == LAST
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+
+def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listening(Recorder):
+        def said(self, run: Any, message: str) -> None:
+            said.append(message)
+
+    api.execute(make_plan(whole), tmp_path / "run", Listening(), cache=whole / "cache", resume=True)
+    assert same(tmp_path / "run", whole / "run")
+    assert said == [f"there is no checkpoint in {tmp_path / 'run'}: the run begins at its start"]
+
+
+def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    with pytest.raises(InputError, match=r"holds checkpoints. To go on from the newest: --resume; to begin anew .*--fresh"):
+        api.execute(make_plan(whole), run, cache=whole / "cache")
+    assert resume.in_folder(run)[0].name == "checkpoint-6"
+    api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
+    assert same(run, whole / "run")
+    assert resume.in_folder(tmp_path / "run.old")[0].name == "checkpoint-6"
+
+
+def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    api.execute(make_plan(whole), run, cache=whole / "cache", resume=whole / "run" / "checkpoint-6")
+    assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(whole / "run" / f"checkpoint-{LAST}")
+    assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
+
+
+def test_the_best_weights_come_along(tmp_path: Path) -> None:
+    training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
+    plan = make_plan(tmp_path, training)
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    recorder = Recorder()
+    first = gone_back(tmp_path / "run", tmp_path / "first", 6) / "checkpoint-6"
+    api.execute(plan, tmp_path / "other", recorder, cache=tmp_path / "cache", resume=first)
+    assert recorder.warnings == []
+    assert saved_bits(tmp_path / "other" / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-4")
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Wherever the run would go on; nothing is renamed for it."""
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
+    for target in (run, tmp_path / "other"):
+        with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is not whole: .* --resume"):
+            api.execute(make_plan(whole), target, cache=whole / "cache", resume=run / "checkpoint-6")
+    assert (run / "checkpoint-6").is_dir()
+    assert not (tmp_path / "other" / "checkpoint-6").exists()
+
+
+def test_what_plugins_keep_is_found_whatever_stands_beside_it() -> None:
+    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
+    both = checkpoint.named_by_kind([other, first, second])
+    assert checkpoint.named_by_kind([first, second]).items() <= both.items()
+    assert len(both) == 3
+
+
+def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    weights = run / "checkpoint-6" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    recorder = Recorder()
+    api.execute(make_plan(whole), run, recorder, cache=whole / "cache", resume=True)
+    assert "checkpoint-6 is not whole: model.safetensors was changed" in recorder.warnings[0]
+    assert (run / "checkpoint-6.damaged").is_dir()
+    assert same(run, whole / "run")
+
+
+def test_no_whole_checkpoint_is_said(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 2)
+    for path in resume.in_folder(run):
+        (path / "config.json").unlink()
+    with pytest.raises(StorageError, match=r"no checkpoint in .* is whole.*config.json is missing.*--fresh"):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def rewrite(checkpoint: Path) -> None:
+        path = checkpoint / STATE
+        content = json.loads(path.read_text(encoding="utf-8"))
+        change(content)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    return rewrite
+
+
+def add_payload(checkpoint: Path) -> None:
+    """What torch.load would run."""
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
+    (checkpoint / "model.safetensors").unlink()
+
+
+def add_link(checkpoint: Path) -> None:
+    (checkpoint / "training_state.safetensors").unlink()
+    (checkpoint / "training_state.safetensors").symlink_to("/dev/zero")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "state is a list": rewritten(lambda content: content.update(state=[])),
+    "no ranks": rewritten(lambda content: content["state"].update(ranks=[])),
+    "a huge rung": rewritten(lambda content: content["state"]["ranks"][0]["training"].update(rung=10**9)),
+    "words for numbers": rewritten(lambda content: content["state"]["ranks"][0]["telemetry"].update(total={"steps": "many"})),
+    "a path for a step": rewritten(lambda content: content["state"]["ranks"][0]["best"].update(value=1.0, step="../../x")),
+    "another step": rewritten(lambda content: content.update(step=3)),
+    "no step": rewritten(lambda content: content.pop("step")),
+    "a tensor outside": rewritten(lambda content: content["state"]["buffers"].update({"bert.x": {"$tensor": "../../secret"}})),
+    "a pickle": add_payload,
+    "a link to a device": add_link,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest is right; what it holds is not what hwopt writes."""
+    monkeypatch.chdir(tmp_path)
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    for path in resume.in_folder(run)[1:]:
+        shutil.rmtree(path)
+    checkpoint = run / "checkpoint-6"
+    HOSTILE[name](checkpoint)
+    if name != "a link to a device":
+        storage.seal(checkpoint)
+    with pytest.raises((StorageError, InputError)):
+        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    assert not (tmp_path / "RUN").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before final/ is begun the last step is saved, also where no checkpoint was asked for; later on the run is complete."""
+    plan, run = make_plan(whole, {"save_steps": None, "save_minutes": 0}), tmp_path / "run"
+
+    def signal_comes(*_: Any) -> None:
+        patched.setattr(signals, "received", lambda: 143)
+
+    class AtTheEnd(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            super().row(run, row)
+            if moment == "before" and "eval_loss" in row and row["step"] == LAST:
+                signal_comes()
+
+    with monkeypatch.context() as patched:
+        if moment == "behind":
+            patched.setattr(loop, "summarize", lambda *given: signal_comes() or summarize(*given))
+        with pytest.raises(SystemExit):
+            api.execute(plan, run, AtTheEnd(), cache=whole / "cache")
+    message = json.loads((run / "status.json").read_text())["message"]
+    found = [path.name for path in resume.in_folder(run)]
+    if moment == "before":
+        assert (message, found) == (f"terminated after step {LAST}, saved; go on with --resume", [f"checkpoint-{LAST}"])
+    else:
+        assert (message, found) == ("terminated after the last step: final/ is whole", [])
+    recorder = Recorder()
+    api.execute(plan, run, recorder, cache=whole / "cache", resume=True)
+    assert [row["step"] for row in recorder.rows if "loss" in row] == []
+    assert saved_bits(run / "final") == saved_bits(whole / "run" / "final")
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["a notebook", "a shell's background"])
+def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: Path) -> None:
+    """Without the command line nobody has asked for signals; afterwards they are the script's again."""
+    number, ends = (signal.SIGTERM, SystemExit) if ignored else (signal.SIGINT, KeyboardInterrupt)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert before == [signal.SIG_IGN if ignored else signal.default_int_handler, signal.SIG_DFL]
+
+    class Ending(Recorder):
+        def row(self, run: Any, row: Any) -> None:
+            if row["step"] == 4:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(ends):
+        api.execute(make_plan(whole), tmp_path / "run", Ending(), cache=whole / "cache")
+    assert "saved; go on with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    api.execute(make_plan(whole), tmp_path / "run", cache=whole / "cache", resume=True)
+    assert same(tmp_path / "run", whole / "run")
+
+
+def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> None:
+    run = gone_back(whole / "run", tmp_path / "run", 6)
+    for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
+        path = resume.in_folder(run)[0] / place
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    assert storage.damage(resume.in_folder(run)[0]) == ""
+    (resume.in_folder(run)[0] / "more.json").write_text("{}")
+    assert "more.json" in storage.damage(resume.in_folder(run)[0])
+
+
+def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:
+    with owned(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        assert trained_here(tmp_path / "run")
+        assert not trained_here(tmp_path / "copy")
+        with owned(tmp_path / "copy", resume=True):
+            assert trained_here(tmp_path / "copy")

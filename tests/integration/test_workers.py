@@ -1,0 +1,79 @@
+"""Data-loading workers, however they are started: what is sent to them pickles, and what they make has the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.planning.plan import Plan
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training.build import build
+
+KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "plain": ("text-classification", {}),
+    "cut and grouped": ("text-classification", {"cut": {}, "group_lengths": {}, "sdpa": {}}),
+    "packed": ("causal-lm", {"pack": {}}),
+    "compiled": ("text-classification", {"cut": {}, "compile": {}}),
+}
+METHODS = [method for method in ("spawn", "forkserver") if method in multiprocessing.get_all_start_methods()]
+
+
+def planned(folder: Path, kind: str, **dataloader: Any) -> Plan:
+    task, tables = KINDS[kind]
+    job = tiny_job(folder / "data", task)
+    data = {key: value for key, value in job.document.data["data"].items() if key != "eval"}
+    job = make_job(Document(job.document.name, job.document.data | {"data": data}))
+    loader = {"dataloader": dataloader} if dataloader else {}
+    return plan_for(tiny_profile(**tables, **loader), job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_worker_is_sent_pickles(kind: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path, kind)
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run:
+        loader = run.train_loader
+        sent = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
+        order = pickle.loads(pickle.dumps(loader.sampler))
+        for step, again in zip(loader.sampler, order, strict=True):
+            assert step == again
+            ours, theirs = loader.dataset[step], sent[0][again]
+            assert ours.parts == theirs.parts
+            assert ours.buffers.keys() == theirs.buffers.keys()
+            assert all(torch.equal(ours.buffers[key], theirs.buffers[key]) for key in ours.buffers)
+
+
+@pytest.mark.parametrize(
+    ("method", "workers", "kind"),
+    [
+        ("spawn", 1, "packed"),
+        ("forkserver", 2, "cut and grouped"),
+        *(
+            pytest.param(method, workers, kind, marks=pytest.mark.soak)
+            for method in METHODS
+            for workers in (1, 2)
+            for kind in ("plain", "cut and grouped", "packed")
+        ),
+    ],
+)
+def test_the_weights_are_those_of_no_workers(method: str, workers: int, kind: str, tmp_path: Path) -> None:
+    if method not in METHODS:
+        pytest.skip(f"this system starts processes by {METHODS} only")
+    found = []
+    for number in (0, workers):
+        options = {"workers": number, "pin_memory": False} | ({"multiprocessing_context": method} if number else {})
+        plan = planned(tmp_path, kind, **options)
+        assert plan.recipe.loader["num_workers"] == number
+        heard = train_tiny(plan, tmp_path / str(number))
+        evidence = {entry.name: each for entry, each in heard.found}["dataloader"]
+        assert evidence.status == "active", evidence.seen
+        found.append(load_file(tmp_path / str(number) / "run" / "final" / "model.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

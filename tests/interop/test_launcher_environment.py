@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.utils import str_to_bool
+
+from hwopt.errors import InputError
+from hwopt.hardware.device import described
+from hwopt.interop.launcher_environment import NO, SWITCHES, YES, refuse_contradictions, refuse_odd_switches
+from hwopt.system.ranks import rank_and_world
+
+CPU = described("a CPU", None, 16)
+GPU = described("a GPU", (8, 6), 8)
+
+BARE_LAUNCH = {  # what `accelerate launch` exports without options
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+}
+
+
+@pytest.mark.parametrize("mixed", ["no", "fp16", "bf16"])
+def test_neutral_defaults_contradict_nothing(mixed: str) -> None:
+    refuse_contradictions(BARE_LAUNCH, {"mixed_precision": mixed}, GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_FSDP", "1"),
+        ("ACCELERATE_USE_CPU", "true"),
+    ],
+)
+def test_a_contradiction_names_the_variable(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"{name}.*{value}|{name}"):
+        refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU)
+
+
+def test_agreement_is_no_contradiction() -> None:
+    refuse_contradictions({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, {"mixed_precision": "bf16"}, CPU)
+
+
+EXPORTS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": 2,
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": False,
+    "ACCELERATE_GRADIENT_CLIPPING": 1.0,
+    "FSDP_OFFLOAD_PARAMS": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "None"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "False"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "1"),
+        ("ACCELERATE_GRADIENT_CLIPPING", ""),
+        ("FSDP_OFFLOAD_PARAMS", "true"),
+        ("FSDP_OFFLOAD_PARAMS", "false"),  # what a bare --use_fsdp exports
+    ],
+)
+def test_equal_values_of_an_engine_contradict_nothing(name: str, value: str) -> None:
+    refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe"),
+    ],
+)
+def test_different_ones_are_both_said(name: str, value: str) -> None:
+    planned = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "FSDP_OFFLOAD_PARAMS": "true"}.get(name, EXPORTS[name])
+    with pytest.raises(InputError, match=f"{name}={value} contradicts the plan, in which it is {planned}"):
+        refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+
+
+CONFIG = {"train_batch_size": 6, "gradient_clipping": 1.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        CONFIG,
+        {"train_batch_size": "auto", "gradient_clipping": 1, "steps_per_print": 100},
+        {"fp16": {"enabled": False, "loss_scale_window": 1000}, "zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"stage": 2, "round_robin_gradients": False}},
+    ],
+)
+def test_a_deepspeed_file_that_agrees(said: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(said))
+    refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage is 3, which contradicts the plan, in which it is 2"),
+        ('{"bf16": {"enabled": false}}', "bf16.enabled is False, .* in which it is true"),
+        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* there is no such thing"),
+        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* there is no such thing"),
+        ("[]", "cannot be read as JSON .it holds no object"),
+        ("{", "cannot be read as JSON"),
+        (None, "cannot be read as JSON .*no such file"),
+    ],
+)
+def test_a_deepspeed_file_that_does_not(text: str | None, expected: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
+        refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_on_or_off(name: str) -> None:
+    for value in ("perhaps", "", " true", "2", "\x1b[31m"):
+        with pytest.raises(InputError, match=f"^{name}=.*expected one of 1, true, .* unset it$"):
+            refuse_odd_switches({name: value})
+        with pytest.raises(ValueError):
+            str_to_bool(value)
+    for value in (*YES, *NO, "True", "NO"):
+        refuse_odd_switches({name: value})
+        assert str_to_bool(value) == (value.lower() in YES)
+
+
+def test_rank_and_world() -> None:
+    assert rank_and_world({}) == (0, 1)
+    assert rank_and_world({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+    with pytest.raises(InputError, match="whole number"):
+        rank_and_world({"RANK": "first"})

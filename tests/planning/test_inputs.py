@@ -1,0 +1,232 @@
+"""What is given is checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hwopt.cli.run import run
+from hwopt.config.aliases import INSTEAD
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import Document
+from hwopt.config.validation import _fields_at
+from hwopt.errors import DataError, InputError, StorageError, is_gated
+from hwopt.memory.tracer import kept
+from hwopt.model.config import load_config
+from hwopt.model.facts import facts_of
+from hwopt.planning.inputs import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
+from hwopt.plugin.registry import Registry
+from hwopt.runs.folder import run_folder
+from hwopt.saving.reader import checkpoint_in
+from hwopt.testing import TINY_BERT
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_hub_whose_name_means_nothing_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    assert hub_is_out_of_reach()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # whether anybody listens there is the client's to find out
+    assert not hub_is_out_of_reach()
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_proxy_knows_names_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert not hub_is_out_of_reach()
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(("name", "offline"), [("somebody/some-model", "1"), (".", None)], ids=["of the hub", "a folder"])
+def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: str | None) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    job = tmp_path / "job.toml"
+    job.write_text(f'[model]\nname = "{name}"\n[data]\ntrain = "rows.jsonl"\n')
+    refuse_mistakes(["cpu"], job, [], None)
+    assert os.environ.get("HF_HUB_OFFLINE") == offline
+
+
+def test_the_demo_is_not_made_only_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    refuse_mistakes(["cpu"], None, [], "8GiB")
+    assert not list(tmp_path.iterdir())
+
+
+def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):
+        refuse_mistakes(["./job.toml"], Path("job.toml"), [], None)
+    Path("both.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n[plugins.precision]\ndtype = "bf16"\n')
+    with pytest.raises(InputError, match=r"both\.toml:5: plugins: a job has no plugins; .* --set plugins\.precision\.dtype"):
+        refuse_mistakes(["cpu"], Path("both.toml"), [], None)
+    with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
+        refuse_mistakes(["RTX 3070"], Path("job.toml"), [], None)
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which nobody may look at anything; the tests may run as root, who may look everywhere."""
+    monkeypatch.chdir(tmp_path)
+    folder, look = Path("private"), Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if folder.absolute() in path.absolute().parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, **options)
+
+    folder.mkdir()
+    monkeypatch.setattr(Path, "stat", stat)
+    return folder
+
+
+def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("job.toml").write_text('[model]\nname = "private/model"\n[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot be looked at: Permission denied"):
+        refuse_mistakes(["cpu"], None, [], None)
+    with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot be looked at: Permission denied"):
+        refuse_mistakes(["cpu"], None, ["model.name=private/m"], None)
+    Path("other.toml").write_text('[model]\nname = "."\n[data]\ntrain = "private"\n')
+    with pytest.raises(DataError, match=r"data 'private/.*': cannot be looked at: Permission denied"):
+        refuse_missing_data(Path("other.toml"), [])
+    for path in (locked / "run", locked / "run" / "checkpoint-5"):
+        with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot be looked at: Permission denied"):
+            checkpoint_in(path)
+
+
+def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
+    config = load_config(None, TINY_BERT)
+    assert facts_of(config, "text-classification", "a model", locked / "models").parameters > 0
+    assert kept(locked / "trace.npz", dict) == {}
+    with pytest.raises(StorageError, match=r"private/.*: the cache cannot be looked at .* set HWOPT_CACHE"):
+        find_job(None, [], locked)
+
+
+def special(kind: str, path: Path) -> None:
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"loop": path.name, "lost": "nowhere.toml", "device": "/dev/null"}[kind])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/null").exists(), reason="needs pipes and /dev")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("folder", "is a folder"),
+        ("pipe", "is no regular file"),
+        ("loop", "cannot be looked at"),
+        ("lost", r"is a link that leads nowhere \('nowhere\.toml'\)"),
+        ("device", "is no regular file"),
+    ],
+)
+def test_what_goes_by_the_name_of_a_job_is_meant(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    special(kind, Path("job.toml"))
+    with pytest.raises(InputError, match=said) as caught:
+        find_job(None, [], tmp_path / "cache")
+    assert "job.toml" in str(caught.value)
+
+
+JOB = '[model]\nname = "."\n[data]\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('train = "rows.jsnl"', "rows.jsonl"),
+        ('train = "no-such/rows.jsonl"', "there is no folder 'no-such'"),
+        ('train = "rows.jsonl"\neval = "evaluation.csv"', r"evaluation\.csv: no such file"),
+        ('train = "rows.zip"', "archive"),
+        ('train = "."', r"give one of its files: rows\.jsonl"),
+        ('train = "rows.jsonl"\nsplit = "train"', "a file is read whole"),
+    ],
+    ids=["a typo", "a folder", "evaluation", "an archive", "not made by datasets", "a split of a file"],
+)
+def test_data_that_is_not_there_is_said_before_a_run_plans(
+    data: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    Path("rows.zip").write_text("no archive")
+    Path("job.toml").write_text(JOB + data.replace("rows.jsnl", "./rows.jsnl"))
+    refuse_mistakes(["cpu"], None, [], None)  # a plan does without
+    with pytest.raises(DataError, match=message):
+        refuse_missing_data(None, [])
+
+
+def test_a_name_of_the_hub_is_the_hubs_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB + 'train = "nyu-mll/glue:rte"\neval_split = "validation"')
+    refuse_missing_data(None, [])
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_folder(tmp_path / "new" / "runs", "mine", "") == tmp_path / "new" / "runs" / "mine"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write everywhere
+    with pytest.raises(StorageError, match="nothing can be written in"):
+        run_folder(tmp_path / "new" / "runs", "mine", "")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert run_folder(tmp_path / "runs", "mine", "", resume=True).name == "mine"  # its own rights count
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("training.fp16", r"plugins\.precision\.dtype = 'fp16' \(in a profile, or with --set\)"),
+        ("training.per_device_train_batch_size", r"plugins\.batch\.train \(in a profile, or with --set\)"),
+        ("training.max_length", "data.max_length"),
+        ("data.seed", "training.seed"),
+        ("model.model_name_or_path", "model.name"),
+        ("training.output_dir", "--output-dir"),
+    ],
+)
+def test_words_of_others_are_told_their_place(word: str, instead: str) -> None:
+    table, key = word.split(".")
+    tables: dict[str, dict[str, object]] = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {}}
+    tables[table][key] = "1"
+    with pytest.raises(InputError, match=f"{word}: unknown key; give {instead} instead"):
+        make_job(Document("job.toml", tables))
+
+
+@pytest.mark.parametrize("word", INSTEAD)
+def test_what_is_to_be_given_instead_is_there(word: str) -> None:
+    place = INSTEAD[word].split(" ")[0].rstrip(",")
+    if place.startswith("--"):
+        assert place in {option for parameter in run.params for option in parameter.opts}
+        return
+    table, *keys = place.split(".")
+    if table != "plugins":
+        assert keys[0] in _fields_at(Job, (table,))
+        return
+    options = Registry().plugin(keys[0]).Options.model_fields
+    assert keys[1] == "enabled" or keys[1] in options
+
+
+@pytest.mark.parametrize(
+    ("error", "gated"),
+    [
+        (OSError("You are trying to access a gated repo."), True),
+        (OSError("401 Client Error: Unauthorized for url"), True),
+        (RuntimeError("Client error '403 Forbidden' for url"), True),
+        (OSError("/tmp/run-401/gated-model/config.json: no such file"), False),
+    ],
+)
+def test_what_the_hub_keeps_closed(error: Exception, gated: bool) -> None:
+    assert is_gated(error) == gated

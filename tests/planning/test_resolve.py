@@ -1,0 +1,245 @@
+"""Plans: order, precedence, conflicts, and the golden plans of the seeds' profiles (tests/golden, read by eye).
+
+`HWOPT_UPDATE_GOLDEN=1 pytest tests/planning/test_resolve.py` rewrites the golden plans; read the difference before you commit.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwopt.config.job import JobFile, make_job
+from hwopt.config.profile import Profile, load_profile, make_profile
+from hwopt.config.profile_files import profile_files
+from hwopt.config.toml import Document
+from hwopt.errors import InputError, PluginError
+from hwopt.hardware.device import Hardware, described
+from hwopt.model.facts import ModelFacts
+from hwopt.planning.capabilities import BERT_BASE
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import resolve
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import plan_for, tiny_job
+
+GEMMA = ModelFacts(
+    name="gemma-3-1b",
+    model_type="gemma3_text",
+    architecture="Gemma3TextForSequenceClassification",
+    parameters=999_885_952,
+    layers=26,
+    hidden_size=1152,
+    vocab_size=262_144,
+    max_positions=32_768,
+    is_decoder=True,
+    supports_sdpa=True,
+    supports_flash=True,
+    supports_checkpointing=True,
+    attention_dropout=0.0,
+)
+HOST = Hardware("cpu", "a CPU", 32, 30, cpu_cores=16, cpu_memory_gib=32, cpu_features=("avx2",), compiler="g++")
+CARDS = {
+    "rtx3070": described("NVIDIA GeForce RTX 3070", (8, 6), 8, HOST),
+    "rtx3090": described("NVIDIA GeForce RTX 3090", (8, 6), 24, HOST),
+    "t4": described("Tesla T4", (7, 5), 14.7, HOST),
+    "v100": described("Tesla V100-SXM2-16GB", (7, 0), 16, HOST),
+    "a100": described("NVIDIA A100-SXM4-80GB", (8, 0), 80, HOST),
+    "h100": described("NVIDIA H100 80GB HBM3", (9, 0), 80, HOST),
+    "no_gpu": HOST,
+}
+SEEDS = [
+    *("rtx3070_8gb", "rtx3070_8gb_batch48", "rtx3070_8gb_batch32", "rtx3070_8gb_batch16", "rtx3070_8gb_batch96"),
+    *("rtx3090_24gb", "rtx3090_24gb_max_perf", "rtx3090_24gb_experimental", "t4_16gb"),
+]
+SOFTWARE = dict.fromkeys(("torch", "accelerate", "transformers", "peft", "bitsandbytes", "triton"), "1.0")
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def job(**training: object) -> JobFile:
+    return make_job(Document("job.toml", {"model": {"name": "some/model"}, "data": {"train": "t.csv"}, "training": training}))
+
+
+def plan_of(profile: Profile, hardware: Hardware, facts: ModelFacts = BERT_BASE, **options: object) -> Plan:
+    registry = options.pop("registry", None) or Registry()
+    job_file = options.pop("job_file", None) or job()
+    return resolve(profile, hardware, job_file, registry, facts, SOFTWARE, **options)  # type: ignore[arg-type]
+
+
+def golden_text(profile: str) -> str:
+    lines = []
+    facts = GEMMA if "3090" in profile else BERT_BASE
+    for card, hardware in CARDS.items():
+        plan = plan_of(load_profile(profile, profile_files()), hardware, facts)
+        lines.append(f"## {profile} on {card}: {facts.architecture}")
+        lines += [f"note: {note}" for note in plan.notes]
+        sizes = plan.batch
+        lines.append(
+            f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}"
+        )
+        for entry in plan.entries:
+            options = ", ".join(f"{key}={value}" for key, value in entry.options.model_dump(mode="json").items())
+            lines.append(f"{entry.plugin.stage.name.lower()} {entry.name}: {entry.decision}: {entry.reason} [{options}]")
+        training = plan.training.model_dump(exclude_defaults=True)
+        lines.append(
+            "training: "
+            + ", ".join(
+                f"{key}={value} ({plan.provenance[f'training.{key}'].rsplit('/', 1)[-1]})" for key, value in training.items()
+            )
+        )
+        lines.append("")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("profile", SEEDS)
+def test_golden_plans(profile: str) -> None:
+    path, made = GOLDEN / f"{profile}.txt", golden_text(profile)
+    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
+        path.write_text(made, encoding="utf-8")
+    assert made == path.read_text(encoding="utf-8")
+
+
+class One(Plugin):
+    """Does nothing; the tests derive from it."""
+
+    name = "one"
+    stage = Stage.MODEL
+
+    class Options(PluginOptions):
+        value: int = 1
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+
+def registry_of(*plugins: type[Plugin]) -> Registry:
+    registry = Registry([])
+    for plugin in plugins:
+        registry.add(plugin)
+    return registry
+
+
+def profile_of(*names: str, **tables: dict[str, object]) -> Profile:
+    plugins = {name: {} for name in names} | tables
+    lines = {("plugins", name): number for number, name in enumerate(plugins, 5)}
+    return make_profile(Document("p.toml", {"name": "p", "plugins": plugins}, lines))
+
+
+def variant(name: str, **content: object) -> type[Plugin]:
+    return type(name.title(), (One,), {"name": name, **content})
+
+
+@given(st.permutations(list(Stage)))
+@settings(deadline=None)
+def test_order_is_by_stage_then_by_profile(stages: list[Stage]) -> None:
+    plugins = [variant(f"p{number}", stage=stage) for number, stage in enumerate([*stages, *stages])]
+    names = [plugin.name for plugin in plugins]
+    plan = plan_of(profile_of(*names), HOST, registry=registry_of(*plugins))
+    order = [(entry.plugin.stage, names.index(entry.name)) for entry in plan.entries]
+    assert order == sorted(order)
+
+
+def test_after_is_an_error_where_the_profile_contradicts_it() -> None:
+    first, second = variant("first"), variant("second", after=("first", "absent"))
+    registry = registry_of(first, second)
+    plan_of(profile_of("first", "second"), HOST, registry=registry)
+    plan_of(profile_of("second"), HOST, registry=registry)
+    with pytest.raises(PluginError, match=r"'second' \(p.toml:5\) must come after 'first' \(p.toml:6\)"):
+        plan_of(profile_of("second", "first"), HOST, registry=registry)
+
+
+def test_after_does_not_mind_what_is_skipped() -> None:
+    def skip(self: Plugin, context: Context) -> Decision:
+        return Decision.skip("not here today")
+
+    registry = registry_of(variant("first", probe=skip), variant("second", after=("first",)))
+    assert len(plan_of(profile_of("second", "first"), HOST, registry=registry).entries) == 2
+
+
+def test_two_plugins_on_one_slot_are_both_named() -> None:
+    def take(self: Plugin, recipe: Recipe, context: Context) -> None:
+        recipe.optimizer = len
+
+    registry = registry_of(variant("a", apply=take), variant("b", apply=take))
+    with pytest.raises(PluginError, match=r"recipe.optimizer.*'a' \(p.toml:5\).*'b' \(p.toml:6\)"):
+        plan_of(profile_of("a", "b"), HOST, registry=registry)
+
+
+def explode(*_: object) -> Decision:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize("hook", ["probe", "apply"])
+def test_a_plugin_that_raises_is_named(hook: str) -> None:
+    with pytest.raises(PluginError, match=r"'a' \(p.toml:5\) of this process.*ZeroDivisionError: boom"):
+        plan_of(profile_of("a"), HOST, registry=registry_of(variant("a", **{hook: explode})))
+
+
+def test_a_probe_that_decides_nothing_is_named() -> None:
+    with pytest.raises(PluginError, match="'a'.*returned None instead of a Decision"):
+        plan_of(profile_of("a"), HOST, registry=registry_of(variant("a", probe=lambda self, context: None)))
+
+
+def test_all_wrong_plugins_and_options_at_once() -> None:
+    profile = profile_of("oen", one={"valeu": 3}, two={"value": "3"})
+    with pytest.raises(InputError) as caught:
+        plan_of(profile, HOST, registry=registry_of(One, variant("two")))
+    text = str(caught.value)
+    assert "no plugin 'oen' is installed. Did you mean 'one'" in text
+    assert "plugins.one.valeu: unknown key. Did you mean 'value'" in text
+    assert "plugins.two.value" in text
+
+
+def test_strict_makes_every_compromise_an_error() -> None:
+    with pytest.raises(PluginError) as caught:
+        plan_of(load_profile("rtx3070_8gb", profile_files()), Hardware("cpu", "a CPU", 8, 8, cpu_cores=8), strict=True)
+    assert "tf32" in str(caught.value)
+    assert "precision" in str(caught.value)
+    assert "no CUDA device" in str(caught.value)
+
+
+def test_the_job_wins_over_the_profile() -> None:
+    profile = load_profile("rtx3070_8gb_batch32", profile_files())
+    plan = plan_of(profile, CARDS["rtx3070"], job_file=job(learning_rate=1e-3, warmup_steps=7))
+    assert plan.training.learning_rate == 1e-3
+    assert plan.training.warmup_steps == 7
+    assert plan.training.warmup_ratio is None, "the other way to say the same goes too"
+    assert plan.training.num_train_epochs == 5
+    assert plan.provenance["training.num_train_epochs"].endswith(
+        ":" + plan.provenance["training.num_train_epochs"].split(":")[-1]
+    )
+    assert "batch32" in plan.provenance["training.num_train_epochs"]
+    assert plan.provenance["training.seed"] == "default"
+
+
+def test_a_smaller_card_lowers_the_micro_batch_only() -> None:
+    profile = load_profile("rtx3090_24gb", profile_files())
+    small = Hardware("cuda", "RTX A2000", 12, 11, compute_capability=(8, 6), cpu_cores=16)
+    plan = plan_of(profile, small, GEMMA)
+    asked = dict(profile.plugin_tables())["batch"]
+    assert plan.batch.step == asked["train"] * asked.get("accumulation", 1)
+    assert plan.batch.train == asked["train"] // 2
+    assert any("smaller" in note for note in plan.notes)
+    big = Hardware("cuda", "A100", 80, 79, compute_capability=(8, 0), cpu_cores=16)
+    assert plan_of(profile, big, GEMMA).batch.train == asked["train"]
+    assert not plan_of(profile, big, GEMMA).notes
+
+
+def test_plans_are_json() -> None:
+    import json
+
+    plan = plan_of(load_profile("rtx3070_8gb", profile_files()), CARDS["rtx3070"])
+    stored = json.loads(json.dumps(plan.to_dict()))
+    assert {"profile", "hardware", "plugins"} <= set(stored)
+    assert {"name", "decision", "reason", "options", "provenance"} <= set(stored["plugins"][0])
+
+
+def test_a_table_from_the_command_line_finds_its_place(tmp_path: Path) -> None:
+    """`--set plugins.adapter.always=true` cannot say that it comes before the profile's precision."""
+    document = Document("a profile", {"name": "short", "plugins": {"precision": {}, "batch": {}}})
+    profile = make_profile(document, ["plugins.adapter.always=true"])
+    names = [entry.name for entry in plan_for(profile, tiny_job(tmp_path)).entries]
+    assert names.index("adapter") < names.index("precision")

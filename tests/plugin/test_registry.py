@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import sys
+import types
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from hwopt.config.profile_files import profile_files
+from hwopt.errors import InputError, PluginError
+from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Stage
+from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract
+
+BUILT_IN = [
+    "adapter",
+    "batch",
+    "checkpointing",
+    "compile",
+    "cut",
+    "dataloader",
+    "optimizer",
+    "precision",
+    "schedule",
+    "sdpa",
+    "tf32",
+]
+
+
+class Good(Plugin):
+    name = "good"
+    stage = Stage.LOOP
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+
+def module_with(monkeypatch: pytest.MonkeyPatch, **content: object) -> str:
+    made = types.ModuleType("a_strangers_module")
+    made.__dict__.update(content)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made.__name__
+
+
+def test_built_ins_come_through_entry_points() -> None:
+    registry = Registry()
+    assert set(BUILT_IN) <= set(registry.names)
+    for name in BUILT_IN:
+        assert registry.plugin(name).name == name
+        assert registry.distribution(name).startswith("hwopt ")
+
+
+def test_unknown_names_offer_the_nearest() -> None:
+    with pytest.raises(InputError, match="profile.toml:4: no plugin 'optimiser'.*Did you mean 'optimizer'"):
+        Registry().plugin("optimiser", "profile.toml:4")
+
+
+def test_a_third_partys_plugin_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_with(monkeypatch, Good=Good)
+    registry = Registry([EntryPoint("good", f"{module}:Good", PLUGIN_GROUP)])
+    assert registry.plugin("good") is Good
+
+
+def test_one_that_cannot_be_imported_is_named() -> None:
+    registry = Registry([EntryPoint("lost", "no_such_module_anywhere:Lost", PLUGIN_GROUP)])
+    with pytest.raises(PluginError, match="'lost'.*cannot be imported.*no_such_module_anywhere"):
+        registry.plugin("lost")
+
+
+def test_one_that_raises_on_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_with(monkeypatch)  # the attribute is missing
+    with pytest.raises(PluginError, match="'broken'"):
+        Registry([EntryPoint("broken", f"{module}:Broken", PLUGIN_GROUP)]).plugin("broken")
+
+
+def test_a_name_taken_twice_names_both() -> None:
+    points = [EntryPoint("same", "a:A", PLUGIN_GROUP), EntryPoint("same", "b:B", PLUGIN_GROUP)]
+    with pytest.raises(PluginError, match="'same'.*a:A.*b:B"):
+        Registry(points)
+    registry = Registry([])
+    registry.add(Good)
+    with pytest.raises(PluginError, match="registered already"):
+        registry.add(Good)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"api_version": API_VERSION + 1}, "plugin API"),
+        ({"name": "other"}, "must agree"),
+        ({"stage": "MODEL"}, "stage"),
+        ({"Options": dict}, "Options"),
+        ({"probe": Plugin.probe}, "no probe"),
+    ],
+)
+def test_every_broken_rule_is_named(change: dict[str, object], expected: str) -> None:
+    broken = type("Broken", (Good,), change)
+    with pytest.raises(PluginError, match=f"'good' of somebody 1.0.*{expected}"):
+        check_contract(broken, "good", "somebody 1.0")
+
+
+def test_what_is_no_plugin() -> None:
+    for thing in (PluginOptions, 3, None):
+        with pytest.raises(PluginError, match="expected a subclass"):
+            check_contract(thing, "good", "somebody 1.0")
+
+
+def test_profiles_are_files() -> None:
+    files = profile_files()
+    assert {"rtx3070_8gb", "rtx3090_24gb", "t4_16gb", "cpu"} <= set(files)
+    assert all(path.is_file() for path in files.values())

@@ -1,0 +1,152 @@
+"""Any cut of a step batch, on any number of ranks, gives the same gradients (docs/exactness.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwopt.data.samplers import StepSampler
+from hwopt.data.step_batch import Step, StepBatch
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt.training.build import build
+from hwopt.training.run import Run
+
+ROWS = 11
+LIMITS = {"float32": 1e-6, "float64": 1e-12}
+
+
+class Width(Plugin):
+    """Builds the model in float64, so that rounding does not hide a wrong weight."""
+
+    name = "width"
+    stage = Stage.MODEL
+    slots = ("model_kwargs",)
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of exactness")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_kwargs["dtype"] = torch.float64
+
+
+@contextmanager
+def tiny_run(folder: Path, kind: str, dtype: str) -> Iterator[Run]:
+    registry = Registry()
+    registry.add(Width)
+    profile = tiny_profile(**({"width": {}} if dtype == "float64" else {}))
+    with build(plan_for(profile, tiny_job(folder / "data", kind), registry), folder / "run", folder / "cache") as run:
+        yield run
+
+
+def cut_step(run: Run, groups: list[list[int]]) -> StepBatch:
+    """The first step batch of `run`'s data, cut into `groups`."""
+    dataset = run.train_loader.dataset
+    samples = tuple(range(sum(map(len, groups))))
+    count = int(dataset.store.counts[list(samples)].sum())
+    collate = dataset.collate.__class__(
+        cut=lambda lengths, rows: groups, most_rows=ROWS, pad_id=dataset.collate.pad_id, mask=dataset.collate.mask
+    )
+    return type(dataset)(dataset.store, collate)[Step(0, 0, samples, count)]
+
+
+def gradient(run: Run, batch: StepBatch) -> torch.Tensor:
+    run.engine.drop()
+    for micro_batch, last in batch.micro_batches():
+        run.engine.before(last)
+        loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
+        run.engine.backward(loss, micro_batch.share)
+    return torch.cat([p.grad.flatten() for p in run.inner_model.parameters() if p.grad is not None])
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[list[int]]:
+    """Rows 0 … ROWS - 1 in any order, cut anywhere."""
+    order = draw(st.permutations(range(ROWS)))
+    cuts = sorted(draw(st.sets(st.integers(1, ROWS - 1))))
+    return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+def test_any_cut_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
+    with tiny_run(tmp_path, kind, dtype) as run:
+        whole = gradient(run, cut_step(run, [list(range(ROWS))]))
+        assert whole.norm() > 0
+
+        @given(partitions())
+        @settings(deadline=None, max_examples=examples)
+        def check(groups: list[list[int]]) -> None:
+            difference = (gradient(run, cut_step(run, groups)) - whole).norm() / whole.norm()
+            assert difference <= LIMITS[dtype], groups
+
+        check()
+
+
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_ranks_shares_add_up(kind: str, world: int, tmp_path: Path) -> None:
+    """What each rank's sampler deals, summed as DDP's mean times the world size, is the gradient of one rank."""
+    with tiny_run(tmp_path, kind, "float64") as run:
+        dataset = run.train_loader.dataset
+        for step in range(run.steps_per_epoch):  # the last one is partial
+            parts = []
+            for ranks in (1, world):
+                run.world_size = 1  # shares count all ranks; summed here by hand
+                total = torch.zeros(())
+                for rank in range(ranks):
+                    sampler: StepSampler = partial_sampler(run, rank, ranks)
+                    total = total + gradient(run, dataset[list(sampler)[step]])
+                parts.append(total)
+            assert (parts[0] - parts[1]).norm() <= 1e-12 * parts[0].norm()
+
+
+def partial_sampler(run: Run, rank: int, world: int) -> StepSampler:
+    from dataclasses import replace
+
+    return replace(run.train_loader.sampler, rank=rank, world_size=world, total_steps=run.steps_per_epoch)
+
+
+def test_padding_is_never_seen(tmp_path: Path) -> None:
+    """A row's logits do not depend on the rows that it is padded to."""
+    for kind in ("text-classification", "causal-lm"):
+        with tiny_run(tmp_path / kind, kind, "float64") as run:
+            run.inner_model.eval()
+            together = cut_step(run, [list(range(ROWS))])
+            alone = cut_step(run, [[row] for row in range(ROWS)])
+            (whole, _), *_ = together.micro_batches()
+            logits = run.inner_model(**whole.inputs).logits
+            for row, (single, _) in enumerate(alone.micro_batches()):
+                expected = run.inner_model(**single.inputs).logits[0]
+                found = logits[row] if kind == "text-classification" else logits[row, : len(expected)]
+                torch.testing.assert_close(found, expected)
+
+
+def test_the_last_partial_step_is_weighed_by_its_own_size(tmp_path: Path) -> None:
+    with tiny_run(tmp_path, "text-classification", "float64") as run:
+        sampler = run.train_loader.sampler
+        steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))
+        assert [len(step.samples) for step in steps] == [16, 16, 8]
+        last = run.train_loader.dataset[steps[-1]]
+        assert sum(micro_batch.share * micro_batch.count for micro_batch, _ in last.micro_batches()) == pytest.approx(1.0)
+
+
+def test_samplers_travel_to_workers() -> None:
+    import pickle
+
+    import numpy as np
+
+    from hwopt.data.collate import Collate, cut_in_order
+    from hwopt.training.randomness import shuffled
+
+    sampler = StepSampler(np.ones(4), np.ones(4), shuffled, 0, 2, 2)
+    assert len(pickle.loads(pickle.dumps(sampler))) == 2
+    assert pickle.loads(pickle.dumps(Collate(cut_in_order, 2, pad_id=0))).pad_id == 0

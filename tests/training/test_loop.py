@@ -1,0 +1,256 @@
+"""The loop: what a step calls, what it waits for, what happens to numbers that are not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hwopt.distributed.oom_backoff import Ladder
+from hwopt.errors import InputError, NonFiniteError
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training import randomness
+from hwopt.training.build import build
+from hwopt.training.evaluation import evaluate
+from hwopt.training.loop import step, step_batches
+from hwopt.training.run import Run
+from hwopt.training.telemetry import Telemetry
+
+SYNCS = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero")
+
+FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
+ONE_A_PARAMETER = -1
+
+READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
+    # plugin set: its tables, and every read back to the host in a step, by whose it is. With fused AdamW there is none.
+    "fused": (FUSED, {}),
+    "unfused": (
+        {"optimizer": {"name": "adamw_torch"}},
+        {
+            "ours: found_inf, since this optimizer cannot skip on the device": 1,
+            "torch: AdamW's step counters, host tensors": ONE_A_PARAMETER,
+        },
+    ),
+    "O1": (FUSED | {"precision": {"dtype": "bf16"}}, {}),
+    "O2": (FUSED | {"precision": {"dtype": "bf16", "level": "O2"}}, {}),
+    "checkpointing": (FUSED | {"checkpointing": {}}, {}),
+    "cut": (FUSED | {"cut": {}}, {}),
+    "sdpa": (FUSED | {"sdpa": {}}, {}),
+    "decoder": (FUSED | {"checkpointing": {}}, {}),
+    "adapter": (FUSED | {"adapter": {"always": True, "kind": "dora"}}, {}),
+}
+
+
+def ladder() -> Ladder:
+    return Ladder("Training", "plugins.batch.train", print)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches the dispatcher: every kernel, and every read back to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def syncs(self) -> int:
+        return sum(count for name, count in self.counts.items() if name in SYNCS)
+
+
+def counted_step(run: Run, steps: int = 3) -> Calls:
+    """Dispatcher calls of the last of `steps` steps; the first ones make state and caches."""
+    telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+    run.model.train()
+    calls = Calls()
+    for number, batch in enumerate(step_batches(run, telemetry)):
+        if number == steps - 1:
+            with calls:
+                step(run, batch, telemetry, reseed, ladder())
+            return calls
+        step(run, batch, telemetry, reseed, ladder())
+    raise AssertionError("the run has too few steps")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_host_reads_of_a_step(name: str, tmp_path: Path) -> None:
+    tables, reads = READS[name]
+    kind = "causal-lm" if name == "decoder" else "text-classification"
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", kind, max_steps=4, logging_steps=4))
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run:
+        parameters = len(run.engine.parameters)
+        expected = sum(parameters if number == ONE_A_PARAMETER else number for number in reads.values())
+        assert counted_step(run).syncs == expected
+
+
+def test_calls_do_not_grow_with_what_the_loop_adds(tmp_path: Path) -> None:
+    """Beside forward, backward, clip and optimizer of a bare loop, a step of ours calls a fixed handful of kernels."""
+    plan = plan_for(tiny_profile(**FUSED), tiny_job(tmp_path / "data", max_steps=4, logging_steps=4))
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run:
+        ours = counted_step(run)
+        batch = run.last_step_batch
+        assert batch is not None
+        parameters = list(run.inner_model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+        for _ in range(2):  # the first step makes Adam's state
+            bare = Calls()
+            with bare:
+                for micro_batch, _last in batch.micro_batches():
+                    logits = run.inner_model(**micro_batch.inputs).logits
+                    loss = torch.nn.functional.cross_entropy(logits.float(), micro_batch.targets, reduction="sum") / batch.rows
+                    loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        extra = ours.counts - bare.counts
+        micro_batches = len(batch.parts)
+        # a micro-batch: factor fill, its part of the loss; a step: the finite check (3), found_inf for fused AdamW
+        assert sum(extra.values()) <= 4 * micro_batches + 8, extra
+
+
+def test_the_schedule_counts_steps_and_best_weights_are_kept(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", max_steps=10, learning_rate=1e-2, eval_steps=2, lr_scheduler_type="linear")
+    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    rates = [row["learning_rate"] for row in heard.rows if "loss" in row]
+    assert rates == pytest.approx([1e-2 * (1 - (n + 1) / 10) for n in range(10)])
+    evaluations = {int(row["step"]): row["eval_f1"] for row in heard.rows if "eval_f1" in row}
+    assert list(evaluations) == [2, 4, 6, 8, 10]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_eval_f1"] == max(evaluations.values())
+    assert evaluations[summary["best_step"]] == summary["best_eval_f1"]
+
+
+def test_final_is_the_best_model(tmp_path: Path) -> None:
+    """A learning rate that ruins the model late: what is saved evaluates as the best one did."""
+    from transformers import AutoModelForSequenceClassification
+
+    job = tiny_job(tmp_path / "data", max_steps=8, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant")
+    plan = plan_for(tiny_profile(), job)
+    heard = train_tiny(plan, tmp_path)
+    losses = {int(row["step"]): row["eval_loss"] for row in heard.rows if "eval_loss" in row}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
+    run = heard.run
+    run.inner_model.load_state_dict(saved.state_dict())
+    assert evaluate(run, ladder())["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
+    assert not list((tmp_path / "run").glob(".*")), "nothing temporary stays behind"
+
+
+def test_final_opens_and_predicts(tmp_path: Path) -> None:
+    from transformers import pipeline
+
+    train_tiny(plan_for(tiny_profile(), tiny_job(tmp_path / "data")), tmp_path)
+    classify = pipeline("text-classification", model=str(tmp_path / "run" / "final"))
+    assert classify("red green blue")[0]["label"] in ("colour", "other")
+
+
+class Poison(Plugin):
+    """Makes the loss of step 3 infinite."""
+
+    name = "poison"
+    stage = Stage.LOOP
+    slots = ("events",)
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of what is not finite")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.events["gradients"].append(poison)
+
+
+def poison(run: Run) -> None:
+    if run.step == 2:
+        next(p for p in run.inner_model.parameters() if p.grad is not None).grad.fill_(math.inf)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(optimizer: str, tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Poison)
+    plan = plan_for(tiny_profile(optimizer={"name": optimizer}, poison={}), tiny_job(tmp_path / "data", max_steps=6), registry)
+    recorder = Recorder()
+    from hwopt import api
+
+    with pytest.raises(NonFiniteError, match=r"not finite at step 3.*learning_rate"):
+        api.execute(plan, tmp_path / "run", recorder, cache=tmp_path / "cache")
+    assert all(torch.isfinite(p).all() for p in recorder.run.inner_model.parameters())
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 5
+
+
+@pytest.mark.parametrize(("metric", "expected"), [("eval_f2", "Did you mean 'eval_f1'"), ("perplexity", "It is one of")])
+def test_an_unknown_metric_leaves_no_folder(metric: str, expected: str, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", metric_for_best_model=metric)
+    with pytest.raises(InputError, match=expected):
+        train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_open_and_old_ones_go(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    job = tiny_job(tmp_path / "data", max_steps=6, save_steps=2, save_total_limit=2)
+    train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    saved = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert saved == ["checkpoint-4", "checkpoint-6"]
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-4")
+
+
+def test_the_same_run_twice_has_the_same_bits(tmp_path: Path) -> None:
+    losses = []
+    for number in range(2):
+        job = tiny_job(tmp_path / "data")
+        losses.append(train_tiny(plan_for(tiny_profile(cut={}), job), tmp_path / str(number)).losses)
+    assert losses[0] == losses[1]
+
+
+def test_workers_do_not_reach_the_result(tmp_path: Path) -> None:
+    losses = []
+    for number, workers in enumerate((0, 2)):
+        plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data"))
+        plan.recipe.loader.update({"num_workers": workers, "multiprocessing_context": "spawn" if workers else None})
+        losses.append(train_tiny(plan, tmp_path / str(number)).losses)
+    assert losses[0] == losses[1]
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+    """A worker dies between two micro-batches, say: the run goes on from the step before, and makes this one again."""
+    plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+        batches, loss, left = step_batches(run, telemetry), run.loss, [4]
+
+        def dying(*arguments: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+            return loss(*arguments)
+
+        run.loss = dying
+        step(run, next(batches), telemetry, reseed, ladder())
+        before = telemetry.mark()
+        left[0] = 2
+        with pytest.raises(RuntimeError, match="worker"):
+            step(run, next(batches), telemetry, reseed, ladder())
+        assert before > 0
+        assert telemetry.mark() == before
+        assert run.step == 1
+
+
+def test_a_metric_that_is_named_is_taken(tmp_path: Path) -> None:
+    """As in the README: by its own name, or by the one that evaluations have."""
+    for metric in ("eval_f1", "accuracy"):
+        job = tiny_job(tmp_path / "data", metric_for_best_model=metric, max_steps=2)
+        train_tiny(plan_for(tiny_profile(), job), tmp_path / metric)
+        summary = json.loads((tmp_path / metric / "run" / "summary.json").read_text())
+        assert f"best_eval_{metric.removeprefix('eval_')}" in summary

@@ -1,0 +1,356 @@
+"""Losses and gradients that are not finite: no poisoned update, whoever makes it, and every one of them is in the log."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.distributed.oom_backoff import Ladder
+from hwopt.errors import NonFiniteError
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import TINY_BERT, Recorder, finished, launcher, logged, plan_for, tiny_job, tiny_profile, write_samples
+from hwopt.training import randomness
+from hwopt.training.build import build
+from hwopt.training.loop import accumulate, step, step_batches
+from hwopt.training.run import Run
+from hwopt.training.telemetry import Telemetry
+
+STEPS = 6
+PARAMETERS = 12
+"""Of which one is poisoned, spread over the model."""
+
+
+class Poison(Plugin):
+    """Makes the loss, or the gradient of one parameter, not finite in one micro-batch of some steps."""
+
+    name = "poison"
+    stage = Stage.LOOP
+    slots = ("loss", "model_steps")
+
+    class Options(PluginOptions):
+        steps: tuple[int, ...] = ()
+        micro_batch: int = 0
+        parameter: int | None = None
+        """None: the loss."""
+        value: float = math.nan
+
+        model_config = PluginOptions.model_config | {"allow_inf_nan": True}
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of what is not finite")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        poisoning = Poisoning(self.options)
+        recipe.model_steps.append(poisoning.enter)
+        recipe.loss = poisoning.loss
+
+
+class Poisoning:
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.run: Any = None
+        self.at = (0, 0)
+        """Step and number of the micro-batch."""
+
+    def enter(self, model: Any, run: Run) -> Any:
+        self.run = run
+        if self.options.parameter is not None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            trained[self.options.parameter * (len(trained) - 1) // (PARAMETERS - 1)].register_hook(self.gradient)
+        return model
+
+    def now(self) -> bool:
+        return self.run.step + 1 in self.options.steps and self.at[1] == self.options.micro_batch + 1
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        loss, count = self.run.task.loss(outputs, targets)
+        self.at = (self.run.step, self.at[1] + 1 if self.at[0] == self.run.step else 1)
+        return (loss * self.options.value if self.options.parameter is None and self.now() else loss), count
+
+    def gradient(self, gradient: Any) -> Any:
+        if self.now():
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = self.options.value
+        return gradient
+
+
+def planned(folder: Path, tables: dict[str, Any], poison: dict[str, Any] | None = None, **training: Any) -> Plan:
+    registry = Registry()
+    registry.add(Poison)
+    job = tiny_job(folder / "data", samples=48, max_steps=STEPS, **({"logging_steps": 2} | training))
+    data = {key: value for key, value in job.document.data["data"].items() if key != "eval"}
+    job = make_job(Document(job.document.name, job.document.data | {"data": data}))
+    tables = dict(tables)
+    if poison is not None:
+        tables["poison"] = poison
+    return plan_for(tiny_profile(**tables), job, registry)
+
+
+def trained(plan: Plan, folder: Path) -> tuple[Run, Recorder, list[dict[str, Any]]]:
+    heard = Recorder()
+    api.execute(plan, folder / "run", heard, cache=folder / "cache")
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return heard.run, heard, rows
+
+
+def state_of(run: Run) -> list[torch.Tensor]:
+    """All that the updates have made: weights (masters, where there are some) and the optimizer's state."""
+    found = [p.detach() for p in run.engine.parameters]
+    for p in run.engine.parameters:
+        for _, value in sorted(run.optimizer.state[p].items()):
+            if isinstance(value, torch.Tensor):
+                found.append(value.dequantize() if hasattr(value, "codes") else value)
+    return [tensor.detach().clone() for tensor in found]
+
+
+def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Tensor]:
+    """The state after a run that never makes the updates of `steps`."""
+    with build(plan, folder / "reference", folder / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
+        ladder = Ladder("Training", "plugins.batch.train", print)
+        run.engine.make_state()
+        run.model.train()
+        for batch in step_batches(run, telemetry):
+            if run.step + 1 in steps:
+                assert accumulate(run, batch, telemetry, reseed, 0) is None
+                run.engine.drop()
+                run.engine.scheduler.step()
+                run.step += 1
+            else:
+                step(run, batch, telemetry, reseed, ladder)
+        return state_of(run)
+
+
+@dataclass
+class Draw:
+    """One way to go wrong."""
+
+    step: int
+    micro_batch: int
+    parameter: int | None
+    value: float
+    optimizer: str
+    precision: dict[str, str]
+
+    @property
+    def poison(self) -> dict[str, Any]:
+        return {
+            "steps": [self.step],
+            "micro_batch": self.micro_batch,
+            "value": self.value,
+            **({} if self.parameter is None else {"parameter": self.parameter}),
+        }
+
+
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "adamw_torch_8bit"]
+PRECISIONS = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "level": "O2"}]
+
+
+def draws(number: int, optimizers: list[str]) -> list[Draw]:
+    """Optimizers and precisions in turn, so that few draws have all of them together; the rest is drawn."""
+    drawn = random.Random(0)
+    return [
+        Draw(
+            step=drawn.randint(1, STEPS),
+            micro_batch=drawn.randint(0, 1),
+            parameter=drawn.choice([None, drawn.randrange(PARAMETERS)]),
+            value=drawn.choice([math.nan, math.inf, -math.inf]),
+            optimizer=optimizers[number % len(optimizers)],
+            precision=PRECISIONS[number // len(optimizers) % len(PRECISIONS)],
+        )
+        for number in range(number)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning", "ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize(
+    ("number", "optimizers"), [(6, OPTIMIZERS[:2]), pytest.param(100, OPTIMIZERS, marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_no_poisoned_update_is_made(
+    number: int, optimizers: list[str], tmp_path: Path, figures: Callable[[str, str], None]
+) -> None:
+    for place, draw in enumerate(draws(number, optimizers)):
+        folder = tmp_path / str(place)
+        tables = {"optimizer": {"name": draw.optimizer}, "precision": draw.precision}
+        run, heard, rows = trained(planned(folder, tables, draw.poison, on_nonfinite="skip"), folder)
+        wanted = left_out(planned(folder, tables), folder, (draw.step,))
+        found = state_of(run)
+        assert all(torch.isfinite(tensor.float()).all() for tensor in found), draw
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)), draw
+        first = next(row for row in rows if "skipped_updates" in row)
+        assert first["step"] == draw.step + draw.step % 2, "the first log point behind it"
+        assert [row["skipped_updates"] for row in rows if "skipped_updates" in row][-1] == 1
+        assert all(math.isfinite(row["loss"]) for row in rows), "the mean leaves out what is not finite"
+        assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
+        assert [line for line in heard.warnings if f"at step {draw.step}: the update was left out" in line], heard.warnings
+    figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
+
+
+def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path) -> None:
+    poison = {"steps": [2], "micro_batch": 1, "value": math.inf}
+    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", logging_steps=2)
+    _, _, rows = trained(plan, tmp_path)
+    # the same two steps by hand: 3 of their 4 micro-batches
+    with build(planned(tmp_path, {}), tmp_path / "again", tmp_path / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
+        run.model.train()
+        batches = step_batches(run, telemetry)
+        step(run, next(batches), telemetry, reseed, Ladder("Training", "", print))
+        accumulate(run, next(batches), telemetry, reseed, 0)
+        losses = telemetry.interval.losses.values(run.device).tolist()
+    assert len(losses) == 4
+    assert rows[0]["loss"] == pytest.approx(sum(losses[:3]) / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("training", "steps", "message"),
+    [
+        ({}, [3], r"a gradient was not finite at step 3; the update was not made.*on_nonfinite = 'skip'"),
+        ({"on_nonfinite": "skip", "nonfinite_limit": 2, "nonfinite_share": 1.0}, [2, 3, 4], "3 updates in a row.*to step 4"),
+        ({"on_nonfinite": "skip"}, [2, 4], r"2 of 6 updates.*up to step 4.*nonfinite_share = 0\.1 allows 1"),
+    ],
+)
+def test_where_it_stops(training: dict[str, Any], steps: list[int], message: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path, {}, {"steps": steps}, **training)
+    with pytest.raises(NonFiniteError, match=message):
+        trained(plan, tmp_path)
+    assert json.loads((tmp_path / "run" / "status.json").read_text(encoding="utf-8"))["exit_code"] == 5
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows[-1]["skipped_updates"] == len(steps), "the row that ended the run is in the log"
+
+
+def test_as_many_as_the_limits_allow(tmp_path: Path) -> None:
+    plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_share=0.5)
+    _, heard, rows = trained(plan, tmp_path)
+    assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
+    assert sum("was left out" in line for line in heard.warnings) == 3, "one line a log point"
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (1, "bf16"),
+        (2, "fp32"),
+        (3, "bf16"),
+        *(pytest.param(stage, dtype, marks=pytest.mark.soak) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_zero_leaves_them_out_too(stage: int, dtype: str, tmp_path: Path) -> None:
+    """DeepSpeed asks for overflow where it scales the loss; here it is held to it without."""
+    pytest.importorskip("deepspeed")
+    tables = {"zero": {"stage": stage, "offload": "none"}, "precision": {"dtype": dtype}}
+    parameter = {1: None, 2: 0, 3: 7}[stage]
+    poison = {"steps": [3], "micro_batch": 1} | ({} if parameter is None else {"parameter": parameter})
+    run, heard, rows = trained(planned(tmp_path, tables, poison, on_nonfinite="skip"), tmp_path)
+    assert all(torch.isfinite(p).all() for p in run.engine.parameters)
+    assert rows[-1]["skipped_updates"] == 1
+    assert any("at step 3: the update was left out" in line for line in heard.warnings)
+    # the updates that were made are those of a run without ZeRO
+    again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
+    _, _, plain = trained(again, tmp_path / "plain")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-2 if dtype == "bf16" else 1e-5)
+
+
+def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp_path: Path) -> None:
+    """Put away in the middle of a log interval, as JSON, and taken up by another telemetry."""
+    poison = {"steps": [2, 5], "micro_batch": 0}
+    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_share=1.0, logging_steps=3)
+    _, _, whole = trained(plan, tmp_path)
+    with build(plan, tmp_path / "again", tmp_path / "cache") as run:
+        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
+        run.engine.make_state()
+        run.model.train()
+        rows = []
+        for batch in step_batches(run, telemetry):
+            step(run, batch, telemetry, reseed, Ladder("Training", "", print))
+            rows += [row] if (row := telemetry.stepped(batch)) else []
+            if run.step in (2, 5):
+                state = json.loads(json.dumps(telemetry.state_dict()))
+                telemetry = Telemetry(run)
+                telemetry.load_state_dict(state)
+        rows += [row] if (row := telemetry.flush()) else []
+    for key in ("step", "loss", "grad_norm", "skipped_updates", "nonfinite_losses"):
+        assert [row[key] for row in rows] == [row[key] for row in whole], key
+    assert telemetry.watch.skipped == 2
+
+
+RANKS = '''
+"""Trains job.toml on two ranks; the gradient of one parameter is not finite on the second one, in step 2."""
+import math, os
+from pathlib import Path
+from hwopt import api
+from hwopt.system.ranks import rank_and_world
+from hwopt.plugin import Decision, Plugin, Stage
+from hwopt.plugin.registry import Registry
+
+rank, world = rank_and_world(os.environ)
+
+class Poison(Plugin):
+    name, stage, slots = "poison", Stage.LOOP, ("model_steps",)
+
+    def probe(self, context):
+        return Decision.apply("for the test")
+
+    def apply(self, recipe, context):
+        recipe.model_steps.append(self.enter)
+
+    def enter(self, model, run):
+        if rank == 1:
+            parameter = next(p for p in model.parameters() if p.requires_grad)
+            parameter.register_hook(lambda gradient: gradient * math.nan if run.step == 1 else gradient)
+        return model
+
+registry = Registry()
+registry.add(Poison)
+plan = api.resolve("./ranks.toml", "job.toml", world_size=world, registry=registry)
+api.execute(plan, Path("runs") / "both")
+'''
+
+
+@pytest.mark.soak
+def test_ranks_leave_out_the_same_update(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_samples(tmp_path / "train.jsonl", 48)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    training = 'max_steps = 6\nlogging_steps = 2\non_nonfinite = "skip"\n'
+    (tmp_path / "job.toml").write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\n[training]\n{training}')
+    (tmp_path / "ranks.toml").write_text('name = "ranks"\n[plugins.poison]\n[plugins.batch]\ntrain = 4\n')
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = finished([*launcher(2), "ranks.py"], tmp_path, HWOPT_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert logged(tmp_path / "runs" / "both", "skipped_updates") == [1, 1, 1]
+    weights = load_file(tmp_path / "runs" / "both" / "final" / "model.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_an_update_that_an_engine_has_made_all_the_same_ends_the_run() -> None:
+    """What another version of DeepSpeed may do."""
+    pytest.importorskip("deepspeed")
+    from hwopt_plugins.zero.engine import ZeroEngine
+
+    engine = ZeroEngine.__new__(ZeroEngine)
+    engine.on_gradients = []
+    engine.found_inf, engine.norm = torch.zeros(()), torch.zeros(())
+    engine.deepspeed = SimpleNamespace(
+        step=lambda: None, optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: math.nan
+    )
+    with pytest.raises(NonFiniteError, match=r"DeepSpeed .* has made an update with a gradient that is not finite"):
+        engine.finish()
