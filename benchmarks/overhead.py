@@ -20,7 +20,7 @@ import torch
 
 from hwopt.data.step_batch import Part, Step, StepBatch
 from hwopt.distributed.engine import Engine
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.plugin.recipe import EVENTS
 from hwopt.training import randomness
 from hwopt.training.loop import step
@@ -79,12 +79,12 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
     )
     run.engine = Engine(run)
     telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
-    ladder = Ladder("Training", "plugins.batch.train", print)
+    backoff = OomBackoff("Training", "plugins.batch.train", print)
 
     def go() -> None:
         for _ in range(steps):
             telemetry.waited(0.0)
-            step(run, batch.to(run.device), telemetry, reseed, ladder)
+            step(run, batch.to(run.device), telemetry, reseed, backoff)
             telemetry.stepped(batch)
 
     return go

@@ -32,11 +32,11 @@ from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
 from hwopt.runs.folder import folder_to_go_on_in, run_folder
 from hwopt.saving.reader import checkpoint_in
-from hwopt.saving.reader import peek as checkpoint_says
+from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
-from hwopt.text import shorten
-from hwopt.training.loop import fitting
+from hwopt.text import truncate
+from hwopt.training.loop import report_oom
 
 
 def resolve(
@@ -77,7 +77,7 @@ def resolve(
     model = job_file.job.model
     if others := [name for name in trusted() if name not in (model.name, model.tokenizer)]:
         raise InputError(
-            f"--trust-remote-code {shorten(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
+            f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
         )
     with job_file.placing():
         config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
@@ -118,7 +118,7 @@ def with_memory(
     lengths = lengths_of(plan, cache)
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
-        with fitting("a step with the planned micro-batch", "plugins.batch.train"):
+        with report_oom("a step with the planned micro-batch", "plugins.batch.train"):
             memory = with_measured(plan, memory, lengths.labels)
     if not memory.fits:
         memory = advised(plan, memory, registry or Registry(), replan, cache)

@@ -10,7 +10,7 @@ import errno
 import re
 from collections.abc import Callable
 
-from hwopt.text import text_of
+from hwopt.text import safe_str
 
 
 class HwoptError(Exception):
@@ -78,7 +78,7 @@ DEATHS = {
 """What RuntimeErrors say of them. torch raises the first from a signal handler, wherever the process stands, and again."""
 
 
-def death(error: BaseException) -> WorkerDiedError | None:
+def worker_death(error: BaseException) -> WorkerDiedError | None:
     """What `error` says of a worker or rank that is gone, itself or because of what it was raised behind."""
     for each in chain_of(error):
         if type(each) is RuntimeError:
@@ -112,14 +112,14 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if is_disk_full(error):
         return StorageError.exit_code
-    return 1 if death(error) is None else WorkerDiedError.exit_code
+    return 1 if worker_death(error) is None else WorkerDiedError.exit_code
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether it says that a disk, or what one may have of it, is full: as Python, or as a package written in Rust has it."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, Exception) and (
-        getattr(error, "errno", None) in full or any(f"(os error {number})" in text_of(error) for number in full)
+        getattr(error, "errno", None) in full or any(f"(os error {number})" in safe_str(error) for number in full)
     )
 
 

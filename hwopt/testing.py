@@ -244,7 +244,7 @@ def check_contract_of(
     if entry.decision == "skip":
         return plan
     written = written_fields(plan, entry.author)
-    assert written <= set(plugin.slots), f"{name} writes {sorted(written - set(plugin.slots))}, which its `slots` do not name"
+    assert written <= set(plugin.writes), f"{name} writes {sorted(written - set(plugin.writes))}, which its `slots` do not name"
     with_it = train_tiny(plan, folder / "with")
     evidence = next(evidence for found, evidence in with_it.found if found.name == name)
     assert evidence.seen, f"{name}: evidence without words"

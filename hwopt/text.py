@@ -19,7 +19,7 @@ def listing(names: Sequence[str], limit: int = 12) -> str:
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"
 
 
-def shorten(value: object, limit: int = 60) -> str:
+def truncate(value: object, limit: int = 60) -> str:
     """`repr(value)` that fits on a line, whatever was typed."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -38,10 +38,10 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(text_of(error).splitlines()), type(error).__name__)[:200]
+    return next(iter(safe_str(error).splitlines()), type(error).__name__)[:200]
 
 
-def text_of(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     """`str(error)`, or why there is none: a stranger's exception may fail at that too."""
     try:
         return str(error)

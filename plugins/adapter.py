@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 WORTH_IT_FROM = 500_000_000
 
@@ -67,8 +67,8 @@ class Adapter(Plugin):
     name = "adapter"
     stage = Stage.MODEL
     preserves = "method"
-    may_differ = ("always",)
-    slots = ("model_steps", "final_steps")
+    resume_ignores = ("always",)
+    writes = ("model_steps", "final_steps")
 
     class Options(PluginOptions):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
@@ -117,10 +117,12 @@ class Adapter(Plugin):
         spec.trained = min(spec.parameters, self.options.r * 2 * 7 * model.layers * model.hidden_size)
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         offer = cls.Options(always=True)
         return (
-            [] if options is not None else [Leaner(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
+            []
+            if options is not None
+            else [MemoryOption(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
         )
 
     def evidence(self, run: Any) -> Evidence:

@@ -48,7 +48,7 @@ class Allocator(Plugin):
     name = "allocator"
     stage = Stage.PROCESS
     preserves = "bits"
-    slots = ("process",)
+    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = has_virtual_memory(context.hardware)

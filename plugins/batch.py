@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
 
 MOST_ROWS = 1_000_000  # more is a slip of the hand
 Rows = Annotated[int, Field(gt=0, le=MOST_ROWS)]
@@ -40,7 +40,7 @@ class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
-    slots = ("batch",)
+    writes = ("batch",)
 
     class Options(PluginOptions):
         train: Rows | Literal["auto"] = Field(
@@ -106,7 +106,7 @@ class Batch(Plugin):
             recipe.batch["effective"] = self.options.effective
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         """Half the rows again and again in as many rows a step; then the same with smaller evaluation batches."""
         if options is None:
             return []
@@ -116,7 +116,7 @@ class Batch(Plugin):
         cost = f"{step} rows a step as before, in finer micro-batches"
         evaluation = options.eval or 2 * options.train
         return [
-            Leaner(cls.Options(train=rows, eval=rows_in_evaluation, effective=step), 1.0 + 0.03 * number, cost)
+            MemoryOption(cls.Options(train=rows, eval=rows_in_evaluation, effective=step), 1.0 + 0.03 * number, cost)
             for rows_in_evaluation in halves(evaluation)[::3]
             for number, rows in enumerate(halves(options.train))
         ][1:]

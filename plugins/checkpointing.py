@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
 
 
 def keep_products() -> Any:
@@ -67,7 +67,7 @@ class Checkpointing(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # the wrapper may replace modules
     preserves = "bits"
-    slots = ("model_steps",)
+    writes = ("model_steps",)
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(
@@ -104,14 +104,14 @@ class Checkpointing(Plugin):
         recipe.model_steps.append(enable)
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         if options is not None and options.layers == "all":
             return []
-        selective = Leaner(cls.Options(layers="selective"), 1.05, "computes all but products and attention twice")
-        everything = Leaner(cls.Options(), 1.33, "computes every layer's forward twice")
+        selective = MemoryOption(cls.Options(layers="selective"), 1.05, "computes all but products and attention twice")
+        everything = MemoryOption(cls.Options(), 1.33, "computes every layer's forward twice")
         return [selective, everything] if options is None else [everything]
 
-    def rescue(self, run: Any) -> str | None:
+    def on_oom(self, run: Any) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
             return None  # its graph is made already
         count = checkpoint_layers(run.inner_model)

@@ -82,7 +82,7 @@ class Compile(Plugin):
     name = "compile"
     stage = Stage.COMPILE
     preserves = "rounding"
-    slots = ("batch", "process", "prepared_steps")
+    writes = ("batch", "process", "prepared_steps")
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Context, Decision, Evidence, Leaner, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
 
 IGNORED = -100
 """The label of a token that no loss counts."""
@@ -216,7 +216,7 @@ class FusedLoss(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # which may wrap the output layer
     preserves = "rounding"
-    slots = ("model_steps", "loss", "final_steps")
+    writes = ("model_steps", "loss", "final_steps")
 
     class Options(PluginOptions):
         backend: Literal["auto", "liger", "torch"] = Field(
@@ -266,10 +266,10 @@ class FusedLoss(Plugin):
         recipe.final_steps.append(head.detach)
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         if options is not None or context.job.task.kind != "causal-lm" or context.model.logit_transform:
             return []
-        return [Leaner(cls.Options(), 1.05, "makes the logits of a part of the tokens at a time")]
+        return [MemoryOption(cls.Options(), 1.05, "makes the logits of a part of the tokens at a time")]
 
     def evidence(self, run: Any) -> Evidence:
         head = getattr(run.loss, "__self__", None)

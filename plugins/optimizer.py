@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block
     "adamw_torch": 8.0,
@@ -96,7 +96,7 @@ class Optimizer(Plugin):
     name = "optimizer"
     stage = Stage.OPTIMIZER
     preserves = "rounding"
-    slots = ("optimizer",)
+    writes = ("optimizer",)
 
     class Options(PluginOptions):
         name: Name = Field(default="adamw_torch_fused", description="Hugging Face's name of the optimizer.")
@@ -133,13 +133,13 @@ class Optimizer(Plugin):
             spec.stand_ins["optimizer"] = partial(reserving_optimizer, STATE_BYTES[name])
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         now = STATE_BYTES["adamw_torch" if options is None else options.name]
         offers: tuple[tuple[Name, float, str], ...] = (
             ("adamw_bnb_8bit", 1.02, "quantizes the optimizer's states to 8 bit"),
             ("paged_adamw_8bit", 1.1, "states in 8 bit, in host memory when the device is short"),
         )
-        return [Leaner(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
+        return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
 
     def evidence(self, run: Any) -> Evidence:
         optimizer, name = run.optimizer, self.options.name

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 
@@ -154,7 +154,7 @@ class Precision(Plugin):
     stage = Stage.MODEL
     after = ("adapter", "quantize")  # adapters are cast with the rest, and get masters of their own
     preserves = "rounding"
-    slots = (
+    writes = (
         *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "events"),
         *("scaler", "export_steps", "final_steps"),
     )
@@ -217,12 +217,12 @@ class Precision(Plugin):
             spec.weight_bytes, spec.gradient_bytes, spec.master_bytes = 2.0, 2.0, 4.0
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         dtype, _ = best_dtype(context.hardware)
         if dtype == "fp32":
             return []
-        half = Leaner(cls.Options(dtype=dtype), 0.6, f"products in {dtype}")
-        weights = Leaner(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
+        half = MemoryOption(cls.Options(dtype=dtype), 0.6, f"products in {dtype}")
+        weights = MemoryOption(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
         now = "fp32" if options is None or options.dtype == "fp32" else options.level
         return {"fp32": [half, weights], "O1": [weights], "O2": []}[now]
 

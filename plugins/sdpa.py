@@ -55,7 +55,7 @@ class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
     preserves = "rounding"
-    slots = ("process", "model_kwargs")
+    writes = ("process", "model_kwargs")
 
     class Options(PluginOptions):
         prefer: tuple[Kernel, ...] = Field(

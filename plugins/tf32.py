@@ -51,7 +51,7 @@ class Tf32(Plugin):
     name = "tf32"
     stage = Stage.PROCESS
     preserves = "rounding"
-    slots = ("process",)
+    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")

@@ -67,7 +67,7 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
         "stage": plugin.stage.name,
         "after": list(plugin.after),
         "preserves": plugin.preserves,
-        "writes": list(plugin.slots),
+        "writes": list(plugin.writes),
         "distribution": registry.distribution(name),
         "summary": about.splitlines()[0] if about else "",
     }

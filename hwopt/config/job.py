@@ -16,7 +16,7 @@ from hwopt.config.toml import Document, override, parse_assignment, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
 from hwopt.system.paths import kind_of
-from hwopt.text import listing, nearest, shorten
+from hwopt.text import listing, nearest, truncate
 
 Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
@@ -35,7 +35,7 @@ def _typed(path: str) -> str:
     """A path that somebody meant: "D:\\train" has a tab in it."""
     if any(ord(letter) < 32 for letter in path):
         raise ValueError(
-            f"{shorten(path)} holds a control character; in double quotes a backslash begins an escape: "
+            f"{truncate(path)} holds a control character; in double quotes a backslash begins an escape: "
             "put a path into single quotes, or write it with '/'"
         )
     return path
@@ -198,7 +198,7 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
     if kind == "nothing" and path.is_symlink():
-        raise InputError(f"{path}: is a link that leads nowhere ({shorten(os.readlink(path))}); mend it, or take it away")
+        raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
     if kind == "nothing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     document = read_toml(path)

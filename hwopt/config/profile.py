@@ -19,7 +19,7 @@ from hwopt.config.toml import MAX_DEPTH, Document, Key, override, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
 from hwopt.system.paths import kind_of
-from hwopt.text import listing, nearest, shorten
+from hwopt.text import listing, nearest, truncate
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -86,7 +86,7 @@ class Content(Table):
     @classmethod
     def plain(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError(f"{shorten(name)} is no plain name; use letters, digits, '-', '_' and '.'")
+            raise ValueError(f"{truncate(name)} is no plain name; use letters, digits, '-', '_' and '.'")
         return name
 
 
@@ -134,7 +134,7 @@ def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile
     for name, table in tables.items() if isinstance(tables, dict) else ():
         if isinstance(table, dict) and not isinstance(table.get("enabled", True), bool):
             where = document.place(("plugins", name, "enabled"))
-            problems.add(f"{where}: plugins.{name}.enabled: expected true or false, got {shorten(table['enabled'])}")
+            problems.add(f"{where}: plugins.{name}.enabled: expected true or false, got {truncate(table['enabled'])}")
     problems.raise_if_any()
     assert content is not None
     return Profile(content, document)
@@ -149,7 +149,7 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     if spec not in files:
         known = sorted([*files, "auto"])
         near = nearest(re.sub(r"\W", "", spec).lower(), known)  # "RTX 3070", say
-        raise InputError(f"--profile {shorten(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
+        raise InputError(f"--profile {truncate(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
     return files[spec]
 
 
@@ -161,10 +161,10 @@ def _merged(path: Path, files: Mapping[str, Path], children: tuple[Path, ...]) -
         return document
     where = document.place(("extends",))
     if not isinstance(parent_name, str):
-        raise InputError(f"{where}: extends: expected the name of one profile, got {shorten(parent_name)}")
+        raise InputError(f"{where}: extends: expected the name of one profile, got {truncate(parent_name)}")
     beside = path.parent / f"{parent_name}.toml"
     if parent_name not in files and kind_of(beside, f"{where}: extends:") != "file":
-        raise InputError(f"{where}: extends: no such profile {shorten(parent_name)}.{nearest(parent_name, files)}")
+        raise InputError(f"{where}: extends: no such profile {truncate(parent_name)}.{nearest(parent_name, files)}")
     parent_path = files.get(parent_name, beside)
     if parent_path in (*children, path):
         raise InputError(f"{where}: extends: {parent_name!r} extends itself in a circle")

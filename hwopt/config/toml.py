@@ -16,7 +16,7 @@ from typing import Any
 
 from hwopt.errors import InputError
 from hwopt.system.paths import read_whole
-from hwopt.text import cut, shorten
+from hwopt.text import cut, truncate
 
 
 def _not_json(value: object) -> Any:
@@ -165,15 +165,15 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or len(parts) < 2 or not all(parts):
-        raise InputError(f"--set {shorten(text)}: expected KEY=VALUE with a dotted key, such as training.seed=3")
+        raise InputError(f"--set {truncate(text)}: expected KEY=VALUE with a dotted key, such as training.seed=3")
     if len(parts) > MAX_DEPTH or len(text) > MAX_BYTES:
-        raise InputError(f"--set {shorten(text)}: no key is that deep")
+        raise InputError(f"--set {truncate(text)}: no key is that deep")
     try:
         if nested(value) > MAX_DEPTH:
-            raise InputError(f"--set {shorten(text)}: the value is nested too deeply")
+            raise InputError(f"--set {truncate(text)}: the value is nested too deeply")
         parsed = tomllib.loads(f"value = {value.strip()}")
         if any(is_wide(inner) for _, inner in leaves(parsed)):
-            raise InputError(f"--set {shorten(text)}: the value has more than the 64 bits of an integer of TOML")
+            raise InputError(f"--set {truncate(text)}: the value has more than the 64 bits of an integer of TOML")
         return parts, parsed["value"] if set(parsed) == {"value"} else value
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return parts, value.strip()
@@ -193,7 +193,7 @@ def override(document: Document, assignments: Sequence[str], tables: Sequence[st
                 places[key[:depth]] = "--set"
             step = inner.setdefault(part, {})
             if not isinstance(step, dict):
-                raise InputError(f"--set {shorten(assignment)}: {part!r} is a value, not a table")
+                raise InputError(f"--set {truncate(assignment)}: {part!r} is a value, not a table")
             inner = step
         inner[key[-1]] = value
         places[key] = "--set"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from hwopt.config.aliases import instead_of
 from hwopt.config.toml import Document, Key, _not_json
 from hwopt.errors import Problems
-from hwopt.text import cut, listing, nearest, shorten
+from hwopt.text import cut, listing, nearest, truncate
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -64,7 +64,7 @@ def _shown(given: Any) -> str:
     inner = given
     while isinstance(inner, list) and len(inner) == 1:
         inner = inner[0]
-    return inner if isinstance(inner, str) and _TIME.fullmatch(inner) else shorten(given)
+    return inner if isinstance(inner, str) and _TIME.fullmatch(inner) else truncate(given)
 
 
 _TIME = re.compile(r"(?=.{2}:|.{4}-)[0-9][0-9T:.+ -]{7,40}")

@@ -35,7 +35,7 @@ def place(source: str, unit: Unit, number: int) -> str:
     return f"{source}:{number}" if unit == "line" else f"{source}: row {number}"
 
 
-class LeftOut:
+class BadRows:
     """The bad rows of one source: number -> why. With `strict` the first one is an error."""
 
     def __init__(self, source: str, unit: Unit, strict: bool) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.text_file import ESCAPED, _byte
 from hwopt.errors import DataError
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 
-def _delimited(path: Path, lines: Iterator[str], left_out: LeftOut, tabs: bool) -> Rows:
+def _delimited(path: Path, lines: Iterator[str], left_out: BadRows, tabs: bool) -> Rows:
     """A csv or tsv file, every cell a string: guessed types would turn labels like 01 or NA into something else."""
     import pyarrow as pa
 
@@ -33,11 +33,11 @@ def _delimited(path: Path, lines: Iterator[str], left_out: LeftOut, tabs: bool) 
         elif wrong:
             left_out.add(number, f"is not UTF-8{_byte(wrong)}")
         elif cells is None:
-            left_out.add(number, f"a quote is not closed, or stands inside of a cell: {shorten(raw.strip())}")
+            left_out.add(number, f"a quote is not closed, or stands inside of a cell: {truncate(raw.strip())}")
         elif len(cells) != len(names):
             left_out.add(
                 number,
-                f"has {len(cells)} columns, the header has {len(names)}: {shorten(raw.strip())}; cells are separated by {how}",
+                f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; cells are separated by {how}",
             )
         else:
             found.append(cells)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.errors import DataError
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +42,7 @@ def _as_written(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _json(path: Path, lines: Iterator[str], left_out: LeftOut) -> Rows:
+def _json(path: Path, lines: Iterator[str], left_out: BadRows) -> Rows:
     """One object a line, or one array of objects. Own reader: pyarrow's names no line and turns dates into timestamps."""
     number, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
     if first.lstrip().startswith("["):
@@ -55,7 +55,7 @@ def _json(path: Path, lines: Iterator[str], left_out: LeftOut) -> Rows:
     return Rows(table, Places(str(path), left_out.unit, numbers), left_out, odd)
 
 
-def _array(path: Path, text: str, left_out: LeftOut) -> list[tuple[int, dict[str, Any]]]:
+def _array(path: Path, text: str, left_out: BadRows) -> list[tuple[int, dict[str, Any]]]:
     if wrong := ESCAPED.search(text):
         line = text.count("\n", 0, wrong.start()) + 1
         raise DataError(f"{path}:{line}: is not UTF-8{_byte(wrong)}; save it as UTF-8")
@@ -69,11 +69,11 @@ def _array(path: Path, text: str, left_out: LeftOut) -> list[tuple[int, dict[str
         if isinstance(row, dict):
             found.append((number, row))
         else:
-            left_out.add(number, f"is not an object with the columns as keys: {shorten(row)}")
+            left_out.add(number, f"is not an object with the columns as keys: {truncate(row)}")
     return found
 
 
-def _objects(lines: Iterable[tuple[int, str]], left_out: LeftOut) -> list[tuple[int, dict[str, Any]]]:
+def _objects(lines: Iterable[tuple[int, str]], left_out: BadRows) -> list[tuple[int, dict[str, Any]]]:
     found = []
     for number, line in lines:
         if not line.strip():
@@ -90,5 +90,5 @@ def _objects(lines: Iterable[tuple[int, str]], left_out: LeftOut) -> list[tuple[
         if isinstance(row, dict):
             found.append((number, row))
         else:
-            left_out.add(number, f"is not an object with the columns as keys: {shorten(row)}")
+            left_out.add(number, f"is not an object with the columns as keys: {truncate(row)}")
     return found

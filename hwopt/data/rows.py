@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,7 +18,7 @@ class Rows:
 
     table: pa.Table
     places: Places
-    left_out: LeftOut
+    left_out: BadRows
     odd: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """Of columns that hold several types: row of the table -> the value that is no string."""
 

@@ -67,7 +67,7 @@ class MicroBatch:
     count: int
     end_row: int
     """The row of the step batch behind its last one."""
-    share: float
+    loss_weight: float
     """What one unit of its summed loss weighs in the step's mean loss."""
     first_sample: int
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources import EXTENSIONS, locate
 from hwopt.errors import DataError, is_gated
-from hwopt.text import listing, nearest, shorten
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +45,7 @@ def read_rows(source: str, split: str | None = None, strict: bool = True, name: 
 
 
 def _numbered(table: pa.Table, source: str, strict: bool) -> Rows:
-    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), LeftOut(source, "row", strict))
+    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), BadRows(source, "row", strict))
 
 
 def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
@@ -67,7 +67,7 @@ def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
             if text is None:
                 rows.leave_out(row, f"{name!r} has no value")
             elif row in odd:
-                rows.leave_out(row, f"{name!r} is no text: {shorten(odd[row])}")
+                rows.leave_out(row, f"{name!r} is no text: {truncate(odd[row])}")
             texts.append(text or "")
         if texts and not any(text.strip() for text in texts):
             raise DataError(f"{rows.source}: every {name!r} is empty; choose another column with data.text")
@@ -120,7 +120,7 @@ def _file(path: Path, strict: bool) -> Rows:
             return _numbered(_parquet(path), str(path), strict)
         if suffix == ".txt":
             return _numbered(_text(path), str(path), strict)
-        left_out = LeftOut(str(path), "line", strict)
+        left_out = BadRows(str(path), "line", strict)
         lines = _lines(path)
         return _delimited(path, lines, left_out, suffix == ".tsv") if suffix in (".csv", ".tsv") else _json(path, lines, left_out)
     except OSError as error:

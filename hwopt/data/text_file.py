@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hwopt.errors import DataError
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 ESCAPED = re.compile("[\udc80-\udcff]")
 """What bytes that are not UTF-8 are decoded to (surrogateescape)."""
@@ -41,4 +41,4 @@ def _byte(wrong: re.Match[str]) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return shorten(lines[0], 200)[1:-1]
+    return truncate(lines[0], 200)[1:-1]

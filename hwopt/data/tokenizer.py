@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.bad_rows import Places
 from hwopt.errors import DataError, InputError, is_gated
 from hwopt.model.remote_code import is_trusted
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
                 f"{key}: {name!r} is gated. Accept its licence on its hub page, then log in: `hf auth login`."
             ) from error
         raise InputError(
-            f"{key}: {name!r} has no tokenizer that can be loaded ({shorten(text, 160)}); "
+            f"{key}: {name!r} has no tokenizer that can be loaded ({truncate(text, 160)}); "
             "give model.tokenizer, a folder with tokenizer.json or a hub name"
         ) from error
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.distributed.engine import Engine
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError, HwoptError, WorkerDiedError, exit_code_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class DataParallelEngine(Engine):
         self.present: Tensor | None = None
 
     @contextmanager
-    def together(self, ladder: Ladder) -> Iterator[None]:
+    def synchronized(self, backoff: OomBackoff) -> Iterator[None]:
         """What a rank does alone inside the block; behind it all have done it, or all end.
 
         Raises what went wrong here, else the error that another rank ends with.
@@ -53,34 +53,36 @@ class DataParallelEngine(Engine):
         except Exception as error:
             code = DoesNotFitError.exit_code if isinstance(error, torch.OutOfMemoryError) else exit_code_of(error)
             with suppress(RuntimeError):  # the others may be gone; what went wrong here matters more
-                self.vote(code, ladder)
+                self.vote(code, backoff)
             raise
         try:
-            codes = self.vote(0, ladder)
+            codes = self.vote(0, backoff)
         except RuntimeError as error:
             raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
         for rank, code in enumerate(codes):
             if code:
                 raise ended_with(code, rank)
 
-    def vote(self, code: int, ladder: Ladder) -> list[int]:
+    def vote(self, code: int, backoff: OomBackoff) -> list[int]:
         """Exchange exit codes (0: all is well), ladders, and which parameters have a gradient anywhere. Waits for all ranks."""
-        mine = torch.tensor([code, ladder.times, ladder.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32)
+        mine = torch.tensor(
+            [code, backoff.oom_count, backoff.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32
+        )
         votes = [torch.empty_like(mine) for _ in range(self.run.world_size)]
         dist.all_gather(votes, mine, group=self.hosts)
         self.present = torch.stack(votes)[:, 3:].amax(dim=0)
         for rank, vote in enumerate(votes):
-            self.hear(ladder, rank, int(vote[1]), int(vote[2]))
+            self.hear(backoff, rank, int(vote[1]), int(vote[2]))
         return [int(vote[0]) for vote in votes]
 
-    def hear(self, ladder: Ladder, rank: int, times: int, rung: int) -> None:
+    def hear(self, backoff: OomBackoff, rank: int, times: int, rung: int) -> None:
         """Say what another rank cannot: only the first one speaks."""
-        before = self.heard.get((ladder.what, rank), 0)
-        self.heard[ladder.what, rank] = times
+        before = self.heard.get((backoff.what, rank), 0)
+        self.heard[backoff.what, rank] = times
         if times > before and rank != self.run.rank:
             self.run.warn(
-                f"rank {rank} ran out of memory in {ladder.what.lower()}: it goes on with the same rows in micro-batches of "
-                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {ladder.key})"
+                f"rank {rank} ran out of memory in {backoff.what.lower()}: it goes on with the same rows in micro-batches of "
+                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {backoff.key})"
             )
 
     def finish(self) -> None:

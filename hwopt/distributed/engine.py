@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwopt.distributed.oom_backoff import Ladder
-from hwopt.saving.tensor_tree import filled, mapped
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.saving.tensor_tree import copy_into, map_tensors
 
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Engine:
     """What the loop calls around each micro-batch (`before`, `backward`) and after the last one (`finish`)."""
 
-    can_redo = True
+    supports_retry = True
     """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
-    takes_turns = False
+    meets_in_micro_batches = False
     """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
     hosts: dist.ProcessGroup | None = None
     """All ranks, by the network of their hosts, where there are several."""
@@ -68,42 +68,42 @@ class Engine:
         self.optimizer.step()
         if self.takes_found_inf:
             del self.optimizer.found_inf  # a GradScaler sets its own
-        self.drop()
+        self.zero_grad()
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
         """Those of `batch`, and whether each is the last one; where ranks meet inside them, as many on every rank."""
         return batch.micro_batches(rung)
 
-    def before(self, last: bool) -> None:
+    def set_gradient_sync(self, last: bool) -> None:
         """Ahead of a micro-batch's forward: wrappers that reduce in its backward read there whether they should."""
 
-    def together(self, ladder: Ladder) -> AbstractContextManager[None]:
+    def synchronized(self, backoff: OomBackoff) -> AbstractContextManager[None]:
         """What a rank does alone; engines of several ranks see to it that all end the block alike."""
         return nullcontext()
 
-    def backward(self, loss: Tensor, share: float) -> None:
+    def backward(self, loss: Tensor, loss_weight: float) -> None:
         """Backward of a summed loss, of which each unit weighs `share` in the mean over the whole step and all ranks."""
         if self.factor.dtype != loss.dtype:
             self.factor = self.factor.to(loss.dtype)
         if self.scaler is None:
-            self.factor.fill_(share)
+            self.factor.fill_(loss_weight)
         else:
-            self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(share))
+            self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(loss_weight))
         loss.backward(gradient=self.factor)
 
     def loss_scale(self) -> Tensor | None:
         """What the loss is multiplied with at present; None where it is not."""
         return None if self.scaler is None else self.scaler.scale(torch.ones_like(self.norm))
 
-    def agree(self, wish: int) -> int:
-        """The greatest of what the ranks wish. All ranks call it."""
+    def all_reduce_max(self, value: int) -> int:
+        """The greatest of what the ranks value. All ranks call it."""
         if self.hosts is None:
-            return wish
-        told = torch.tensor(wish)
+            return value
+        told = torch.tensor(value)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
         return int(told)
 
-    def of_all_ranks(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """`value` of every rank. All ranks call it."""
         found: list[Any] = [value] * self.run.world_size
         if self.hosts is not None:
@@ -178,7 +178,7 @@ class Engine:
     def optimizer_state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            states[name] = mapped(
+            states[name] = map_tensors(
                 kept, {key: self.whole(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
             )
         groups = [{key: value for key, value in group.items() if counts(key, value)} for group in self.optimizer.param_groups]
@@ -198,7 +198,7 @@ class Engine:
                 if made.keys() != saved.keys():
                     raise ValueError(f"there is {sorted(saved)} for {sorted(made)}")
                 for key, value in made.items():
-                    made[key] = self.filled(value, saved[key])
+                    made[key] = self.copy_into(value, saved[key])
             except ValueError as error:
                 raise ValueError(
                     f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, {error}"
@@ -208,11 +208,11 @@ class Engine:
         for group, numbers in zip(self.optimizer.param_groups, state["groups"], strict=False):
             group.update(numbers)
 
-    def filled(self, made: Any, saved: Any) -> Any:
+    def copy_into(self, made: Any, saved: Any) -> Any:
         """`saved` in the shape of `made`, of which this rank may hold a part."""
-        return filled(made, saved)
+        return copy_into(made, saved)
 
-    def drop(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the partial gradients of a step."""
         for parameter in self.zeroed:
             parameter.grad = None
@@ -228,7 +228,7 @@ class Engine:
         for event in self.on_updated:
             event(self.run)
         self.scheduler.step()
-        self.drop()
+        self.zero_grad()
 
     def gradients(self) -> list[Tensor]:
         """What this rank holds of the step's gradients."""

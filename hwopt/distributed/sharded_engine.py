@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 from hwopt.distributed.engine import Engine
 
 
-class TakingTurns(Engine, ABC):
+class ShardedEngine(Engine, ABC):
     """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
 
-    can_redo = False
-    takes_turns = True
+    supports_retry = False
+    meets_in_micro_batches = True
     hosts: dist.ProcessGroup
     """Whoever derives from this makes it."""
 
@@ -30,7 +30,7 @@ class TakingTurns(Engine, ABC):
         most = torch.tensor(len(own))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.hosts)
         smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
-        own += [replace(smallest, share=0.0)] * (int(most) - len(own))
+        own += [replace(smallest, loss_weight=0.0)] * (int(most) - len(own))
         return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
 
     @abstractmethod

@@ -16,7 +16,7 @@ from typing import Any
 from hwopt.errors import InputError
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, PluginOptions
-from hwopt.plugin.guard import blaming
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.training.build import made
@@ -42,7 +42,7 @@ def without_launcher() -> Iterator[None]:
 def engine_plugin(plan: Plan, key: str) -> Any | None:
     """What the run of `plan` hands to the Accelerator as `key`, a copy of its own; None where it has no such thing."""
     field = f"accelerator[{key!r}]"
-    with blaming(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
+    with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
         return copy.deepcopy(made(plan.recipe.accelerator.get(key)))
 
 
@@ -74,7 +74,7 @@ def bringers(context: Context, registry: Registry) -> Iterator[tuple[str, Plugin
     for name in registry.names:
         with suppress(Exception):  # broken, or not without options: nobody asked for it
             found = registry.plugin(name)
-            if "accelerator" not in found.slots:
+            if "accelerator" not in found.writes:
                 continue
             default = found.Options()
             for options in found(default).probe(installed).options or (default,):

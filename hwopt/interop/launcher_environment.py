@@ -13,7 +13,7 @@ from typing import Any
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_whole
-from hwopt.text import listing, shorten
+from hwopt.text import listing, truncate
 
 NEUTRAL = frozenset({"", "0", "1", "no", "false", "none"})
 
@@ -65,7 +65,7 @@ def refuse_odd_switches(environment: Mapping[str, str]) -> None:
     for name in SWITCHES:
         if name in environment and environment[name].lower() not in (*YES, *NO):
             problems.add(
-                f"{name}={shorten(environment[name])}: expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
+                f"{name}={truncate(environment[name])}: expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
             )
     problems.raise_if_any(InputError)
 
@@ -140,7 +140,7 @@ def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
             continue
         said = f"it is {spelled(known[key])}" if key in known else "there is no such thing"
         yield (
-            f"{path}: {key} is {shorten(value)}, which contradicts the plan, in which {said}. "
+            f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {said}. "
             "Change one of them, or write the file anew: hwopt export --to deepspeed"
         )
 

@@ -17,8 +17,8 @@ from hwopt.memory.planner import from_trace, held_part, highest, plan_memory
 from hwopt.memory.tracer import traced
 from hwopt.planning.memory_plan import Change, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Leaner
-from hwopt.plugin.guard import blaming
+from hwopt.plugin import MemoryOption
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 WORTH_IT_GIB = 0.01
@@ -31,7 +31,7 @@ def advised(plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, 
     """`memory` with the changes that would save some: the least loss of speed first, what alters the training last."""
     advisor = Advisor(plan, memory, registry, replan, cache)
     changes = sorted(advisor.single(), key=lambda change: (change.alters, change.slower, -change.saves_gib))
-    together = () if any(change.fits for change in changes) else tuple(advisor.together(changes))
+    together = () if any(change.fits for change in changes) else tuple(advisor.combined(changes))
     return replace(memory, changes=(*changes, *together))
 
 
@@ -51,8 +51,8 @@ class Advisor:
         """One change a plugin: its first offer that fits, or its last one; and a shorter max_length."""
         for name in self.registry.names:
             best: Change | None = None
-            with blaming(f"plugin {name!r} of {self.registry.distribution(name)}", "leaner()"):
-                offers = list(self.registry.plugin(name).leaner(self.present(name), self.plan.context))
+            with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "leaner()"):
+                offers = list(self.registry.plugin(name).memory_options(self.present(name), self.plan.context))
             for offer in offers:
                 best = self.tried(name, offer) or best
                 if best is not None and best.fits:
@@ -61,7 +61,7 @@ class Advisor:
                 yield best
         yield from self.shorter()
 
-    def together(self, changes: Sequence[Change]) -> Iterator[Change]:
+    def combined(self, changes: Sequence[Change]) -> Iterator[Change]:
         """All that alter nothing at once; if that is not enough, all of them."""
         for chosen in ([change for change in changes if not change.alters], list(changes)):
             then = self.with_assignments([assignment for change in chosen for assignment in change.assignments])
@@ -79,7 +79,7 @@ class Advisor:
                 if change.fits:
                     return
 
-    def tried(self, name: str, offer: Leaner) -> Change | None:
+    def tried(self, name: str, offer: MemoryOption) -> Change | None:
         """The offer as a change; None where it is not possible here or saves nothing."""
         keys = self.changed(name, offer)
         assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in keys.items()) or (f"plugins.{name}.enabled=true",)
@@ -110,7 +110,7 @@ class Advisor:
         """The options in effect of a plugin; None where it is not in effect."""
         return next((entry.options for entry in self.plan.applied() if entry.name == name), None)
 
-    def changed(self, name: str, offer: Leaner) -> dict[str, str]:
+    def changed(self, name: str, offer: MemoryOption) -> dict[str, str]:
         """Option -> value in TOML, of those that are not so already."""
         now = self.present(name)
         base = (now or type(offer.options)()).model_dump(mode="json")

@@ -31,7 +31,7 @@ from hwopt.model.remote_code import is_trusted
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
 from hwopt.plugin import MemorySpec
-from hwopt.plugin.guard import blaming, entered
+from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import Prepared, in_float32
 from hwopt.tasks.registry import make_task
@@ -51,7 +51,7 @@ class Shape:
     width: int
 
 
-class Stage:
+class FakeAccelerator:
     """What `build` needs of an Accelerator, without its processes and devices."""
 
     scaler = None
@@ -75,7 +75,7 @@ def spec_of(plan: Plan) -> MemorySpec:
     """The sums and stand-ins of the plan's plugins, in their order."""
     spec = MemorySpec(plan.model.parameters, plan.model.parameters)
     for entry in plan.applied():
-        with blaming(entry.who, "memory()"):
+        with plugin_guard(entry.who, "memory()"):
             entry.plugin.memory(spec, plan.context)
     return spec
 
@@ -103,8 +103,8 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
     """
     with ExitStack() as stack:
         for enter in recipe.process if real or recipe.engine is None else []:  # an engine's are for its ranks
-            stack.enter_context(entered(enter))
-        accelerator: Any = Stage(device, recipe.accelerator.get("mixed_precision", "no"))
+            stack.enter_context(guarded_context(enter))
+        accelerator: Any = FakeAccelerator(device, recipe.accelerator.get("mixed_precision", "no"))
         if real and recipe.engine is not None:
             accelerator = make_accelerator(replace(plan, recipe=recipe))
             stack.callback(forget, accelerator)

@@ -17,7 +17,7 @@ from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.roofline import predict
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, traced, traced_at
-from hwopt.planning.decisions import Entry
+from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import Change, MemoryPlan
 from hwopt.planning.plan import Plan
 
@@ -203,7 +203,7 @@ def walk(
 
 
 def number_of(
-    entry: Entry, options: Mapping[str, Any] | None, taken: dict[str, int], replan: Callable[[dict[str, int]], Plan]
+    entry: PluginDecision, options: Mapping[str, Any] | None, taken: dict[str, int], replan: Callable[[dict[str, int]], Plan]
 ) -> int | None:
     """Which of the choices of `entry` has these options; None where none has."""
     for number in range(entry.choices) if options else ():

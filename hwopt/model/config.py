@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.errors import HwoptError, InputError, is_gated
 from hwopt.model.remote_code import is_trusted
 from hwopt.system.paths import kind_of, read_whole
-from hwopt.text import cut, listing, nearest, shorten, text_of
+from hwopt.text import cut, listing, nearest, safe_str, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,7 +42,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         model_type = config["model_type"]
         if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
             raise InputError(
-                f"model.config.model_type: {shorten(model_type)} is not an architecture of transformers."
+                f"model.config.model_type: {truncate(model_type)} is not an architecture of transformers."
                 f"{nearest(str(model_type), CONFIG_MAPPING_NAMES)}"
             )
         options = {key: value for key, value in config.items() if key != "model_type"}
@@ -97,28 +97,28 @@ def file_of(name: str, file: str, revision: str | None) -> str | None:
 def refuse_absurd(content: Any, where: str, above: str = "") -> None:
     """Raise InputError for numbers in a config that no model has, before anything counts up to them."""
     if not isinstance(content, dict):
-        raise InputError(f"{where}: expected an object with the config's keys, got {shorten(content)}")
+        raise InputError(f"{where}: expected an object with the config's keys, got {truncate(content)}")
     for key, value in content.items():
         name = f"{above}{cut(str(key))}"
         if isinstance(value, dict):
             refuse_absurd(value, where, f"{name}.")
         if "implementation" in str(key) and "/" in str(value):
-            raise InputError(f"{where}: {name}: {shorten(value)} would be fetched from the hub and run; leave it out")
+            raise InputError(f"{where}: {name}: {truncate(value)} would be fetched from the hub and run; leave it out")
         for number in value if isinstance(value, list) else [value]:
             most = next((limit for pattern, limit in MOST.items() if re.search(pattern, str(key))), LARGEST)
             if isinstance(number, int) and abs(number) > most:
-                raise InputError(f"{where}: {name}: {shorten(number, 30)} is more than any model has (at most {most:,})")
+                raise InputError(f"{where}: {name}: {truncate(number, 30)} is more than any model has (at most {most:,})")
 
 
 def reason_of(error: Exception, config: Mapping[str, Any]) -> str:
     """What an architecture says of a `config`: where that may be as bare as "'gelo'", with the keys that it is probably about."""
     if not isinstance(error, LookupError | ArithmeticError):
-        return text_of(error)
+        return safe_str(error)
     plain = {key: value for key, value in config.items() if isinstance(value, str | int) and not isinstance(value, bool)}
     named = [key for key, value in plain.items() if isinstance(error, KeyError) and value in error.args]
     empty = sorted(key for key, value in plain.items() if isinstance(value, int) and value <= 0)
     keys = named or empty or sorted(plain)
-    return f"{type(error).__name__}: {text_of(error)}; it has {listing([f'{key} = {shorten(plain[key])}' for key in keys])}"
+    return f"{type(error).__name__}: {safe_str(error)}; it has {listing([f'{key} = {truncate(plain[key])}' for key in keys])}"
 
 
 def _why_no_model(name: str, error: Exception) -> str:

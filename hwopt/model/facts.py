@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.errors import InputError
 from hwopt.model.config import reason_of
 from hwopt.model.remote_code import is_trusted
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -211,7 +211,7 @@ def logit_transform(model: Any) -> str | None:
             try:
                 logits = model.to(dtype)(input_ids=token, use_cache=False).logits
             except Exception as error:  # some models read values, which nothing here has
-                why = why or f"{type(error).__name__}: {shorten(str(error), 80)}"
+                why = why or f"{type(error).__name__}: {truncate(str(error), 80)}"
                 continue
             hook.remove()
             if len(made) == 1 and logits is made[0][0] and logits._version == made[0][1]:

@@ -11,7 +11,7 @@ from hwopt.errors import InputError
 from hwopt.model.config import file_of
 from hwopt.model.remote_code import is_trusted
 from hwopt.system.paths import read_whole
-from hwopt.text import listing, shorten
+from hwopt.text import listing, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,7 @@ def load_trained(auto: Any, name: str, revision: str | None, config: PretrainedC
 
 
 def unreadable(name: str, error: Exception) -> InputError:
-    return InputError(f"model.name: {name!r}: its weights cannot be loaded: {shorten(str(error), 200)}")
+    return InputError(f"model.name: {name!r}: its weights cannot be loaded: {truncate(str(error), 200)}")
 
 
 def refuse_pickles(name: str, revision: str | None, explicit: str | None = None) -> None:
@@ -68,7 +68,7 @@ def refuse_pickles(name: str, revision: str | None, explicit: str | None = None)
 
     if explicit is not None and not plain_safetensors(explicit.removesuffix(".index.json")):
         raise InputError(
-            f"model.name: {name!r}: its config names {shorten(explicit)} as weights, which is no safetensors beside it"
+            f"model.name: {name!r}: its config names {truncate(explicit)} as weights, which is no safetensors beside it"
         )
     index = explicit if explicit is not None and explicit.endswith(".index.json") else SAFE_WEIGHTS_INDEX_NAME
     path = file_of(name, index, revision)
@@ -82,7 +82,7 @@ def refuse_pickles(name: str, revision: str | None, explicit: str | None = None)
         raise InputError(f"model.name: {name!r}: its {index} is no index of weights ({type(error).__name__})") from error
     wrong = sorted(shard for shard in names if not plain_safetensors(shard))
     if wrong or not fit:
-        what = f"leads to {shorten(wrong[0])}" if wrong else "has no table of metadata"
+        what = f"leads to {truncate(wrong[0])}" if wrong else "has no table of metadata"
         raise InputError(
             f"model.name: {name!r}: its {index} {what}; hwopt opens safetensors that lie beside it, and no pickles. Load the "
             "model where you trust it, and save it again with save_pretrained()"
@@ -117,4 +117,4 @@ def refuse_others(name: str, found: dict[str, Any], base: str, new_head: bool) -
             f"instead of {ours}. Mend the config, or save the model again with save_pretrained()"
         )
     if found.get("error_msgs"):
-        raise InputError(f"model.name: {name!r}: its weights cannot be loaded: {shorten(str(found['error_msgs'][0]), 200)}")
+        raise InputError(f"model.name: {name!r}: its weights cannot be loaded: {truncate(str(found['error_msgs'][0]), 200)}")

@@ -13,7 +13,7 @@ from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import check_decision
 from hwopt.plugin import Context
-from hwopt.plugin.guard import blaming
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 BERT_BASE = ModelFacts(
@@ -62,7 +62,7 @@ def ask(registry: Registry, name: str, context: Context) -> Answer:
     distribution = registry.distribution(name)
     try:
         plugin_class = registry.plugin(name)
-        with blaming(f"plugin {name!r}", "probe()"):
+        with plugin_guard(f"plugin {name!r}", "probe()"):
             try:
                 plugin = plugin_class(plugin_class.Options())
             except ValidationError:

@@ -13,15 +13,15 @@ from hwopt.config.profile import Profile
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions
-from hwopt.plugin.guard import blaming
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 DECISIONS = ("apply", "fallback", "skip", "choose")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PluginDecision:
     """What was decided for one plugin, and why."""
 
     plugin: Plugin
@@ -76,7 +76,7 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
             problems.add(str(error))
             continue
         document = replace(profile.document, data={"plugins": {name: table}})
-        with blaming(f"plugin {name!r} of {registry.distribution(name)}", "checking its options"):
+        with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "checking its options"):
             options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
         if options is not None:
             found.append((plugin_class, options, profile.place(*key)))
@@ -84,18 +84,18 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
     return found
 
 
-def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[Entry]:
+def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[PluginDecision]:
     for plugin_class, options, place in given_options(profile, registry):
-        with blaming(f"plugin {plugin_class.name!r} of {registry.distribution(plugin_class.name)}", "its constructor"):
+        with plugin_guard(f"plugin {plugin_class.name!r} of {registry.distribution(plugin_class.name)}", "its constructor"):
             plugin = plugin_class(options)
-        yield entry_for(plugin, options, place, profile, registry, context, choices.get(plugin_class.name, 0))
+        yield decision_for(plugin, options, place, profile, registry, context, choices.get(plugin_class.name, 0))
 
 
-def entry_for(
+def decision_for(
     plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
-) -> Entry:
-    entry = Entry(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
-    with asking(entry, "probe()", context):
+) -> PluginDecision:
+    entry = PluginDecision(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
+    with plugin_hook(entry, "probe()", context):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
         if decision.kind in ("fallback", "choose"):
@@ -122,22 +122,22 @@ def entry_for(
 def check_decision(decision: object, options: type[PluginOptions]) -> None:
     """Raise PluginError for an answer of `probe` that is none."""
     if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
-        raise PluginError(f"probe() returned {shorten(decision)} instead of a Decision")
+        raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
     if not isinstance(decision.reason, str):
-        raise PluginError(f"probe() gave {shorten(decision.reason)} as a reason instead of a text")
+        raise PluginError(f"probe() gave {truncate(decision.reason)} as a reason instead of a text")
     if decision.kind in ("fallback", "choose") and not decision.options:
         raise PluginError(f"probe() decided to {decision.kind}, and gave no options")
     if wrong := [given for given in decision.options if not isinstance(given, options)]:
-        raise PluginError(f"probe() gave {shorten(wrong[0])} as options instead of {options.__qualname__}")
+        raise PluginError(f"probe() gave {truncate(wrong[0])} as options instead of {options.__qualname__}")
 
 
 @contextmanager
-def asking(entry: Entry, hook: str, context: Context | None = None) -> Iterator[None]:
+def plugin_hook(entry: PluginDecision, hook: str, context: Context | None = None) -> Iterator[None]:
     """Around a plugin's hook: what it raises becomes a PluginError that names it and its distribution, what it prints goes to the
     standard error, and the job of `context` stays as it is."""
     before = context and context.job.model_dump()
     try:
-        with blaming(entry.who, hook):
+        with plugin_guard(entry.who, hook):
             yield
     except PluginError as error:
         raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
@@ -145,7 +145,7 @@ def asking(entry: Entry, hook: str, context: Context | None = None) -> Iterator[
         raise PluginError(f"{entry.who}: {hook} changed the job; a plugin writes into the recipe and nothing else")
 
 
-def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
     """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
     ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
     for entry in list(ordered):
@@ -166,7 +166,7 @@ def in_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(ordered)
 
 
-def stands_below(entry: Entry, other: Entry) -> bool:
+def stands_below(entry: PluginDecision, other: PluginDecision) -> bool:
     """Whether its table stands below the other's in one file."""
     (file, _, line), (other_file, _, other_line) = entry.place.rpartition(":"), other.place.rpartition(":")
     if not (file and file == other_file and line.isdigit() and other_line.isdigit()):
@@ -174,7 +174,7 @@ def stands_below(entry: Entry, other: Entry) -> bool:
     return int(line) > int(other_line)
 
 
-def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
+def refuse_conflicts(entries: tuple[PluginDecision, ...]) -> None:
     """Raise PluginError, with both places, where a plugin in effect excludes another or lacks one that it needs."""
     problems = Problems()
     applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
@@ -188,14 +188,14 @@ def refuse_conflicts(entries: tuple[Entry, ...]) -> None:
         for conflict in entry.plugin.conflicts:
             other = applied.get(conflict.other)
             if other is not None:
-                with asking(entry, "conflicts"):
+                with plugin_hook(entry, "conflicts"):
                     clash = conflict.when(entry.options, other.options)
                 if clash:
                     problems.add(f"{entry.author} and {other.author} cannot be used together: {conflict.why}")
     problems.raise_if_any(PluginError)
 
 
-def refuse_compromises(entries: tuple[Entry, ...], notes: tuple[str, ...]) -> None:
+def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) -> None:
     problems = Problems()
     for entry in entries:
         if entry.decision != "apply":
@@ -205,12 +205,12 @@ def refuse_compromises(entries: tuple[Entry, ...], notes: tuple[str, ...]) -> No
     problems.raise_if_any(PluginError)
 
 
-def rescuers(profile: Profile, registry: Registry) -> Iterator[Plugin]:
+def oom_plugins(profile: Profile, registry: Registry) -> Iterator[Plugin]:
     """Only of those that the profile does not speak of: a table with `enabled = false` is an answer too."""
     for name in registry.names:
         with suppress(PluginError, ValidationError):  # broken, or without default options: no help, but nobody asked for it
             found = registry.plugin(name)
-            if name not in profile.content.plugins and found.rescue is not Plugin.rescue:
-                with blaming(f"plugin {name!r} of {registry.distribution(name)}", "its constructor"):
+            if name not in profile.content.plugins and found.on_oom is not Plugin.on_oom:
+                with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "its constructor"):
                     helper = found(found.Options())
                 yield helper

@@ -10,7 +10,7 @@ from hwopt.config.job import Job, Training
 from hwopt.config.profile import Profile
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import Entry
+from hwopt.planning.decisions import PluginDecision
 from hwopt.plugin import Context, Plugin
 from hwopt.plugin.recipe import Recipe
 
@@ -31,7 +31,7 @@ class Plan:
     software: Mapping[str, str]
     job: Job
     model: ModelFacts
-    entries: tuple[Entry, ...]
+    entries: tuple[PluginDecision, ...]
     recipe: Recipe
     training: Training
     batch: BatchSizes
@@ -43,7 +43,7 @@ class Plan:
     """The file that the job came from."""
     memory: MemoryPlan | None = None
     """Where it was asked for."""
-    rescuers: tuple[Plugin, ...] = ()
+    oom_plugins: tuple[Plugin, ...] = ()
     """Plugins without a table in the profile that can still help a run that does not fit."""
 
     @property
@@ -78,7 +78,7 @@ class Plan:
         found: dict[str, Any] = {"model.config": self.job.model.config}
         for entry in self.applied():
             if entry.plugin.preserves == "method":
-                options = entry.options.model_dump(mode="json", exclude=set(entry.plugin.may_differ))
+                options = entry.options.model_dump(mode="json", exclude=set(entry.plugin.resume_ignores))
                 found |= {f"plugins.{entry.name}": "in use"} | {f"plugins.{entry.name}.{key}": options[key] for key in options}
         return found
 
@@ -86,7 +86,7 @@ class Plan:
         """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""
         return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}
 
-    def applied(self) -> Iterator[Entry]:
+    def applied(self) -> Iterator[PluginDecision]:
         return (entry for entry in self.entries if entry.decision != "skip")
 
     def place(self, *key: str) -> str:

@@ -17,14 +17,14 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import Entry, asking, decide, in_order, refuse_compromises, refuse_conflicts, rescuers
+from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook, refuse_conflicts
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import has_key, provenance_of, under_job
 from hwopt.plugin import Context
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.run_view import BatchSizes
-from hwopt.text import listing, nearest, shorten
+from hwopt.text import listing, nearest, truncate
 
 BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
 
@@ -59,7 +59,7 @@ def resolve(
     recipe = write_recipe(entries, context)
     notes = card_notes(profile, hardware)
     if strict:
-        refuse_compromises(entries, notes)
+        enforce_strict(entries, notes)
     training = job.training.model_copy(
         update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
     )
@@ -79,16 +79,16 @@ def resolve(
         world_size=world_size,
         notes=(*notes, *batch_note),
         job_name=job_file.document.name,
-        rescuers=tuple(rescuers(profile, registry)),
+        oom_plugins=tuple(oom_plugins(profile, registry)),
     )
 
 
-def write_recipe(entries: tuple[Entry, ...], context: Context) -> Recipe:
+def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
     """What the plugins that are not skipped write, in their order; whoever needs a recipe of their own makes it anew."""
     recipe = Recipe()
     for entry in entries:
         if entry.decision != "skip":
-            with recipe.written_by(entry.author, entry.distribution), asking(entry, "apply()", context):
+            with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()", context):
                 entry.plugin.apply(recipe, context)
     return recipe
 
@@ -106,7 +106,7 @@ def check_hyperparameters(recipe: Recipe, training: Training) -> None:
             near = nearest(key, BATCH_KEYS)
             raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
         if key != "widths" and not (isinstance(value, int) and value > 0):
-            raise PluginError(f"{author}: recipe.batch[{key!r}] is {shorten(value)}; expected a whole number above 0")
+            raise PluginError(f"{author}: recipe.batch[{key!r}] is {truncate(value)}; expected a whole number above 0")
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:

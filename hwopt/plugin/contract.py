@@ -146,7 +146,7 @@ class Conflict:
 
 
 @dataclass(frozen=True)
-class Leaner:
+class MemoryOption:
     """Options of a plugin that need less memory than the present ones, and what they cost."""
 
     options: PluginOptions
@@ -165,13 +165,13 @@ class Plugin:
     """Plugins of the same stage that come first where they are present."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
     """The most that it may change: nothing, rounding, or the training method itself."""
-    may_differ: ClassVar[tuple[str, ...]] = ()
+    resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options of one that changes the method which do not, and so may differ where a run goes on."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Plugins without which it makes no sense; refused where one is absent or skipped."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     """Said by one of the two; by name, so that the other need not be installed."""
-    slots: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
     """The recipe fields that it writes, for `hwopt plugins show`; the contract test holds it to them."""
 
     class Options(PluginOptions):
@@ -191,11 +191,11 @@ class Plugin:
         """Correct the sums of `spec`, and give stand-ins for what fake tensors cannot run. The planner traces all else itself."""
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> Sequence[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:
         """Options that would save memory, from `options`, or from None where the profile does without the plugin."""
         return ()
 
-    def rescue(self, run: RunView) -> str | None:
+    def on_oom(self, run: RunView) -> str | None:
         """Make the running model need less memory, asked where even single rows do not fit and the profile has no such table.
 
         Returns what it costs, or None where it cannot help. It must not change what is trained.
@@ -215,7 +215,7 @@ __all__ = [
     "EngineView",
     "Evidence",
     "Hardware",
-    "Leaner",
+    "MemoryOption",
     "MemorySpec",
     "ModelFacts",
     "Observation",

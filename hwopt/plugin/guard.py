@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from hwopt.errors import HwoptError, PluginError, StorageError, is_disk_full
 from hwopt.system import signals
-from hwopt.text import text_of
+from hwopt.text import safe_str
 
 
-def blame(error: BaseException, who: str, what: str) -> NoReturn:
+def raise_plugin_error(error: BaseException, who: str, what: str) -> NoReturn:
     """Raise `error` as the plugin's, or as it is where the plugin is not at fault."""
     asked = isinstance(error, KeyboardInterrupt) or signals.received() is not None
     short = type(error).__name__ == "OutOfMemoryError"  # torch's, which is heavy
@@ -27,18 +27,18 @@ def blame(error: BaseException, who: str, what: str) -> NoReturn:
         raise error
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename is not None else ""
-        why = getattr(error, "strerror", None) or text_of(error)
+        why = getattr(error, "strerror", None) or safe_str(error)
         raise StorageError(f"{who}: {what}: {where}{why}. Free some space and run again.") from error
     said = (
         f"called sys.exit({error.code!r})"
         if isinstance(error, SystemExit)
-        else f"raised {type(error).__name__}: {text_of(error)}"
+        else f"raised {type(error).__name__}: {safe_str(error)}"
     )
     raise PluginError(f"{who}: {what} {said}") from error
 
 
 @contextmanager
-def blaming(who: str, what: str) -> Iterator[None]:
+def plugin_guard(who: str, what: str) -> Iterator[None]:
     """Around a plugin's code that is called once: what it raises is its error, what it prints goes to the standard error."""
     try:
         with redirect_stdout(sys.stderr):
@@ -47,11 +47,11 @@ def blaming(who: str, what: str) -> Iterator[None]:
         trace = error.__traceback__
         if isinstance(error, GeneratorExit) and trace is not None and trace.tb_next is None:
             raise  # nobody's: Python closes this very generator
-        blame(error, who, what)
+        raise_plugin_error(error, who, what)
 
 
 @dataclass(frozen=True)
-class Blamed:
+class Guarded:
     """A callable of a plugin; pickles if that does, and has its attributes (evidence looks for `__self__`)."""
 
     function: Callable[..., Any]
@@ -62,7 +62,7 @@ class Blamed:
         try:
             return self.function(*arguments, **options)
         except BaseException as error:
-            blame(error, self.who, self.what)
+            raise_plugin_error(error, self.who, self.what)
 
     def __getattr__(self, name: str) -> Any:
         if "function" not in self.__dict__:  # while it is unpickled
@@ -70,16 +70,16 @@ class Blamed:
         return getattr(self.function, name)
 
 
-class Once(Blamed):
+class GuardedOnce(Guarded):
     """A callable that is called once a run, outside of the steps: what it prints goes to the standard error too."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with blaming(self.who, self.what):
+        with plugin_guard(self.who, self.what):
             return self.function(*arguments, **options)
 
 
 @contextmanager
-def entered(make: Callable[[], Any]) -> Iterator[None]:
+def guarded_context(make: Callable[[], Any]) -> Iterator[None]:
     """Inside of a plugin's process context: what that raises on the way in and out is the plugin's, what the block raises is not.
 
     A context that swallows the block's error does not make it undone.
@@ -95,6 +95,6 @@ def entered(make: Callable[[], Any]) -> Iterator[None]:
     except BaseException as error:
         if error is inside:
             raise
-        blame(error, getattr(make, "who", "a plugin"), "recipe.process")
+        raise_plugin_error(error, getattr(make, "who", "a plugin"), "recipe.process")
     if inside is not None:
         raise inside

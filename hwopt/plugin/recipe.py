@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hwopt.errors import PluginError
-from hwopt.plugin.guard import Blamed, Once
+from hwopt.plugin.guard import Guarded, GuardedOnce
 from hwopt.text import listing, nearest
 
 SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
@@ -36,7 +36,9 @@ class Settings(UserDict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._recipe.claim(f"{self._field}[{key!r}]")
-        super().__setitem__(key, self._recipe.blamed(value, f"{self._field}[{key!r}]") if self._field == "accelerator" else value)
+        super().__setitem__(
+            key, self._recipe.guarded(value, f"{self._field}[{key!r}]") if self._field == "accelerator" else value
+        )
 
     def __delitem__(self, key: str) -> None:
         raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
@@ -50,7 +52,7 @@ class Steps(MutableSequence[Any]):
         self._steps: list[Any] = []
 
     def insert(self, index: int, value: Any) -> None:
-        self._steps.insert(index, self._recipe.blamed(value, self._field))
+        self._steps.insert(index, self._recipe.guarded(value, self._field))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; add to it instead of changing it")
@@ -118,7 +120,7 @@ class Recipe:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
             self.claim(name)
-            value = self.blamed(value, name)
+            value = self.guarded(value, name)
         elif not name.startswith("_"):
             known = (*SLOTS, *LISTS, *SETTINGS, "events")
             how = "add to it instead of replacing it" if name in known else f"it has: {listing(known, 30)}"
@@ -139,11 +141,11 @@ class Recipe:
         finally:
             self._author = before
 
-    def blamed(self, value: Any, field: str) -> Any:
+    def guarded(self, value: Any, field: str) -> Any:
         """`value` as it is kept: what a plugin's callable raises names the plugin."""
-        if self._author is None or not callable(value) or isinstance(value, Blamed):
+        if self._author is None or not callable(value) or isinstance(value, Guarded):
             return value
-        kind = Once if field in LISTS and field != "state" else Blamed
+        kind = GuardedOnce if field in LISTS and field != "state" else Guarded
         return kind(value, self.named(self._author), f"recipe.{field}")
 
     def named(self, author: str) -> str:

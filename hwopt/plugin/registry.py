@@ -13,8 +13,8 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
 from hwopt.errors import InputError, PluginError
-from hwopt.plugin.guard import blaming
-from hwopt.text import listing, nearest, shorten
+from hwopt.plugin.guard import plugin_guard
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:  # pydantic costs more than listing profiles may
     from hwopt.plugin.contract import Plugin
@@ -32,8 +32,8 @@ class Registry:
         for entry_point in found:
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", entry_point.name):
                 raise PluginError(
-                    f"plugin {shorten(entry_point.name)} of {distribution_of(entry_point)}: is no name for a table of a profile; "
-                    "letters, digits, '-' and '_' are"
+                    f"plugin {truncate(entry_point.name)} of {distribution_of(entry_point)}: is not a valid table name; "
+                    "use letters, digits, '-' and '_'"
                 )
             first = self._entry_points.setdefault(entry_point.name, entry_point)
             if first.value != entry_point.value:
@@ -77,7 +77,7 @@ class Registry:
     def _load(self, entry_point: EntryPoint) -> type[Plugin]:
         distribution = distribution_of(entry_point)
         who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
-        with blaming(who, "mend or uninstall it; it"):
+        with plugin_guard(who, "mend or uninstall it; it"):
             loaded = entry_point.load()
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded
@@ -90,7 +90,7 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
 
     who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
-        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {shorten(plugin)}")
+        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}")
     if plugin.api_version != API_VERSION:
         raise PluginError(
             f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
@@ -104,15 +104,15 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     if plugin.probe is Plugin.probe:
         raise PluginError(f"{who}: has no probe()")
     if plugin.preserves not in ("bits", "rounding", "method"):
-        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {shorten(plugin.preserves)}")
-    kinds = {"after": str, "may_differ": str, "requires": str, "slots": str, "conflicts": Conflict}
+        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
+    kinds = {"after": str, "resume_ignores": str, "requires": str, "writes": str, "conflicts": Conflict}
     for key, kind in kinds.items():
         value = getattr(plugin, key)
         if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
-            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {shorten(value)}")
-    for hook in ("probe", "apply", "memory", "evidence", "rescue", "leaner"):
+            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {truncate(value)}")
+    for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options"):
         if not callable(getattr(plugin, hook)):
-            raise PluginError(f"{who}: `{hook}` is {shorten(getattr(plugin, hook))}, which cannot be called")
+            raise PluginError(f"{who}: `{hook}` is {truncate(getattr(plugin, hook))}, which cannot be called")
 
 
 def distribution_of(entry_point: EntryPoint) -> str:

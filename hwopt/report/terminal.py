@@ -20,7 +20,7 @@ from hwopt.text import printable
 from hwopt.training.listener import Listener, Row
 
 if TYPE_CHECKING:
-    from hwopt.planning.decisions import Entry
+    from hwopt.planning.decisions import PluginDecision
     from hwopt.training.run import Run
 from hwopt.planning.plan import Plan
 
@@ -65,7 +65,7 @@ def describe_batch(plan: Plan) -> str:
     return f"{steps}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
 
 
-def describe(entry: Entry) -> str:
+def describe(entry: PluginDecision) -> str:
     options = ", ".join(
         f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
     )

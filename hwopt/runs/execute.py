@@ -17,8 +17,8 @@ from hwopt.errors import (
     NonFiniteError,
     StorageError,
     WorkerDiedError,
-    death,
     is_disk_full,
+    worker_death,
 )
 from hwopt.interop.accelerate import exports_of
 from hwopt.interop.launcher_environment import refuse_contradictions
@@ -29,17 +29,17 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.journal import Journal
 from hwopt.runs.launch import leave_note
-from hwopt.runs.resume import Complete, settled
+from hwopt.runs.resume import Complete, claim_run_folder
 from hwopt.runs.status import status_code, steps_done, summary_of, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, in_folder
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
-from hwopt.system.watchdog import Watch, end_the_others
+from hwopt.system.watchdog import Watchdog, end_the_others
 from hwopt.training.build import build
 from hwopt.training.listener import Listener, Listeners, Row
-from hwopt.training.loop import fitting, train
+from hwopt.training.loop import report_oom, train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
 
@@ -69,14 +69,17 @@ def execute(
         stack.enter_context(signals.listening())
         own: list[Run] = []  # once its folder is its own
 
-        def settle(run: Run) -> None:
+        def claim_folder(run: Run) -> None:
             run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
             best_metric(run)  # what is wrong with the job is said before a folder is made
-            settled(run, stack, resume=resume, fresh=fresh)
+            claim_run_folder(run, stack, resume=resume, fresh=fresh)
             own.append(run)
 
         try:
-            with fitting("the model", "plugins.batch.train"), build(plan, folder, cache or cache_folder(), settle) as run:
+            with (
+                report_oom("the model", "plugins.batch.train"),
+                build(plan, folder, cache or cache_folder(), claim_folder) as run,
+            ):
                 run.ran_out = partial(planner.held, plan, cache or cache_folder())
                 watch = watching(run, stack)
                 run.watch, run.heartbeat = watch, watch.heartbeat
@@ -90,10 +93,10 @@ def execute(
             heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
             return summary_of(folder)
         except BaseException as raised:
-            error = plainly(raised, own)
+            error = to_user_error(raised, own)
             if isinstance(error, InputError):
                 error = placed(error, plan.place)
-            written = concluded(error, own, rank)
+            written = record_outcome(error, own, rank)
             if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
                 # takes seconds, in which a launcher may end this rank: the code is written already
                 error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
@@ -104,18 +107,18 @@ def execute(
             raise
 
 
-def plainly(error: BaseException, own: Sequence[Run]) -> BaseException:
+def to_user_error(error: BaseException, own: Sequence[Run]) -> BaseException:
     """What has ended the run, as an error that says what to do and what is kept."""
     if not isinstance(error, HwoptError) and signals.received() is None:
         full = StorageError(f"{error}. Free some space, and go on with --resume") if is_disk_full(error) else None
-        error = full or death(error) or error
+        error = full or worker_death(error) or error
     if own and own[0].step and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError):
         kept = in_folder(own[0].folder)
         error.args = (f"{error} {f'The newest checkpoint is {kept[0]}.' if kept else 'Nothing has been saved yet.'}",)
     return error
 
 
-def concluded(error: BaseException, own: Sequence[Run], rank: int) -> bool:
+def record_outcome(error: BaseException, own: Sequence[Run], rank: int) -> bool:
     """Write how the run ends into its status, but where the rank at fault has said so better. Whether it was written."""
     code = signals.exit_code(error)
     told = bool(own) and status_code(own[0].folder) is not None
@@ -127,7 +130,7 @@ def concluded(error: BaseException, own: Sequence[Run], rank: int) -> bool:
     return True
 
 
-def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
+def watching(run: Run, stack: contextlib.ExitStack) -> Watchdog:
     """What ends a run that hangs, or that a second signal ends: with its exit code everywhere, and nobody left behind."""
 
     def leave(code: int, message: str = "ended at once, by a second signal") -> None:
@@ -141,7 +144,7 @@ def watching(run: Run, stack: contextlib.ExitStack) -> Watch:
     stack.enter_context(signals.leaving(leave))
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     began = run.step
-    return Watch(run.training.hang_timeout, run.folder, run.rank, leave, launcher, lambda: run.step == began)
+    return Watchdog(run.training.hang_timeout, run.folder, run.rank, leave, launcher, lambda: run.step == began)
 
 
 @contextlib.contextmanager
@@ -162,7 +165,7 @@ def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> 
         changes = advised(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
-    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the ladder has been at single rows
+    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the backoff has been at single rows
     lines = [
         f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})"
         for change in changes

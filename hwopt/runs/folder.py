@@ -16,10 +16,10 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError
-from hwopt.saving.reader import in_folder, set_aside
+from hwopt.saving.reader import in_folder, quarantine
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import kind_of, refuse_bytes
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 LOCK = ".lock"
 OWNER = ".owner.json"
@@ -47,7 +47,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     fit = fit and name.isprintable() and 0 < len(name.encode()) <= 120
     if not fit or plain.startswith(("-", "~")) or RESERVED.fullmatch(plain.split(".")[0].strip()):
         raise InputError(
-            f"--name {shorten(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
+            f"--name {truncate(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
         )
     folder = output_dir / name
     if folder.exists() and trained_here(folder):
@@ -99,7 +99,7 @@ def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterato
     """
     if fresh and folder.exists():
         with locked(folder):
-            set_aside(folder, "old")
+            quarantine(folder, "old")
     with locked(folder):
         try:
             if not resume and not set(os.listdir(folder)) <= {LOCK}:
@@ -134,7 +134,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def trained_here(folder: Path) -> bool:
-    """Whether a process of this machine trains in `folder`, without asking for the lock, which would keep others from it."""
+    """Whether a process of this machine trains in `folder`, without plugin_hook for the lock, which would keep others from it."""
     owner = owner_of(folder)
     if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copy of the folder
         return False

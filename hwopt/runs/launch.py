@@ -28,7 +28,7 @@ from hwopt.hardware.detect import cpu_cores
 from hwopt.system import signals
 from hwopt.system.ranks import rank_and_world
 from hwopt.system.signals import EXIT_CODES
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 NOTES = "HWOPT_LAUNCH_NOTES"
 """The environment variable that makes a process one of these ranks: the folder for their notes."""
@@ -55,7 +55,7 @@ def ranks_to_start(asked: str, environment: Mapping[str, str]) -> int:
     if NOTES in environment:
         return 1  # this is one of them
     if asked != "auto" and not re.fullmatch(r"0*[1-9]\d{0,5}", asked):
-        raise InputError(f"--processes {shorten(asked)}: expected a whole number above 0, or auto (one for each CUDA device)")
+        raise InputError(f"--processes {truncate(asked)}: expected a whole number above 0, or auto (one for each CUDA device)")
     if found := [name for name in ("RANK", "WORLD_SIZE") if name in environment]:
         raise InputError(
             f"--processes {asked}: a launcher starts the ranks already ({', '.join(found)} set). "
@@ -94,11 +94,11 @@ def run_ranks(number: int, arguments: Sequence[str]) -> Ending:
                 ending = Ending(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
         except BaseException as error:
             end_what_is_left(notes)
-            settle(notes, Ending(signals.received() or exit_code_of(error), str(error) or type(error).__name__))
+            record_outcome(notes, Ending(signals.received() or exit_code_of(error), str(error) or type(error).__name__))
             raise
         if ending.exit_code:
             end_what_is_left(notes)
-        settle(notes, ending)
+        record_outcome(notes, ending)
         return ending
 
 
@@ -128,14 +128,14 @@ def launched(number: int, arguments: Sequence[str], notes: Path) -> Ending:
         try:
             launch_command(asked)
         except ChildFailedError as error:
-            return concluded(notes, error.failures)
+            return outcome_of(notes, error.failures)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(signals.EXIT_CODES[signal.SIGTERM]) from None
         except ValueError as error:
             raise InputError(f"Accelerate's launcher refuses its own settings: {error}. See `accelerate env`") from error
-    return concluded(notes, {})
+    return outcome_of(notes, {})
 
 
 def environment_of_ranks(number: int, notes: Path) -> dict[str, str]:
@@ -164,7 +164,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
+def outcome_of(notes: Path, failures: Mapping[int, Any]) -> Ending:
     """The ending of all ranks, from their notes and from the launcher's `failures`.
 
     A rank that was killed leaves no note, and the others fail because of it; those that the launcher ends afterwards count for
@@ -193,7 +193,7 @@ def concluded(notes: Path, failures: Mapping[int, Any]) -> Ending:
         return first
     asked = {-signal.SIGTERM, *signals.EXIT_CODES.values()}
     if found and all(failure.exitcode in asked for failure in failures.values()):
-        return min(found.values(), key=lambda ending: ending.time)  # a signal to one rank, on which all have agreed
+        return min(found.values(), key=lambda ending: ending.time)  # a signal to one rank, on which all have broadcast_folder
     codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
     return Ending(WorkerDiedError.exit_code, f"error: the ranks ended without a word ({codes or 'no exit codes'})")
 
@@ -208,7 +208,7 @@ def cause_of_death(number: int) -> str:
     return f"was ended by {name}; what it printed last says more"
 
 
-def settle(notes: Path, ending: Ending) -> None:
+def record_outcome(notes: Path, ending: Ending) -> None:
     """`status.json` of the run says how it ended, also where the ranks could not write it."""
     from hwopt.runs.status import status_code, write_status
 
@@ -253,7 +253,7 @@ def noted_folder(notes: Path) -> Path | None:
         return None
 
 
-def agreed(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path | None, int]:
+def broadcast_folder(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path | None, int]:
     """What the first rank has settled: ranks that look at different moments may find something else."""
     rank, world_size = rank_and_world(os.environ)
     if world_size > 1:

@@ -12,10 +12,10 @@ from hwopt.errors import (
     StorageError,
 )
 from hwopt.runs.folder import owned
-from hwopt.runs.launch import agreed
+from hwopt.runs.launch import broadcast_folder
 from hwopt.runs.status import steps_done
 from hwopt.saving.compatibility import changed_since, refuse_another_run
-from hwopt.saving.reader import Checkpoint, bring_best, in_folder, newest, opened
+from hwopt.saving.reader import Checkpoint, bring_best, in_folder, latest_valid, load_checkpoint
 from hwopt.training.run import Run
 
 
@@ -28,7 +28,7 @@ class Complete(Exception):
         self.run = run
 
 
-def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
+def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
     """The first rank makes the folder its own, for as long as `stack` lasts, and finds where the run goes on; all ranks hear.
 
     Sets run.folder, run.checkpoint and run.step. Raises what the first rank raises, on all of them.
@@ -38,13 +38,13 @@ def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh
     if run.is_main:
         try:
             stack.enter_context(owned(run.folder, resume=resume is not False, fresh=fresh))
-            found = going_on(run, resume)
+            found = select_checkpoint(run, resume)
             if found is not None and found.folder.parent.absolute() != run.folder.absolute():
                 bring_best(found, run.folder)
         except (HwoptError, Complete) as refused:
             error = refused
     code = 0 if error is None else error.exit_code
-    folder, path, code = agreed(run.folder, found.folder if found else None, code)
+    folder, path, code = broadcast_folder(run.folder, found.folder if found else None, code)
     if error is not None:
         raise error
     if code == Complete.exit_code:
@@ -52,12 +52,12 @@ def settled(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh
     if code:
         raise ended_with(code, 0)
     if path is not None:
-        run.checkpoint = found or opened(path, verify=False)
+        run.checkpoint = found or load_checkpoint(path, verify=False)
         run.step = run.checkpoint.step
     run.folder = folder
 
 
-def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
+def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
     """The checkpoint from which `run` goes on, of the same samples and steps; None: from the start."""
     if resume is False:
         return None
@@ -70,7 +70,7 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
                 "contradict. Give another --name, and the run goes on there; or --resume for the newest"
             )
     else:
-        found = newest(run.folder, run.warn)
+        found = latest_valid(run.folder, run.warn)
     if found is not None:
         refuse_another_run(found, run.facts)
     done = steps_done(run.folder) if (run.folder / "final").is_dir() else 0
@@ -101,6 +101,6 @@ def going_on(run: Run, resume: bool | Path) -> Checkpoint | None:
 
 def asked_for(path: Path) -> Checkpoint:
     try:
-        return opened(path)
+        return load_checkpoint(path)
     except StorageError as error:
         raise StorageError(f"--resume-from: {error}. The newest whole one of a run: --resume") from error

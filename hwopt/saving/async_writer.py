@@ -16,7 +16,7 @@ import torch
 from hwopt.errors import StorageError
 from hwopt.saving.model_files import write_model
 from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
-from hwopt.saving.tensor_tree import HostCopies, taken_apart
+from hwopt.saving.tensor_tree import HostCopies, flatten
 from hwopt.system.atomic_folder import GIB, staged
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Writer:
 
         Raises StorageError where it went wrong, on the rank that writes.
         """
-        while self.run.engine.agree(self.busy()) if all_ranks else self.busy():
+        while self.run.engine.all_reduce_max(self.busy()) if all_ranks else self.busy():
             self.run.heartbeat()
         self.run.heartbeat()
         last, self.last = self.last, None
@@ -114,7 +114,7 @@ def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
     """The training state beside a model's files; what those hold bit for bit is not written twice."""
     from safetensors.torch import save_file
 
-    tree, tensors = taken_apart(state)
+    tree, tensors = flatten(state)
     with ExitStack() as stack:
         find = tensors_of(folder, stack)
         for name in [name for name in tensors if name.startswith("engine/parameters/")]:

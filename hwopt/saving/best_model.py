@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.saving.reader import best_folder, opened, set_aside
+from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
 from hwopt.saving.tensor_tree import HostCopies
-from hwopt.system.atomic_folder import damage
+from hwopt.system.atomic_folder import find_corruption
 from hwopt.text import listing, nearest
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class BestWeights:
         if state["value"] is None or state["metric"] != self.metric:
             return
         folder = best_folder(self.run.folder, int(state["step"]))
-        if wrong := damage(folder) if folder.is_dir() else "there are none":
+        if wrong := find_corruption(folder) if folder.is_dir() else "there are none":
             self.run.warn(
                 f"the best weights so far, of step {state['step']}, cannot be taken from {folder} ({wrong}): "
                 "from here on the best of what comes is kept"
             )
             if self.run.is_main and folder.is_dir():
-                set_aside(folder)
+                quarantine(folder)
             return
         self.value, self.step = state["value"], int(state["step"])
 
@@ -59,7 +59,7 @@ class BestWeights:
             return False
         self.writer.wait()
         self.value, self.step = value, self.run.step
-        kept = HostCopies(passing=self.run.engine.takes_turns)
+        kept = HostCopies(passing=self.run.engine.meets_in_micro_batches)
         state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
         weights = self.run.state_dict()
         if self.run.is_main:
@@ -75,12 +75,12 @@ class BestWeights:
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
             folder = best_folder(self.run.folder, self.step)
-            wrong = damage(folder) if self.run.is_main else ""
-            if self.run.engine.agree(int(wrong != "")):
+            wrong = find_corruption(folder) if self.run.is_main else ""
+            if self.run.engine.all_reduce_max(int(wrong != "")):
                 self.run.warn(f"the best weights, {folder}, are not whole ({wrong}): final/ gets those of the last step")
                 self.value = None
             else:
-                self.run.engine.restore(opened(folder, verify=False).state["engine"]["parameters"])
+                self.run.engine.restore(load_checkpoint(folder, verify=False).state["engine"]["parameters"])
         self.run.accelerator.wait_for_everyone()
 
 

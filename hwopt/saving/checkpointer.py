@@ -13,7 +13,7 @@ from hwopt.errors import InputError, StorageError
 from hwopt.hardware.detect import host_memory
 from hwopt.saving import reader as resume
 from hwopt.saving.async_writer import require_space
-from hwopt.saving.tensor_tree import HostCopies, mapped
+from hwopt.saving.tensor_tree import HostCopies, map_tensors
 from hwopt.system import signals
 from hwopt.system.atomic_folder import GIB
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SAVE = 1
-"""A wish; the exit codes of signals are above it."""
+"""A requested_action; the exit codes of signals are above it."""
 ROOM = 0.9
 """Of the host's free memory, what the copy of a checkpoint may take."""
 
@@ -72,21 +72,21 @@ class Checkpoints:
         else:
             self.save()  # or --resume would find nothing here until the first one is due
 
-    def wish(self) -> int:
+    def requested_action(self) -> int:
         """What this rank wants after a step: 0, SAVE, or the exit code of a signal that came."""
         if code := signals.received():
             return code
         if not self.run.is_main:
             return 0
         self.writer.check()
-        return SAVE if self.clock_says_so() and self.host_has_room() else 0
+        return SAVE if self.timed_save_due() and self.fits_host_memory() else 0
 
-    def clock_says_so(self) -> bool:
+    def timed_save_due(self) -> bool:
         """Early by what a write takes, up to half of the interval: a run that is killed loses no more than that."""
         interval = 60 * self.run.training.save_minutes
         return interval > 0 and time.monotonic() - self.saved_at >= interval - min(self.writer.seconds, interval / 2)
 
-    def host_has_room(self) -> bool:
+    def fits_host_memory(self) -> bool:
         """Whether the host's memory takes the copy that is written: nobody has asked for what the clock does."""
         needed, free = sum(sizes(self.run)), host_memory()[1]
         if needed <= ROOM * free:
@@ -114,12 +114,12 @@ class Checkpoints:
         if run.step == self.saved_step:
             return
         self.writer.wait(all_ranks)
-        kept = HostCopies(passing=run.engine.takes_turns)
+        kept = HostCopies(passing=run.engine.meets_in_micro_batches)
         own = {name: part.state_dict() for name, part in self.parts.items()}
         state = {
             "engine": run.engine.state(kept),
-            "buffers": mapped(kept, persistent_buffers(run.inner_model)),
-            "ranks": run.engine.of_all_ranks(mapped(kept, own)) if all_ranks else [own],
+            "buffers": map_tensors(kept, persistent_buffers(run.inner_model)),
+            "ranks": run.engine.all_gather(map_tensors(kept, own)) if all_ranks else [own],
         }
         weights = run.state_dict()
         self.saved_step, self.saved_at = run.step, time.monotonic()
@@ -135,14 +135,16 @@ class Checkpoints:
             }
             self.writer.begin(resume.checkpoint_folder(run.folder, run.step), content, state, weights, kept, then=self.prune)
 
-    def save_what_is_left(self, all_ranks: bool) -> None:
+    def emergency_save(self, all_ranks: bool) -> None:
         """The last whole step of a run that cannot go on; never hides why."""
         run = self.run
-        if not run.whole or not (all_ranks or run.world_size == 1 or (run.is_main and not run.engine.takes_turns)):
+        if not run.between_steps or not (
+            all_ranks or run.world_size == 1 or (run.is_main and not run.engine.meets_in_micro_batches)
+        ):
             return
         try:
-            self.save(not run.alone)
-            self.writer.wait(not run.alone)
+            self.save(not run.peers_lost)
+            self.writer.wait(not run.peers_lost)
         except (StorageError, RuntimeError) as error:
             run.warn(f"what was learnt since step {self.saved_step} could not be saved: {error}")
 
@@ -154,7 +156,7 @@ class Checkpoints:
         checkpoints = resume.in_folder(folder)
         for old in checkpoints[limit:] if limit else []:
             shutil.rmtree(old, ignore_errors=True)
-        spoken_of = {str(resume.peek(path).get("best_step")) for path in resume.in_folder(folder)}
+        spoken_of = {str(resume.read_metadata(path).get("best_step")) for path in resume.in_folder(folder)}
         if not best_is_final:
             spoken_of.add(str(self.best.step))
         for step, path in resume.best_folders(folder).items():

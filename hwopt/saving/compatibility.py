@@ -8,7 +8,7 @@ from typing import Any
 
 from hwopt.errors import InputError
 from hwopt.saving.reader import Checkpoint
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 
 def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
@@ -16,7 +16,7 @@ def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[s
     before = checkpoint.content.get("settings")
     before = before if isinstance(before, dict) else {}
     changed = [
-        f"{key} was {shorten(before[key])} and is {shorten(value)}"
+        f"{key} was {truncate(before[key])} and is {truncate(value)}"
         for key, value in settings.items()
         if key in before and before[key] != value
     ]
@@ -51,7 +51,7 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             raise InputError(
-                f"{checkpoint.folder}: {key} was {shorten(then.get(key))}, and is {shorten(now.get(key))} now: with these "
+                f"{checkpoint.folder}: {key} was {truncate(then.get(key))}, and is {truncate(now.get(key))} now: with these "
                 "weights that is another model, or the steps are others; keep it, or begin anew with --fresh"
             )
     frozen = before.get("frozen")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from hwopt.errors import InputError, StorageError
-from hwopt.system.atomic_folder import MANIFEST, damage, recover, size_of, staged
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, size_of, staged
 from hwopt.system.paths import kind_of
 from hwopt.text import listing
 
@@ -43,12 +43,12 @@ class Checkpoint:
     @property
     def state(self) -> Any:
         """The state with its tensors, in the host's memory. Raises StorageError where they cannot be read."""
-        from hwopt.saving.tensor_tree import put_together  # torch; the command line looks at folders without it
+        from hwopt.saving.tensor_tree import unflatten  # torch; the command line looks at folders without it
 
         with ExitStack() as stack:
             find = tensors_of(self.folder, stack)
             try:
-                return put_together(self.content["state"], find)
+                return unflatten(self.content["state"], find)
             except (KeyError, OSError, SafetensorError) as error:
                 raise StorageError(f"{self.folder}: its tensors cannot be read ({error})") from error
 
@@ -100,11 +100,11 @@ def left_halfway(folder: Path) -> list[Path]:
     return [folder / name for name in sorted({match[1] for match in left if match})]
 
 
-def opened(folder: Path, verify: bool = True) -> Checkpoint:
+def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
     """The checkpoint in `folder`. Raises StorageError where it is not whole, or of another version."""
     if not folder.is_dir():
         raise StorageError(f"{folder}: there is no such checkpoint; where several nodes train, all must see the run folder")
-    if verify and (wrong := damage(folder)):
+    if verify and (wrong := find_corruption(folder)):
         raise StorageError(f"{folder} is not whole: {wrong}")
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def opened(folder: Path, verify: bool = True) -> Checkpoint:
     return Checkpoint(folder, content)
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint of a run folder; None where there is none at all.
 
     One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole, now or before.
@@ -128,11 +128,11 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         recover(target)
     why = ""
     for path in in_folder(folder):
-        wrong = damage(path)
+        wrong = find_corruption(path)
         if not wrong:
-            return opened(path, verify=False)
+            return load_checkpoint(path, verify=False)
         why = f" (the last: {wrong})"
-        warn(f"{path} is not whole: {wrong}; it lies in {set_aside(path).name} now. The one before it is taken, if there is one")
+        warn(f"{path} is not whole: {wrong}; it lies in {quarantine(path).name} now. The one before it is taken, if there is one")
     if damaged := sorted(path.name for path in folder.glob("checkpoint-*.damaged*")):
         raise StorageError(
             f"no checkpoint in {folder} is whole; set aside as damaged: {listing(damaged)}{why}. "
@@ -147,12 +147,12 @@ def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
     if not isinstance(step, int):
         return
     source = best_folder(checkpoint.folder.parent, step)
-    if source.is_dir() and not damage(source):
+    if source.is_dir() and not find_corruption(source):
         with staged(best_folder(folder, step), size_of(source)) as copy:
             shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
-def set_aside(path: Path, mark: str = "damaged") -> Path:
+def quarantine(path: Path, mark: str = "damaged") -> Path:
     """Rename a folder out of the way; nothing is deleted."""
     names = (path.with_name(f"{path.name}.{mark}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
     target = next(name for name in names if not name.exists())
@@ -175,7 +175,7 @@ def checkpoint_in(path: Path) -> Path:
     )
 
 
-def peek(folder: Path) -> Mapping[str, Any]:
+def read_metadata(folder: Path) -> Mapping[str, Any]:
     """What the newest readable checkpoint of a run folder, or a checkpoint itself, says, unverified; {} where there is none.
 
     For what must be known before anything is built; whoever trains verifies it.

@@ -25,8 +25,8 @@ class SavableRun(RunView, Protocol):
     task: Any
     checkpoint: Checkpoint | None
     """Where the run resumes; None for a new run."""
-    whole: bool
-    alone: bool
+    between_steps: bool
+    peers_lost: bool
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -43,16 +43,16 @@ class HostCopies:
         return copy
 
 
-def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
     """`tree` with each tensor changed; a tensor made of others (quantized optimizer state) becomes a dict of those."""
     if isinstance(tree, Tensor):
         if inner := parts(tree):
-            return {name: mapped(change, part) for name, part in inner.items()}
+            return {name: map_tensors(change, part) for name, part in inner.items()}
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: mapped(change, value) for key, value in tree.items()}
+        return {key: map_tensors(change, value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [mapped(change, value) for value in tree]
+        return [map_tensors(change, value) for value in tree]
     return tree
 
 
@@ -64,14 +64,14 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def filled(made: Any, saved: Any) -> Any:
+def copy_into(made: Any, saved: Any) -> Any:
     """`saved` in the shape of `made`, whose tensors are written into and so keep their kind and device.
 
     Raises ValueError where the two are not alike.
     """
     if isinstance(made, Tensor):
         if inner := parts(made):
-            filled(inner, saved)
+            copy_into(inner, saved)
             return made
         if not isinstance(saved, Tensor) or saved.shape != made.shape or saved.dtype != made.dtype:
             raise ValueError(f"there is {described(saved)} for {described(made)}")
@@ -81,7 +81,7 @@ def filled(made: Any, saved: Any) -> Any:
         if not isinstance(saved, Mapping) or made.keys() != saved.keys():
             there = sorted(map(str, saved)) if isinstance(saved, Mapping) else described(saved)
             raise ValueError(f"there is {there} for {sorted(map(str, made))}")
-        return {key: filled(value, saved[key]) for key, value in made.items()}
+        return {key: copy_into(value, saved[key]) for key, value in made.items()}
     return saved
 
 
@@ -97,7 +97,7 @@ def described(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def taken_apart(tree: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
+def flatten(tree: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     """(`tree` as JSON takes it, its tensors by the names that stand in their places)."""
     tensors: dict[str, Tensor] = {}
 
@@ -116,10 +116,10 @@ def taken_apart(tree: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     return visit(tree, name), tensors
 
 
-def put_together(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What `taken_apart` took apart, with the tensors that `tensor` finds by their names."""
+def unflatten(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What `flatten` took apart, with the tensors that `tensor` finds by their names."""
     if isinstance(tree, dict):
         if tree.keys() == {MARK}:
             return tensor(str(tree[MARK]))
-        return {key: put_together(value, tensor) for key, value in tree.items()}
-    return [put_together(value, tensor) for value in tree] if isinstance(tree, list) else tree
+        return {key: unflatten(value, tensor) for key, value in tree.items()}
+    return [unflatten(value, tensor) for value in tree] if isinstance(tree, list) else tree

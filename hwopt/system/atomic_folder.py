@@ -40,7 +40,7 @@ def staged(target: Path, needs: float) -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
         yield staging
-        seal(staging)
+        write_manifest(staging)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -70,7 +70,7 @@ def recover(target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Write the manifest of `folder`, with everything in it on the disk."""
     files = {}
     for path in files_in(folder):
@@ -83,7 +83,7 @@ def seal(folder: Path) -> None:
         to_disk(place)
 
 
-def damage(folder: Path) -> str:
+def find_corruption(folder: Path) -> str:
     """What is wrong with a folder that `staged` has written; "" where it is whole."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.errors import HwoptError, InputError
-from hwopt.text import shorten
+from hwopt.text import truncate
 
 
 def refuse_bytes(name: str, what: str) -> None:
@@ -21,7 +21,7 @@ def refuse_bytes(name: str, what: str) -> None:
     except UnicodeEncodeError as error:
         ascii_only = sys.getfilesystemencoding() != "utf-8"
         how = "set PYTHONUTF8=1, or leave out what makes Python take names for ASCII" if ascii_only else "give it another name"
-        raise InputError(f"{what} {shorten(name)}: is not a name in UTF-8; {how}") from error
+        raise InputError(f"{what} {truncate(name)}: is not a name in UTF-8; {how}") from error
 
 
 Kind = Literal["file", "folder", "special", "nothing"]
@@ -35,7 +35,7 @@ def kind_of(path: Path, where: str = "", error: type[HwoptError] = InputError) -
         return "nothing"
     except (OSError, ValueError) as problem:  # ValueError: a NUL, or what is no Unicode
         said = getattr(problem, "strerror", None) or problem
-        raise error(f"{where + ' ' if where else ''}{shorten(str(path))}: cannot be looked at: {said}") from problem
+        raise error(f"{where + ' ' if where else ''}{truncate(str(path))}: cannot be looked at: {said}") from problem
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from hwopt.errors import InputError
-from hwopt.text import listing, shorten
+from hwopt.text import listing, truncate
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
@@ -39,5 +39,5 @@ def number_of(environment: Mapping[str, str], name: str, default: int, most: int
     """A variable that is a whole number below `most`. Raises InputError where it is something else."""
     text = environment.get(name, "") or str(default)
     if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) >= most:
-        raise InputError(f"{name}={shorten(text)}: expected a whole number below {most:,}. {BY_HAND}")
+        raise InputError(f"{name}={truncate(text)}: expected a whole number below {most:,}. {BY_HAND}")
     return int(text)

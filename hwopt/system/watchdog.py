@@ -29,7 +29,7 @@ FIRST = 10
 """The first step may take so many times as long as the others: it compiles, it fills caches."""
 
 
-class Watch:
+class Watchdog:
     """Ends the process where nothing has happened for `limit` seconds (0: for ever). `heartbeat` says that something has."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Watch:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.look, name="hwopt-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self.last = time.monotonic()
         if signals.listens() and threading.current_thread() is threading.main_thread():
             self.ear, mouth = socket.socketpair()  # Python writes into it at once, whatever the main thread waits for

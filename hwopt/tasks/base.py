@@ -19,7 +19,7 @@ from hwopt.data.tokenizer_training import vocabulary_of
 from hwopt.errors import InputError
 from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.weights import load_trained
-from hwopt.text import listing, nearest, shorten
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class Task:
         try:
             return auto.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
-            raise InputError(f"model.config: {config.model_type} cannot be built from it: {shorten(str(error), 200)}") from error
+            raise InputError(f"model.config: {config.model_type} cannot be built from it: {truncate(str(error), 200)}") from error
 
 
 def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_of, split_rows
@@ -16,7 +16,7 @@ from hwopt.data.tokenizer import CHUNK, Encoded, Limit
 from hwopt.data.tokenizer_training import identity
 from hwopt.errors import DataError
 from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import finish, leave_out_tokenless, limit_of, read_sources, tokenizer_for
+from hwopt.tasks.preparation import drop_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class Texts:
     """Documents, or prompts and completions, and where they come from."""
 
     places: Places
-    left_out: LeftOut
+    left_out: BadRows
     texts: list[list[str]]
     """One list a column."""
 
@@ -145,7 +145,7 @@ def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenSt
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    leave_out_tokenless(store, samples.places, samples.left_out)
+    drop_tokenless_rows(store, samples.places, samples.left_out)
     if pairs:
         without = {sample for sample, _ in store.meta["left_out"]}
         limit.check(store.lengths, samples.places.take([s for s in range(len(texts[0])) if s not in without]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import read_rows
 from hwopt.data.token_store import TokenStore
@@ -29,7 +29,7 @@ def read_sources(job: Job) -> tuple[Rows, Rows | None]:
     return train, None
 
 
-def leave_out_tokenless(store: TokenStore, places: Places, left_out: LeftOut) -> None:
+def drop_tokenless_rows(store: TokenStore, places: Places, left_out: BadRows) -> None:
     """What tokenising, now or when the store was made, has left out of the samples at `places`."""
     for sample, why in store.meta["left_out"]:
         left_out.add(places.numbers[sample], why)

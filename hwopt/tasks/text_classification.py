@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import column_of, columns, strings
 from hwopt.data.token_store import TokenStore, fingerprint, split_rows
@@ -18,8 +18,8 @@ from hwopt.data.tokenizer_training import identity
 from hwopt.errors import DataError
 from hwopt.model.facts import is_decoder
 from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import finish, leave_out_tokenless, limit_of, read_sources, tokenizer_for
-from hwopt.text import listing, nearest, shorten
+from hwopt.tasks.preparation import drop_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +39,7 @@ class Samples:
     """Texts and labels, and where they come from."""
 
     places: Places
-    left_out: LeftOut
+    left_out: BadRows
     texts: list[list[str]]
     """One list a column."""
     labels: list[str]
@@ -129,10 +129,10 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     for row, value in enumerate(values):
         odd = rows.odd.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
-            rows.leave_out(row, f"{name!r} has no label ({shorten(value)})")
+            rows.leave_out(row, f"{name!r} has no label ({truncate(value)})")
             values[row] = None
         elif isinstance(odd, list | dict):
-            rows.leave_out(row, f"{name!r} is no label: {shorten(odd)}")
+            rows.leave_out(row, f"{name!r} is no label: {truncate(odd)}")
             values[row] = None
     there = [value for value in values if value is not None]
     if classes:
@@ -142,10 +142,10 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         for row in measured:
             if len(measured) > MEASURED * len(there) or rows.left_out.strict:
                 raise DataError(
-                    f"{rows.places.at(row)}: {name!r} is {shorten(values[row])}: classification wants classes, not measurements; "
+                    f"{rows.places.at(row)}: {name!r} is {truncate(values[row])}: expected classes, not measurements; "
                     "choose another column with data.label"
                 )
-            rows.leave_out(row, f"{name!r} is a measurement among classes: {shorten(values[row])}")
+            rows.leave_out(row, f"{name!r} is a measurement among classes: {truncate(values[row])}")
             values[row] = None
         return ["" if value is None else _whole(value) for value in values]
     return ["" if value is None else str(value) for value in values]
@@ -194,7 +194,7 @@ def _known(samples: Samples, names: tuple[str, ...]) -> Samples:
         if label not in known:
             samples.left_out.add(
                 number,
-                f"its label does not occur in the training data: {shorten(label)}.{nearest(label, names)} "
+                f"its label does not occur in the training data: {truncate(label)}.{nearest(label, names)} "
                 f"It has: {listing(names)}",
             )
     kept = [sample for sample, label in enumerate(samples.labels) if label in known]
@@ -229,7 +229,7 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    leave_out_tokenless(store, samples.places, samples.left_out)
+    drop_tokenless_rows(store, samples.places, samples.left_out)
     without = {sample for sample, _ in store.meta["left_out"]}
     places = samples.places.take([sample for sample in range(len(samples.labels)) if sample not in without])
     limit.check(store.lengths, places)  # another model may take less

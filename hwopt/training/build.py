@@ -20,12 +20,12 @@ from hwopt.hardware.device import GIB
 from hwopt.model.attention_mask import no_search_for_packed_rows
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
-from hwopt.plugin.guard import blaming, entered
+from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
 from hwopt.saving.tensor_tree import sampled
 from hwopt.tasks.registry import make_task
-from hwopt.text import shorten
+from hwopt.text import truncate
 from hwopt.training import randomness
 from hwopt.training.loaders import build_loaders
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 from hwopt.training.optimizer import build_optimizer
-from hwopt.training.run import Run, anew
+from hwopt.training.run import Run, new_run
 
 
 @contextmanager
-def build(plan: Plan, folder: Path, cache: Path, settle: Callable[[Run], None] = anew) -> Iterator[Run]:
+def build(plan: Plan, folder: Path, cache: Path, claim_folder: Callable[[Run], None] = new_run) -> Iterator[Run]:
     """The run of `plan`; leaving the block leaves the plugins' process contexts in reverse order.
 
-    `folder` is where the run will write (it is not made here), `cache` holds tokenised data. `settle` is asked, once the ranks
-    can talk to each other, where the run goes on: it sets `run.folder`, `run.checkpoint` and `run.step`.
+    `folder` is where the run will write (it is not made here); `cache` holds tokenised data. `claim_folder` is called once the
+    ranks can communicate: it sets `run.folder`, `run.checkpoint` and `run.step`.
     """
     with ExitStack() as stack:
         for enter in plan.recipe.process:
-            stack.enter_context(entered(enter))
+            stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
         stack.callback(forget, accelerator)
         run = prepare_data(plan, folder, cache, accelerator)
         build_model(run)
         build_optimizer(run)
-        settle(run)
+        claim_folder(run)
         build_loaders(run)
         run.engine = make_engine(run)
         for step in plan.recipe.prepared_steps:
@@ -77,7 +77,7 @@ def make_accelerator(plan: Plan) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     recipe = plan.recipe
     authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
-    with blaming(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
+    with plugin_guard(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
         accelerator = Accelerator(**{key: made(value) for key, value in options.items()})
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory
@@ -126,7 +126,7 @@ def build_model(run: Run) -> None:
     config = load_config(job.model.name, job.model.config, job.model.revision)
     adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
     run.skeleton = skeleton_of(run.inner_model)
-    run.frozen = sampled(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
+    run.frozen_fingerprint = sampled(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
 
 
 def adopt_model(run: Run, model: Any) -> None:
@@ -141,7 +141,7 @@ def adopt_model(run: Run, model: Any) -> None:
         model = step(model, run)
         if not isinstance(model, torch.nn.Module):
             who, what = getattr(step, "who", "a plugin"), getattr(step, "what", "recipe.model_steps")
-            raise PluginError(f"{who}: {what} returned {shorten(model)} instead of the model")
+            raise PluginError(f"{who}: {what} returned {truncate(model)} instead of the model")
     model.train()
     run.loss = recipe.loss or run.task.loss
     run.inner_model = run.model = model

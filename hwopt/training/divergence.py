@@ -66,7 +66,7 @@ class Course:
 
 
 @dataclass
-class Watch:
+class DivergenceMonitor:
     """Counts of the whole run; `state_dict` has them all as plain numbers."""
 
     skipped: int = 0

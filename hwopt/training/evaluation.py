@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hwopt.data.step_batch import StepBatch
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.system import signals
 from hwopt.text import first_line
 from hwopt.training.listener import Row
@@ -27,7 +27,7 @@ def evaluates_now(run: Run) -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: Run, ladder: Ladder) -> Row | None:
+def evaluate(run: Run, backoff: OomBackoff) -> Row | None:
     """Metrics over every eval sample once, summed on the device, read in one transfer at the end; names begin with `eval_`.
 
     None where a signal has come meanwhile.
@@ -36,8 +36,8 @@ def evaluate(run: Run, ladder: Ladder) -> Row | None:
     metrics = run.task.metrics(run.prepared, run.device)
     batches = fetched(run.eval_loader)
     with evaluating(run):
-        while evaluate_next(run, batches, metrics, ladder):
-            if run.engine.agree(signals.received() or 0):
+        while evaluate_next(run, batches, metrics, backoff):
+            if run.engine.all_reduce_max(signals.received() or 0):
                 return None
     found = {f"eval_{name}": value for name, value in metrics.compute().items()}
     seconds = time.perf_counter() - started
@@ -45,29 +45,29 @@ def evaluate(run: Run, ladder: Ladder) -> Row | None:
     return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
 
 
-def evaluate_next(run: Run, batches: Iterator[StepBatch], metrics: Any, ladder: Ladder) -> bool:
+def evaluate_next(run: Run, batches: Iterator[StepBatch], metrics: Any, backoff: OomBackoff) -> bool:
     """Evaluate one of the batches, of which each rank has as many; False where none is left. A rank that fails ends all."""
-    with run.engine.together(ladder):
+    with run.engine.synchronized(backoff):
         batch = next(batches, None)
         if batch is not None:
-            evaluate_batch(run, batch.to(run.device), metrics, ladder)
+            evaluate_batch(run, batch.to(run.device), metrics, backoff)
     return batch is not None
 
 
-def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, ladder: Ladder) -> None:
+def evaluate_batch(run: Run, batch: StepBatch, metrics: Any, backoff: OomBackoff) -> None:
     """Add every row of `batch` to `metrics` once; what was added before the memory ran out is not added again."""
     done = 0
     while done < len(batch.lengths):
         try:
-            for rows in evaluated_rows(run, batch, metrics, ladder.rung, done):
+            for rows in evaluated_rows(run, batch, metrics, backoff.rung, done):
                 done = rows
             continue
         except torch.OutOfMemoryError as error:
-            if not run.engine.can_redo:
+            if not run.engine.supports_retry:
                 raise
-            shortage = first_line(error)
+            oom_message = first_line(error)
         free_memory(run)
-        ladder.finer(batch.floor, f"after step {run.step}", shortage)
+        backoff.reduce(batch.floor, f"after step {run.step}", oom_message)
 
 
 def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
@@ -82,14 +82,14 @@ def evaluated_rows(run: Run, batch: StepBatch, metrics: Any, rung: int, first_ro
 
 
 @torch.no_grad()
-def try_evaluation(run: Run, ladder: Ladder) -> None:
+def try_evaluation(run: Run, backoff: OomBackoff) -> None:
     """Evaluate the batch of the longest samples, and forget it."""
     if run.eval_loader is None:
         return
-    with run.engine.together(ladder), evaluating(run):
+    with run.engine.synchronized(backoff), evaluating(run):
         longest = next(iter(run.eval_loader.sampler))
         batch = run.eval_loader.dataset[longest].to(run.device)
-        evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), ladder)
+        evaluate_batch(run, batch, run.task.metrics(run.prepared, run.device), backoff)
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Evidence, Observation
-from hwopt.plugin.guard import blaming
-from hwopt.text import shorten
+from hwopt.plugin.guard import plugin_guard
+from hwopt.text import truncate
 
 if TYPE_CHECKING:
-    from hwopt.planning.decisions import Entry
+    from hwopt.planning.decisions import PluginDecision
     from hwopt.training.run import Run
 
 
@@ -65,7 +65,7 @@ def silent() -> Iterator[None]:
         os.close(nothing)
 
 
-def collect(run: Run) -> list[tuple[Entry, Evidence]]:
+def collect(run: Run) -> list[tuple[PluginDecision, Evidence]]:
     """The evidence of every applied plugin, in the plan's order."""
     skipped = bool(run.engine.found_inf.item())  # the one host read of evidence: a loss scaler starts high
     found = []
@@ -77,16 +77,16 @@ def collect(run: Run) -> list[tuple[Entry, Evidence]]:
     return found
 
 
-def _evidence(entry: Entry, run: Run) -> Evidence:
-    with blaming(entry.who, "evidence()"):
+def _evidence(entry: PluginDecision, run: Run) -> Evidence:
+    with plugin_guard(entry.who, "evidence()"):
         evidence = entry.plugin.evidence(run)
     fit = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
     if not fit:
-        raise PluginError(f"{entry.who}: evidence() returned {shorten(evidence)} instead of an Evidence")
+        raise PluginError(f"{entry.who}: evidence() returned {truncate(evidence)} instead of an Evidence")
     return evidence
 
 
-def to_dict(found: list[tuple[Entry, Evidence]], observation: Observation) -> dict[str, Any]:
+def to_dict(found: list[tuple[PluginDecision, Evidence]], observation: Observation) -> dict[str, Any]:
     """What `evidence.json` holds."""
     return {
         "plugins": [{"name": entry.name, "status": evidence.status, "seen": evidence.seen} for entry, evidence in found],

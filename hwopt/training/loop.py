@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from hwopt.data.step_batch import StepBatch
-from hwopt.distributed.oom_backoff import Ladder
-from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, death
-from hwopt.plugin.guard import Once
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, worker_death
+from hwopt.plugin.guard import GuardedOnce
 from hwopt.saving.async_writer import Writer
 from hwopt.saving.best_model import BestWeights, best_metric
 from hwopt.saving.checkpointer import SAVE, Checkpoints
@@ -30,7 +30,7 @@ from hwopt.training import randomness
 from hwopt.training.evaluation import evaluate, evaluates_now, try_evaluation
 from hwopt.training.listener import Listener, Row
 from hwopt.training.loaders import fetched
-from hwopt.training.memory_pressure import Strain, free_memory
+from hwopt.training.memory_pressure import MemoryPressure, free_memory
 from hwopt.training.run import Run
 from hwopt.training.telemetry import Telemetry
 
@@ -42,16 +42,16 @@ def train(run: Run, listener: Listener) -> Row:
     the run folder stays whole in each case, and has a checkpoint of the last whole step.
     """
     run.warn = partial(listener.warned, run)
-    with writing(run) as writer, fitting("training", "plugins.batch.train"):
+    with writing(run) as writer, report_oom("training", "plugins.batch.train"):
         loop = Loop(run, listener, writer)
-        go_on(loop)
+        restore(loop)
         listener.started(run)
-        rehearse(loop)
-        with signals.patience(partial(heard, run)), keeping(loop):
+        preflight(loop)
+        with signals.patience(partial(heard, run)), save_on_failure(loop):
             with run.watch:
-                wish = steps(loop)
-            if wish > SAVE:
-                stop(loop, wish)
+                requested_action = steps(loop)
+            if requested_action > SAVE:
+                stop(loop, requested_action)
             return finish(loop)
 
 
@@ -60,29 +60,29 @@ class Loop:
 
     def __init__(self, run: Run, listener: Listener, writer: Writer) -> None:
         self.run, self.listener, self.writer = run, listener, writer
-        rescues: list[Callable[[], str | None]] = [
-            Once(partial(plugin.rescue, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "rescue()")
-            for plugin in run.plan.rescuers
+        last_resorts: list[Callable[[], str | None]] = [
+            GuardedOnce(partial(plugin.on_oom, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "on_oom()")
+            for plugin in run.plan.oom_plugins
         ]
-        self.training = Ladder("Training", "plugins.batch.train", run.warn, rescues=rescues)
-        self.evaluation = Ladder("Evaluation", "plugins.batch.eval", run.warn)
+        self.training = OomBackoff("Training", "plugins.batch.train", run.warn, last_resorts=last_resorts)
+        self.evaluation = OomBackoff("Evaluation", "plugins.batch.eval", run.warn)
         self.telemetry = Telemetry(run)
-        self.strain = Strain(run.device)
+        self.memory_pressure = MemoryPressure(run.device)
         self.reseed = randomness.reseeder(run.device, run.training.seed)
         self.best = BestWeights(run, writer, *best_metric(run))
         parts = {"telemetry": self.telemetry, "training": self.training, "evaluation": self.evaluation}
         self.checkpoints = Checkpoints(run, writer, self.best, parts)
 
 
-def go_on(loop: Loop) -> None:
+def restore(loop: Loop) -> None:
     """Where the run goes on from a checkpoint, all is as it was then. Nothing is written before: it may be refused."""
-    with loop.run.engine.together(loop.training):
+    with loop.run.engine.synchronized(loop.training):
         loop.run.engine.make_state()
         loop.checkpoints.require_space()
     loop.checkpoints.resume()
 
 
-def rehearse(loop: Loop) -> None:
+def preflight(loop: Loop) -> None:
     """What can run out of memory does so before step 1: the longest samples are evaluated, and trained where sizes are chosen."""
     run = loop.run
     try_evaluation(run, loop.evaluation)
@@ -94,10 +94,10 @@ def rehearse(loop: Loop) -> None:
 def steps(loop: Loop) -> int:
     """Every step that is left, with its evaluations and checkpoints. Returns the exit code of a signal, else SAVE or 0."""
     run, telemetry, checkpoints = loop.run, loop.telemetry, loop.checkpoints
-    wish = 0
+    requested_action = 0
     cut_short = run.step and evaluates_now(run) and loop.best.evaluated != run.step  # by the signal that ended the run there
-    if cut_short and (wish := evaluate_and_keep(loop)):
-        return wish  # another one; with a step more this evaluation would never be made
+    if cut_short and (requested_action := evaluate_and_keep(loop)):
+        return requested_action  # another one; with a step more this evaluation would never be made
     for batch in step_batches(run, telemetry):
         if checkpoints.due(ahead=1):  # before the step, not behind it: less is lost where the one before does not come to its end
             with telemetry.aside():
@@ -111,18 +111,18 @@ def steps(loop: Loop) -> int:
 
         if row := telemetry.stepped(batch):
             report(loop, row)
-            if shortage := loop.strain.seen():
-                loop.training.strained(batch.floor, f"after step {run.step}", shortage)
-        wish = run.engine.agree(checkpoints.wish())
-        if evaluates_now(run) and wish <= SAVE:
-            wish = max(wish, evaluate_and_keep(loop))
-        if wish or checkpoints.due():
+            if oom_message := loop.memory_pressure.seen():
+                loop.training.on_pressure(batch.floor, f"after step {run.step}", oom_message)
+        requested_action = run.engine.all_reduce_max(checkpoints.requested_action())
+        if evaluates_now(run) and requested_action <= SAVE:
+            requested_action = max(requested_action, evaluate_and_keep(loop))
+        if requested_action or checkpoints.due():
             report(loop, telemetry.flush())
             with telemetry.aside():
                 checkpoints.save()
-        if wish > SAVE:
+        if requested_action > SAVE:
             break
-    return wish
+    return requested_action
 
 
 def report(loop: Loop, row: Row | None) -> None:
@@ -139,7 +139,7 @@ def evaluate_and_keep(loop: Loop) -> int:
     with loop.telemetry.aside():
         metrics = evaluate(run, loop.evaluation)
         if metrics is None:
-            code: int = run.engine.agree(signals.received() or 0)
+            code: int = run.engine.all_reduce_max(signals.received() or 0)
             return code
         loop.best.consider(metrics)
     loop.listener.row(run, metrics)
@@ -149,7 +149,7 @@ def evaluate_and_keep(loop: Loop) -> int:
 def heard(run: Run, number: int) -> None:
     """Say that a signal has come: the step may take a while.
 
-    Launchers send ranks signals of their own, which are nobody's wish.
+    Launchers send ranks signals of their own, which are nobody's requested_action.
     """
     if run.world_size == 1:
         signals.acknowledge()
@@ -160,7 +160,7 @@ def stop(loop: Loop, code: int) -> None:
     signals.heed(code)
     loop.checkpoints.save()
     loop.writer.wait()
-    loop.run.engine.agree(0)
+    loop.run.engine.all_reduce_max(0)
     loop.run.say(f"stopped after step {loop.run.step:,}, saved in {loop.run.folder}; go on with --resume")
     raise signals.ending(code)
 
@@ -171,7 +171,7 @@ def finish(loop: Loop) -> Row:
     report(loop, loop.telemetry.flush())
     seconds = loop.telemetry.seconds
     loop.writer.wait()
-    if code := run.engine.agree(signals.received() or 0):
+    if code := run.engine.all_reduce_max(signals.received() or 0):
         stop(loop, code)  # before the weights are those of another step
     loop.best.restore()
     save_final(run, loop.writer)
@@ -191,51 +191,51 @@ def writing(run: Run) -> Iterator[Writer]:
 
 
 @contextmanager
-def keeping(loop: Loop) -> Iterator[None]:
+def save_on_failure(loop: Loop) -> Iterator[None]:
     """What was learnt so far is saved where training cannot go on."""
     try:
         yield
     except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:
-        if not isinstance(error, HwoptError) and death(error) is None:
+        if not isinstance(error, HwoptError) and worker_death(error) is None:
             raise
         all_ranks = isinstance(error, NonFiniteError)
-        loop.run.alone = not all_ranks and loop.run.world_size > 1
-        for row in (loop.telemetry.flush(), loop.telemetry.made_up() if loop.run.alone else None):
+        loop.run.peers_lost = not all_ranks and loop.run.world_size > 1
+        for row in (loop.telemetry.flush(), loop.telemetry.made_up() if loop.run.peers_lost else None):
             if row is not None:
                 loop.listener.row(loop.run, row)
-        loop.checkpoints.save_what_is_left(all_ranks)
+        loop.checkpoints.emergency_save(all_ranks)
         loop.telemetry.judge()  # a loss that is not finite counts more than what came behind it
         raise
 
 
-def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
+def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, backoff: OomBackoff) -> None:
     """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
     run.step_batch = batch
     before = telemetry.mark()
     try:
-        with run.engine.together(ladder):
-            while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
-                ladder.finer(batch.floor, f"at step {run.step + 1}", shortage)
+        with run.engine.synchronized(backoff):
+            while (oom_message := accumulate(run, batch, telemetry, reseed, backoff.rung)) is not None:
+                backoff.reduce(batch.floor, f"at step {run.step + 1}", oom_message)
     except BaseException:
         telemetry.back_to(before)  # the run is saved as of the step before, and makes this one again
         raise
-    run.whole = False
+    run.between_steps = False
     run.engine.finish()
     run.step += 1
-    run.whole = True
-    ladder.succeeded()
+    run.between_steps = True
+    backoff.step_succeeded()
     run.last_step_batch = batch
 
 
-def try_training(run: Run, telemetry: Telemetry, reseed: Any, ladder: Ladder) -> None:
+def try_training(run: Run, telemetry: Telemetry, reseed: Any, backoff: OomBackoff) -> None:
     """Forward and backward with the longest samples, where the plan chose their number; nothing is left of it but the rung."""
     batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
     before = telemetry.mark()
-    with run.engine.together(ladder):
-        while (shortage := accumulate(run, batch, telemetry, reseed, ladder.rung)) is not None:
-            ladder.finer(batch.floor, "with the longest samples", shortage)
-            run.ran_out(max(1, run.batch.train >> ladder.rung))
-    run.engine.drop()
+    with run.engine.synchronized(backoff):
+        while (oom_message := accumulate(run, batch, telemetry, reseed, backoff.rung)) is not None:
+            backoff.reduce(batch.floor, "with the longest samples", oom_message)
+            run.ran_out(max(1, run.batch.train >> backoff.rung))
+    run.engine.zero_grad()
     telemetry.back_to(before)
 
 
@@ -246,24 +246,24 @@ def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, ru
         forward_and_backward(run, batch, telemetry, reseed, rung)
         return None
     except torch.OutOfMemoryError as error:
-        if not run.engine.can_redo:
+        if not run.engine.supports_retry:
             raise
-        shortage = first_line(error)
+        oom_message = first_line(error)
     # behind the except block, whose frames keep the tensors alive
-    run.engine.drop()
+    run.engine.zero_grad()
     telemetry.back_to(before)
     free_memory(run)
-    return shortage
+    return oom_message
 
 
 def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> None:
     engine = run.engine
     for micro_batch, last in engine.micro_batches(batch, rung):
         run.heartbeat()
-        engine.before(last)
+        engine.set_gradient_sync(last)
         reseed(run.step, micro_batch.first_sample)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
-        engine.backward(loss, micro_batch.share)
+        engine.backward(loss, micro_batch.loss_weight)
         telemetry.heard(loss.detach(), micro_batch)
 
 
@@ -280,7 +280,7 @@ def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
 
 
 @contextmanager
-def fitting(what: str, key: str) -> Iterator[None]:
+def report_oom(what: str, key: str) -> Iterator[None]:
     """Out of memory becomes a message with the key to lower."""
     try:
         yield

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
 
 
-class Strain:
+class MemoryPressure:
     """Signs that memory is short although nothing has failed, asked at log points.
 
     An allocator that has to free its cache and try again is slow; on Windows and WSL the driver moves what does not fit into the

@@ -42,11 +42,11 @@ class Run:
     """What the screen should say before the run starts."""
     step: int = 0
     """Optimizer steps done."""
-    whole: bool = True
+    between_steps: bool = True
     """Whether weights and optimizer are between two steps."""
-    frozen: Sequence[float] = ()
+    frozen_fingerprint: Sequence[float] = ()
     """Some of the weights that are not trained, which no checkpoint holds."""
-    alone: bool = False
+    peers_lost: bool = False
     """Whether the other ranks cannot be asked any more."""
     observation: Observation = field(default_factory=Observation)
     last_step_batch: StepBatch | None = None
@@ -112,7 +112,7 @@ class Run:
             "rows a step": self.batch.step,
             "seed": self.training.seed,
             "order": self.recipe.author_of("order").split(" (")[0],
-            "frozen": list(self.frozen),
+            "frozen": list(self.frozen_fingerprint),
             "method": self.plan.method,
         }
 
@@ -129,5 +129,5 @@ class Run:
         return exported
 
 
-def anew(run: Run) -> None:
+def new_run(run: Run) -> None:
     """Where nothing has to be settled: a run that begins at its first step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import NonFiniteError
-from hwopt.training.divergence import Watch
+from hwopt.training.divergence import DivergenceMonitor
 
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
@@ -93,7 +93,7 @@ class Telemetry:
     loss_total: float = 0.0
     """Mean losses of the log intervals, each times its steps, which `loss_steps` counts."""
     loss_steps: float = 0.0
-    watch: Watch = field(default_factory=Watch)
+    watch: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
     steps_here: int = 0
     """Of this process."""
@@ -125,9 +125,9 @@ class Telemetry:
 
     def heard(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Keep the summed `loss` of a micro-batch; whether it is finite is asked at the log point."""
-        if micro_batch.share:
-            self.interval.losses.fresh.append(loss * micro_batch.share)
-            self.interval.weights.append(micro_batch.count * micro_batch.share)
+        if micro_batch.loss_weight:
+            self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
+            self.interval.weights.append(micro_batch.count * micro_batch.loss_weight)
 
     def mark(self) -> int:
         return len(self.interval.losses.fresh)
@@ -175,7 +175,7 @@ class Telemetry:
         finite = torch.isfinite(losses)
         parts = (torch.where(finite, losses, 0.0), torch.where(finite, 0.0, weights), ~finite)
         sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
-        if self.run.alone:
+        if self.run.peers_lost:
             return sums * self.run.world_size
         if self.run.world_size > 1:
             torch.distributed.all_reduce(sums)

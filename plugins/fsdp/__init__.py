@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 LEFT_BEHIND = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
@@ -69,7 +69,7 @@ class Fsdp(Plugin):
     name = "fsdp"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    slots = ("process", "accelerator", "engine")
+    writes = ("process", "accelerator", "engine")
     conflicts = (
         Conflict(
             "precision",
@@ -134,14 +134,14 @@ class Fsdp(Plugin):
             spec.held["gradients"] = part
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         if context.hardware.device_type == "cpu" or context.world_size == 1:
             return []
         if options is None:
-            return [Leaner(cls.Options(), 1.1, "weights, gradients and state spread over the ranks")]
+            return [MemoryOption(cls.Options(), 1.1, "weights, gradients and state spread over the ranks")]
         if options == cls.Options():
             return []
-        return [Leaner(cls.Options(), 1.1, "gathers every layer twice, reduces after each micro-batch")]
+        return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice, reduces after each micro-batch")]
 
     def evidence(self, run: Any) -> Evidence:
         from torch.distributed.fsdp import FSDPModule

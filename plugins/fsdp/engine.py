@@ -12,14 +12,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hwopt.distributed.data_parallel import make_equal
-from hwopt.distributed.sharded_engine import TakingTurns
+from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
 from hwopt.saving.tensor_tree import described
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class FsdpEngine(TakingTurns):
+class FsdpEngine(ShardedEngine):
     """Gradients are averaged in the backward pass, and so weighed by the number of ranks; each rank steps on its own shards."""
 
     def __init__(self, run: Any, *, reduce: str) -> None:
@@ -30,12 +30,12 @@ class FsdpEngine(TakingTurns):
         run.model = sharded(run)
         super().__init__(run)
 
-    def before(self, last: bool) -> None:
+    def set_gradient_sync(self, last: bool) -> None:
         if self.once:
             self.run.model.set_requires_gradient_sync(last)
 
-    def backward(self, loss: Tensor, share: float) -> None:
-        super().backward(loss, share * self.run.world_size)
+    def backward(self, loss: Tensor, loss_weight: float) -> None:
+        super().backward(loss, loss_weight * self.run.world_size)
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
@@ -69,9 +69,9 @@ class FsdpEngine(TakingTurns):
         self.reshard()
         super().restore(snapshot)
 
-    def filled(self, made: Any, saved: Any) -> Any:
+    def copy_into(self, made: Any, saved: Any) -> Any:
         if not isinstance(made, DTensor):
-            return super().filled(made, saved)
+            return super().copy_into(made, saved)
         if not isinstance(saved, Tensor) or saved.shape != made.shape:
             raise ValueError(f"there is {described(saved)} for {described(made)}")
         return made.copy_(self.part(saved, made))

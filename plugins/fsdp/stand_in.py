@@ -37,11 +37,11 @@ class StandIn(Engine):
         del whole_unit_and_next
         return outputs
 
-    def backward(self, loss: Tensor, share: float) -> None:
+    def backward(self, loss: Tensor, loss_weight: float) -> None:
         whole_unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
         its_gradients = torch.empty(self.trained_unit, dtype=self.dtype)
         on_their_way = torch.empty(self.trained_unit, dtype=torch.float32)
-        super().backward(loss, share)
+        super().backward(loss, loss_weight)
         del whole_unit_and_next, its_gradients, on_their_way
 
     def gather(self, module: torch.nn.Module, _: Any) -> None:

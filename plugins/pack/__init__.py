@@ -50,7 +50,7 @@ def shared_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def positions_without_waiting(position_ids: Any) -> Any:
-    """transformers' search for documents in packed rows, (rows, width), without asking the device whether there are any.
+    """transformers' search for documents in packed rows, (rows, width), without plugin_hook the device whether there are any.
 
     Evaluation packs nothing.
     """
@@ -91,7 +91,7 @@ class Heads:
         pooler = getattr(body, "pooler", None)
         if pooler is not None:
             pooler.register_forward_pre_hook(lambda module, inputs: (self.first_tokens(inputs[0]), *inputs[1:]))
-        body.register_forward_hook(self.shorten)
+        body.register_forward_hook(self.truncate)
         return model
 
     def take(self, module: Any, inputs: Any, named: dict[str, Any]) -> Any:
@@ -102,7 +102,7 @@ class Heads:
         """(rows, width, hidden) -> (documents, 1, hidden)."""
         return hidden if self.starts is None else hidden.flatten(0, 1)[self.starts][:, None]
 
-    def shorten(self, module: Any, inputs: Any, outputs: Any) -> Any:
+    def truncate(self, module: Any, inputs: Any, outputs: Any) -> Any:
         if self.starts is not None:
             outputs.last_hidden_state = self.first_tokens(outputs.last_hidden_state)
         return outputs
@@ -153,7 +153,7 @@ class Pack(Plugin):
     name = "pack"
     stage = Stage.DATA
     preserves = "rounding"
-    slots = ("process", "collate", "model_kwargs", "model_steps", "prepared_steps")
+    writes = ("process", "collate", "model_kwargs", "model_steps", "prepared_steps")
     conflicts = (
         Conflict("cut", "pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
         Conflict(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -111,8 +111,8 @@ class Quantize(Plugin):
     after = ("adapter",)  # what it leaves trainable is not quantized
     requires = ("adapter",)
     preserves = "method"
-    may_differ = ("dtype",)  # as the card has it
-    slots = ("model_kwargs", "model_steps", "final_steps")
+    resume_ignores = ("dtype",)  # as the card has it
+    writes = ("model_kwargs", "model_steps", "final_steps")
     conflicts = (
         Conflict(
             "adapter",
@@ -159,8 +159,8 @@ class Quantize(Plugin):
         spec.weight_bytes = (inside * each + (spec.parameters - inside) * spec.weight_bytes) / spec.parameters
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
-        four = Leaner(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (with adapters alone)")
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+        four = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (with adapters alone)")
         return [] if options is not None and options.bits == 4 else [four]
 
     def evidence(self, run: Any) -> Evidence:

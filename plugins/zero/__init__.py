@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Leaner, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 from hwopt_plugins.zero.process import process_group
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -103,7 +103,7 @@ class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    slots = ("process", "accelerator", "engine")
+    writes = ("process", "accelerator", "engine")
     conflicts = (
         Conflict("fsdp", "both spread the same tensors over the ranks; keep one of them"),
         Conflict(
@@ -223,17 +223,19 @@ class Zero(Plugin):
             spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
 
     @classmethod
-    def leaner(cls, options: Any | None, context: Context) -> list[Leaner]:
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         if not cls(cls.Options()).probe(context).options:
             return []
         costs = {
-            (2, "optimizer"): Leaner(cls.Options(stage=2, offload="optimizer"), 2.0, "updates in the host's memory, on the CPU"),
-            (3, "parameters"): Leaner(
+            (2, "optimizer"): MemoryOption(
+                cls.Options(stage=2, offload="optimizer"), 2.0, "updates in the host's memory, on the CPU"
+            ),
+            (3, "parameters"): MemoryOption(
                 cls.Options(stage=3, offload="parameters"), 4.0, "weights come over the bus as they are used"
             ),
         }
         if context.world_size > 1:
-            spread = Leaner(cls.Options(stage=2, offload="none"), 1.05, "state and gradients spread over the ranks")
+            spread = MemoryOption(cls.Options(stage=2, offload="none"), 1.05, "state and gradients spread over the ranks")
             costs = {(2, "none"): spread, **costs}
         now = (0, "none") if options is None else (options.stage, options.offload)
         order = [*COMBINATIONS]

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwopt.distributed.sharded_engine import TakingTurns
+from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import NonFiniteError
 from hwopt.saving.tensor_tree import HostCopies
 
 
-class ZeroEngine(TakingTurns):
+class ZeroEngine(ShardedEngine):
     """Gradients are averaged by DeepSpeed, and so weighed by the number of ranks; it clips, and leaves out what overflows."""
 
     keeps_masters = True
@@ -46,13 +46,13 @@ class ZeroEngine(TakingTurns):
             for other, kept in zip(others, theirs, strict=True):
                 other["params"] = kept
 
-    def before(self, last: bool) -> None:
+    def set_gradient_sync(self, last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
 
-    def backward(self, loss: Tensor, share: float) -> None:
-        self.deepspeed.backward(loss * (share * self.run.world_size))
+    def backward(self, loss: Tensor, loss_weight: float) -> None:
+        self.deepspeed.backward(loss * (loss_weight * self.run.world_size))
 
-    def drop(self) -> None:
+    def zero_grad(self) -> None:
         self.deepspeed.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:

@@ -81,8 +81,8 @@ class StandIn(Engine):
         if self.stage == 2:  # stage 1 keeps it until the update
             self.bucket = None
 
-    def backward(self, loss: Tensor, share: float) -> None:
-        super().backward(loss, share)
+    def backward(self, loss: Tensor, loss_weight: float) -> None:
+        super().backward(loss, loss_weight)
         self.release_bucket()
 
     def finish(self) -> None:
@@ -97,4 +97,4 @@ class StandIn(Engine):
             event(self.run)
         self.optimizer.step()
         self.scheduler.step()
-        self.drop()
+        self.zero_grad()

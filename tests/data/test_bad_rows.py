@@ -14,7 +14,7 @@ import pytest
 
 from hwopt import api
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import IN_A_ROW, LeftOut
+from hwopt.data.bad_rows import IN_A_ROW, BadRows
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Prepared
@@ -156,7 +156,7 @@ def test_one_measurement_among_classes(tmp_path: Path) -> None:
 
 
 def test_the_note_of_one_and_of_many() -> None:
-    left_out = LeftOut("a.csv", "line", strict=False)
+    left_out = BadRows("a.csv", "line", strict=False)
     left_out.add(1_700, "has no text")
     left_out.add(1_700, "has no label")
     left_out.check([2])

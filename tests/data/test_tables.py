@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import columns, read_rows
 from hwopt.errors import DataError
@@ -174,7 +174,7 @@ def test_hub(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def rows_of(table: pa.Table, strict: bool = True) -> Rows:
-    return Rows(table, Places("t.csv", "row", range(1, table.num_rows + 1)), LeftOut("t.csv", "row", strict))
+    return Rows(table, Places("t.csv", "row", range(1, table.num_rows + 1)), BadRows("t.csv", "row", strict))
 
 
 def test_columns() -> None:

@@ -54,7 +54,7 @@ def test_bpe_loses_no_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_training_is_the_same_in_every_process(kind: str) -> None:
     code = (
-        "import hashlib, random; from hwopt.tokenizer import train_wordpiece, train_bpe; r = random.Random(0);"
+        "import hashlib, random; from hwopt.data.tokenizer_training import train_wordpiece, train_bpe; r = random.Random(0);"
         "texts = [''.join(r.choices('abcdefgh ', k=40)) for _ in range(200)];"
         f"print(hashlib.md5(train_{kind}(texts, 400).to_str().encode()).hexdigest())"
     )

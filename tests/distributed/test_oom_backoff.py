@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hwopt import api
 from hwopt.config.profile import make_profile
-from hwopt.distributed.oom_backoff import QUIET_STEPS, Ladder
+from hwopt.distributed.oom_backoff import QUIET_STEPS, OomBackoff
 from hwopt.errors import DoesNotFitError
 from hwopt.memory.known_limits import most_rows
 from hwopt.memory.lengths import lengths_of
@@ -24,7 +24,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
-from hwopt.training.memory_pressure import Strain
+from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.run import Run
 
 Decide = Callable[[int, int, bool], bool]
@@ -35,7 +35,7 @@ class Shortage(Plugin):
 
     name = "shortage"
     stage = Stage.MODEL
-    slots = ("model_steps",)
+    writes = ("model_steps",)
     when: Decide = staticmethod(lambda rows, call, backward: False)
     in_backward = False
 
@@ -174,7 +174,7 @@ def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
 
 
 def test_what_did_not_fit_is_told_what_would_save_memory(tmp_path: Path) -> None:
-    """Not fewer rows: the ladder has been at single ones."""
+    """Not fewer rows: the backoff has been at single ones."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
     registry = Registry()
     registry.add(plugin)
@@ -217,8 +217,8 @@ def test_checkpointing_is_the_last_rung_and_changes_nothing(tmp_path: Path) -> N
 
 def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(checkpointing={"enabled": False}), tiny_job(tmp_path))
-    assert plan.rescuers == ()
-    assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).rescuers] == ["checkpointing"]
+    assert plan.oom_plugins == ()
+    assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).oom_plugins] == ["checkpointing"]
 
 
 def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> No
 
 
 def test_two_signs_in_a_row_are_a_shortage() -> None:
-    strain = Strain(torch.device("cpu"))
+    strain = MemoryPressure(torch.device("cpu"))
     assert strain.seen() is None
     assert [strain.judged(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
     strain.may_spill = True
@@ -257,33 +257,33 @@ ANY_TEXT = AnyText()
 
 
 @contextmanager
-def heard_by(said: list[str]) -> Iterator[Ladder]:
-    yield Ladder("Training", "plugins.batch.train", said.append)
+def heard_by(said: list[str]) -> Iterator[OomBackoff]:
+    yield OomBackoff("Training", "plugins.batch.train", said.append)
 
 
 def test_growing_back_with_hysteresis() -> None:
     said: list[str] = []
-    with heard_by(said) as ladder:
-        ladder.finer(3, "here", "no room")
+    with heard_by(said) as backoff:
+        backoff.reduce(3, "here", "no room")
         for _ in range(QUIET_STEPS):
-            assert ladder.rung == 1
-            ladder.succeeded()
-        assert ladder.rung == 0
-        ladder.finer(3, "here", "no room")  # at once again: growing back was too early
+            assert backoff.rung == 1
+            backoff.step_succeeded()
+        assert backoff.rung == 0
+        backoff.reduce(3, "here", "no room")  # at once again: growing back was too early
         for _ in range(2 * QUIET_STEPS):
-            assert ladder.rung == 1
-            ladder.succeeded()
-        assert ladder.rung == 0
-        assert ladder.times == 2
+            assert backoff.rung == 1
+            backoff.step_succeeded()
+        assert backoff.rung == 0
+        assert backoff.oom_count == 2
         assert len(said) == 4
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
 def test_a_ladder_never_leaves_its_ends(shortages: list[bool], floor: int) -> None:
-    with heard_by([]) as ladder:
+    with heard_by([]) as backoff:
         for short in shortages:
-            if short and ladder.rung < floor:
-                ladder.finer(floor, "here", "no room")
+            if short and backoff.rung < floor:
+                backoff.reduce(floor, "here", "no room")
             else:
-                ladder.succeeded()
-            assert 0 <= ladder.rung <= floor
+                backoff.step_succeeded()
+            assert 0 <= backoff.rung <= floor

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.training import randomness
 from hwopt.training.build import build
@@ -16,8 +16,8 @@ from hwopt.training.loop import step, step_batches
 from hwopt.training.telemetry import Telemetry
 
 
-def ladder() -> Ladder:
-    return Ladder("Training", "plugins.batch.train", print)
+def ladder() -> OomBackoff:
+    return OomBackoff("Training", "plugins.batch.train", print)
 
 
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}

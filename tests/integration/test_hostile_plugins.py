@@ -22,7 +22,7 @@ from hwopt.cli import cli, run_command
 from hwopt.errors import HwoptError, PluginError, StorageError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin import registry as registry_module
-from hwopt.plugin.guard import Blamed, blaming
+from hwopt.plugin.guard import Guarded, plugin_guard
 from hwopt.plugin.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
 
@@ -318,11 +318,11 @@ def test_a_full_disk_keeps_its_code_and_says_who_wanted_to_write(
 
 
 def test_a_generator_that_python_closes_is_nobodys_error() -> None:
-    closed = blaming.__wrapped__("plugin 'stranger'", "probe()")  # the generator that contextmanager drives
+    closed = plugin_guard.__wrapped__("plugin 'stranger'", "probe()")  # the generator that contextmanager drives
     next(closed)
     closed.close()
     with pytest.raises(PluginError, match="raised GeneratorExit"):
-        Blamed(raising(GeneratorExit()), "plugin 'stranger'", "recipe.loss")()
+        Guarded(raising(GeneratorExit()), "plugin 'stranger'", "recipe.loss")()
 
 
 def test_an_error_without_a_text_makes_no_second_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

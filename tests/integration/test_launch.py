@@ -24,7 +24,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from hwopt.cli import run_command
 from hwopt.errors import InputError
 from hwopt.runs import launch as processes
-from hwopt.runs.launch import NOTES, Ending, agreed, cause_of_death, concluded, leave_note, noted_ending, ranks_to_start, settle
+from hwopt.runs.launch import (
+    NOTES,
+    Ending,
+    broadcast_folder,
+    cause_of_death,
+    leave_note,
+    noted_ending,
+    outcome_of,
+    ranks_to_start,
+    record_outcome,
+)
 from hwopt.runs.resume import Complete
 from hwopt.runs.status import write_status
 from hwopt.testing import TINY_BERT, write_samples
@@ -200,9 +210,9 @@ AGREE = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from hwopt.runs.launch import agreed
+from hwopt.runs.launch import broadcast_folder
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
-print(agreed(Path(sys.argv[2]), None, 0)[0].name)
+print(broadcast_folder(Path(sys.argv[2]), None, 0)[0].name)
 dist.destroy_process_group()
 """
 
@@ -224,8 +234,8 @@ def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, 
     """It ends with 0 on each rank, and so does the launch."""
     monkeypatch.setenv(NOTES, str(tmp_path))
     write_status(tmp_path, 0, "done")
-    assert agreed(tmp_path, None, Complete.exit_code)[2] == Complete.exit_code
-    assert concluded(tmp_path, {}).exit_code == 0
+    assert broadcast_folder(tmp_path, None, Complete.exit_code)[2] == Complete.exit_code
+    assert outcome_of(tmp_path, {}).exit_code == 0
 
 
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +271,7 @@ def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(NOTES, str(tmp_path))
 
     def ended(*failures: ProcessFailure) -> tuple[int, str]:
-        ending = concluded(tmp_path, {failure.local_rank: failure for failure in failures})
+        ending = outcome_of(tmp_path, {failure.local_rank: failure for failure in failures})
         return ending.exit_code, ending.message
 
     assert ended(failed(0, -15), failed(1, -15)) == (9, "error: the ranks ended without a word (rank 0: -15, rank 1: -15)")
@@ -298,9 +308,9 @@ def test_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_status_says_what_the_command_says(tmp_path: Path) -> None:
-    settle(tmp_path, Ending(9, "error: gone"))  # no run folder was noted
+    record_outcome(tmp_path, Ending(9, "error: gone"))  # no run folder was noted
     (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))
-    settle(tmp_path, Ending(9, "error: gone"))  # nor made
+    record_outcome(tmp_path, Ending(9, "error: gone"))  # nor made
     (tmp_path / "runs" / "job").mkdir(parents=True)
-    settle(tmp_path, Ending(9, "error: gone"))
+    record_outcome(tmp_path, Ending(9, "error: gone"))
     assert json.loads((tmp_path / "runs" / "job" / "status.json").read_text()) == {"exit_code": 9, "message": "gone"}

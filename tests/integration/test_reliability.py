@@ -131,7 +131,7 @@ def ended(pid: int, within: float = 120.0) -> int:
 
 def bits(run: Path) -> dict[str, str]:
     """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
-    assert storage.damage(run / "final") == ""
+    assert storage.find_corruption(run / "final") == ""
     last = resume.in_folder(run)[0]
     assert last.name == f"checkpoint-{LAST}"
     return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
@@ -199,7 +199,7 @@ def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, ta
 
 def newest_whole(run: Path) -> int:
     """The step of the checkpoint that a run would go on from, 0 for none."""
-    found = resume.newest(run, lambda message: None)
+    found = resume.latest_valid(run, lambda message: None)
     return 0 if found is None else found.step
 
 
@@ -434,7 +434,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
         shutil.copytree(before, run / before.name)
         what = damage_one(run / last.name, chance)
         said: list[str] = []
-        found = resume.newest(run, said.append)
+        found = resume.latest_valid(run, said.append)
         assert found is not None, what
         assert found.folder.name == before.name, what
         assert len(said) == 1, what

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from hwopt import api
 from hwopt.cli import run_command
-from hwopt.errors import DataError, death, exit_code_of
+from hwopt.errors import DataError, exit_code_of, worker_death
 from hwopt.runs.folder import owned
 from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
@@ -114,7 +114,7 @@ class Work:
 
 def bits(run: Path) -> dict[str, str]:
     """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
-    assert storage.damage(run / "final") == ""
+    assert storage.find_corruption(run / "final") == ""
     last = resume.in_folder(run)[0]
     assert last.name == f"checkpoint-{LAST}"
     return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
@@ -311,7 +311,7 @@ def test_a_signal_ends_all_ranks_saved(
             assert launch.ended() == (1 if accelerate else code), (target, launch.output)
             launch.nobody_left()
             assert status(launch.run)["exit_code"] == code, (target, launch.output)
-            found = resume.newest(launch.run, lambda message: None)
+            found = resume.latest_valid(launch.run, lambda message: None)
             assert found is not None
             assert f"after step {found.step}, saved" in status(launch.run)["message"] or not accelerate
             assert found.step >= step_of(launch.run)
@@ -422,7 +422,7 @@ def test_a_death_is_known_wherever_it_is_noticed() -> None:
     gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
     behind = ValueError("in a finally block")
     behind.__context__ = killed
-    assert str(death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
-    assert str(death(gone)).startswith("another rank is gone")
+    assert str(worker_death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
+    assert str(worker_death(gone)).startswith("another rank is gone")
     assert [exit_code_of(error) for error in (killed, gone, behind)] == [9, 9, 9]
     assert [exit_code_of(error) for error in (RuntimeError("a bug"), ValueError(str(killed)), DataError("no rows"))] == [1, 1, 4]

@@ -113,7 +113,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_once(
     """Also where the run that makes it again gets another signal meanwhile, or is killed behind it."""
     run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
 
-    def cut_short(run: Any, ladder: Any) -> None:
+    def cut_short(run: Any, backoff: Any) -> None:
         patched.setattr(signals, "received", lambda: 143)
 
     def cut_short_again() -> None:
@@ -296,9 +296,9 @@ def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypat
     best: Any = SimpleNamespace()
     checkpoints = checkpoint.Checkpoints(run, writer, best, parts={})
     now[0] = due - 1
-    assert not checkpoints.clock_says_so()
+    assert not checkpoints.timed_save_due()
     now[0] = due
-    assert checkpoints.clock_says_so()
+    assert checkpoints.timed_save_due()
 
 
 def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_damaged_best_weights_end_no_run(tmp_path: Path) -> None:
     api.execute(plan, again, recorder, cache=tmp_path / "cache", resume=True)
     assert "cannot be taken" in recorder.warnings[0]
     assert (again / f"best-{best}.damaged").is_dir()
-    assert storage.damage(again / "final") == ""
+    assert storage.find_corruption(again / "final") == ""
 
     class Damaging(Recorder):
         def row(self, run: Any, row: Any) -> None:
@@ -391,7 +391,7 @@ def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) 
 def test_what_desktops_leave_is_no_damage(name: str, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / name).write_bytes(b"x")
-    found = resume.newest(tmp_path, print)
+    found = resume.latest_valid(tmp_path, print)
     assert found is not None
     assert found.state["engine"]["parameters"]
 
@@ -533,7 +533,7 @@ def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Pat
     checkpoint = run / "checkpoint-6"
     HOSTILE[name](checkpoint)
     if name != "a link to a device":
-        storage.seal(checkpoint)
+        storage.write_manifest(checkpoint)
     with pytest.raises((StorageError, InputError)):
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
     assert not (tmp_path / "RUN").exists()
@@ -599,9 +599,9 @@ def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> Non
         path = resume.in_folder(run)[0] / place
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-    assert storage.damage(resume.in_folder(run)[0]) == ""
+    assert storage.find_corruption(resume.in_folder(run)[0]) == ""
     (resume.in_folder(run)[0] / "more.json").write_text("{}")
-    assert "more.json" in storage.damage(resume.in_folder(run)[0])
+    assert "more.json" in storage.find_corruption(resume.in_folder(run)[0])
 
 
 def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:

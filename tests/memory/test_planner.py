@@ -134,7 +134,7 @@ class Hoard(Plugin):
 
     name = "hoard"
     stage = Stage.MODEL
-    slots = ("model_steps",)
+    writes = ("model_steps",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of the planner")

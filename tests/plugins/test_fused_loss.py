@@ -398,10 +398,10 @@ def test_skips():
     assert decided(kind="text-classification").kind == "skip"
     capped = decided(logit_transform="its logits are changed")
     assert (capped.kind, capped.reason) == ("skip", "LlamaForCausalLM does more than a product: its logits are changed")
-    assert FusedLoss.leaner(None, context(kind="text-classification")) == []
-    assert FusedLoss.leaner(None, context(logit_transform="its logits are changed")) == []
-    assert FusedLoss.leaner(FusedLoss.Options(), context()) == []
-    assert [offer.options for offer in FusedLoss.leaner(None, context())] == [FusedLoss.Options()]
+    assert FusedLoss.memory_options(None, context(kind="text-classification")) == []
+    assert FusedLoss.memory_options(None, context(logit_transform="its logits are changed")) == []
+    assert FusedLoss.memory_options(FusedLoss.Options(), context()) == []
+    assert [offer.options for offer in FusedLoss.memory_options(None, context())] == [FusedLoss.Options()]
 
 
 @pytest.mark.parametrize(

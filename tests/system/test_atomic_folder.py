@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
 from hwopt.plugin.guard import blame
 from hwopt.system import atomic_folder as storage
-from hwopt.system.atomic_folder import MANIFEST, damage, recover, staged, write_json
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, staged, write_json
 
 FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/adapter.safetensors": b"more" * 100, "empty": b""}
 
@@ -31,7 +31,7 @@ def write(target: Path, mark: bytes = b"") -> None:
 
 
 def mark_of(target: Path) -> bytes:
-    assert damage(target) == ""
+    assert find_corruption(target) == ""
     return (target / "config.json").read_bytes().removeprefix(FILES["config.json"])
 
 
@@ -61,10 +61,10 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
     path.write_bytes(before[:at] + bytes([before[at] ^ flip]) + before[at + 1 :])
     try:
         # white space of the manifest may become other white space, which says the same
-        assert damage(whole) or (name == MANIFEST and before[at : at + 1].isspace())
+        assert find_corruption(whole) or (name == MANIFEST and before[at : at + 1].isspace())
     finally:
         path.write_bytes(before)
-    assert damage(whole) == ""
+    assert find_corruption(whole) == ""
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True))
@@ -75,7 +75,7 @@ def test_a_file_that_was_cut_short_is_found(whole: Path, name: str, place: float
     kept = before[: int(place * len(before))]
     path.write_bytes(kept)
     try:
-        assert damage(whole) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
+        assert find_corruption(whole) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
     finally:
         path.write_bytes(before)
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_gone_is_named(name: str, whole: Path) -> None:
     before = (whole / name).read_bytes()
     (whole / name).unlink()
     try:
-        assert name in damage(whole)
+        assert name in find_corruption(whole)
     finally:
         (whole / name).write_bytes(before)
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_gone_is_named(name: str, whole: Path) -> None:
 def test_a_file_that_nobody_wrote_is_named(whole: Path) -> None:
     (whole / "pytorch_model.bin").write_bytes(b"pickle")
     try:
-        assert "pytorch_model.bin is not listed" in damage(whole)
+        assert "pytorch_model.bin is not listed" in find_corruption(whole)
     finally:
         (whole / "pytorch_model.bin").unlink()
 
@@ -113,7 +113,7 @@ def test_a_manifest_that_says_nonsense(manifest: bytes, why: str, whole: Path) -
     before = (whole / MANIFEST).read_bytes()
     (whole / MANIFEST).write_bytes(manifest)
     try:
-        assert why in damage(whole)
+        assert why in find_corruption(whole)
     finally:
         (whole / MANIFEST).write_bytes(before)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import LeftOut, Places
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
@@ -162,7 +162,7 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
 )
 def test_labels_that_are_none(values: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_labels(Rows(pa.table({"label": values}), Places("a.csv", "row", [1, 2]), LeftOut("a.csv", "row", True)), "label")
+        read_labels(Rows(pa.table({"label": values}), Places("a.csv", "row", [1, 2]), BadRows("a.csv", "row", True)), "label")
 
 
 def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:

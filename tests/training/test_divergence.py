@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hwopt.config.job import Training
 from hwopt.errors import NonFiniteError
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.divergence import ENOUGH, RECENT, Course, Watch, numbers, spike_above
+from hwopt.training.divergence import ENOUGH, RECENT, Course, DivergenceMonitor, numbers, spike_above
 
 LOSSES = st.floats(0.01, 20.0)
 
@@ -51,23 +51,23 @@ def test_nothing_is_a_spike_before_there_is_a_course() -> None:
     assert not any(course.jumped(loss) for loss in [9.0, 0.1, 50.0, 0.1])
 
 
-def saw(watch: Watch, step: int, norms: list[float], **given: Any) -> tuple[list[str], NonFiniteError | None]:
+def saw(watch: DivergenceMonitor, step: int, norms: list[float], **given: Any) -> tuple[list[str], NonFiniteError | None]:
     rest: dict[str, Any] = {"lost": 0, "loss": 1.0, "scale": None} | given
     training = Training(**rest.pop("training", {}))
     return watch.saw(training, 1_000, step, norms, **rest)
 
 
 def test_a_loss_scaler_may_leave_out_what_overflows() -> None:
-    nan, watch = float("nan"), Watch()
+    nan, watch = float("nan"), DivergenceMonitor()
     assert saw(watch, 10, [nan] * 10, scale=64.0) == ([], None)
     assert saw(watch, 50, [nan] * 40, scale=64.0) == ([], None)
     _, error = saw(watch, 51, [nan], scale=64.0)
     assert "51 updates in a row were not finite up to step 51" in str(error)
-    _, error = saw(Watch(), 1, [1.0], scale=0.5)
+    _, error = saw(DivergenceMonitor(), 1, [1.0], scale=0.5)
     assert "loss scale 0.5" in str(error)
-    _, error = saw(Watch(), 1, [nan], scale=64.0, lost=1)
+    _, error = saw(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1)
     assert "the loss was not finite at or before step 1" in str(error)
-    said, error = saw(Watch(), 1, [nan], scale=64.0, lost=1, training={"on_nonfinite": "skip"})
+    said, error = saw(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1, training={"on_nonfinite": "skip"})
     assert error is None
     assert "the loss of 1 micro-batch(es) was not finite" in said[0]
 

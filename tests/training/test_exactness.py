@@ -28,7 +28,7 @@ class Width(Plugin):
 
     name = "width"
     stage = Stage.MODEL
-    slots = ("model_kwargs",)
+    writes = ("model_kwargs",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of exactness")
@@ -58,11 +58,11 @@ def cut_step(run: Run, groups: list[list[int]]) -> StepBatch:
 
 
 def gradient(run: Run, batch: StepBatch) -> torch.Tensor:
-    run.engine.drop()
+    run.engine.zero_grad()
     for micro_batch, last in batch.micro_batches():
-        run.engine.before(last)
+        run.engine.set_gradient_sync(last)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
-        run.engine.backward(loss, micro_batch.share)
+        run.engine.backward(loss, micro_batch.loss_weight)
     return torch.cat([p.grad.flatten() for p in run.inner_model.parameters() if p.grad is not None])
 
 
@@ -136,7 +136,7 @@ def test_the_last_partial_step_is_weighed_by_its_own_size(tmp_path: Path) -> Non
         steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))
         assert [len(step.samples) for step in steps] == [16, 16, 8]
         last = run.train_loader.dataset[steps[-1]]
-        assert sum(micro_batch.share * micro_batch.count for micro_batch, _ in last.micro_batches()) == pytest.approx(1.0)
+        assert sum(micro_batch.loss_weight * micro_batch.count for micro_batch, _ in last.micro_batches()) == pytest.approx(1.0)
 
 
 def test_samplers_travel_to_workers() -> None:

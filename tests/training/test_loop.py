@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError, NonFiniteError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -49,8 +49,8 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
 }
 
 
-def ladder() -> Ladder:
-    return Ladder("Training", "plugins.batch.train", print)
+def ladder() -> OomBackoff:
+    return OomBackoff("Training", "plugins.batch.train", print)
 
 
 class Calls(TorchDispatchMode):
@@ -160,7 +160,7 @@ class Poison(Plugin):
 
     name = "poison"
     stage = Stage.LOOP
-    slots = ("events",)
+    writes = ("events",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of what is not finite")

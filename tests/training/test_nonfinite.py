@@ -17,7 +17,7 @@ import torch
 from hwopt import api
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.distributed.oom_backoff import Ladder
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import NonFiniteError
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
@@ -39,7 +39,7 @@ class Poison(Plugin):
 
     name = "poison"
     stage = Stage.LOOP
-    slots = ("loss", "model_steps")
+    writes = ("loss", "model_steps")
 
     class Options(PluginOptions):
         steps: tuple[int, ...] = ()
@@ -123,17 +123,17 @@ def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Ten
     """The state after a run that never makes the updates of `steps`."""
     with build(plan, folder / "reference", folder / "cache") as run:
         telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
-        ladder = Ladder("Training", "plugins.batch.train", print)
+        backoff = OomBackoff("Training", "plugins.batch.train", print)
         run.engine.make_state()
         run.model.train()
         for batch in step_batches(run, telemetry):
             if run.step + 1 in steps:
                 assert accumulate(run, batch, telemetry, reseed, 0) is None
-                run.engine.drop()
+                run.engine.zero_grad()
                 run.engine.scheduler.step()
                 run.step += 1
             else:
-                step(run, batch, telemetry, reseed, ladder)
+                step(run, batch, telemetry, reseed, backoff)
         return state_of(run)
 
 
@@ -211,7 +211,7 @@ def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path
         telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
         run.model.train()
         batches = step_batches(run, telemetry)
-        step(run, next(batches), telemetry, reseed, Ladder("Training", "", print))
+        step(run, next(batches), telemetry, reseed, OomBackoff("Training", "", print))
         accumulate(run, next(batches), telemetry, reseed, 0)
         losses = telemetry.interval.losses.values(run.device).tolist()
     assert len(losses) == 4
@@ -279,7 +279,7 @@ def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp
         run.model.train()
         rows = []
         for batch in step_batches(run, telemetry):
-            step(run, batch, telemetry, reseed, Ladder("Training", "", print))
+            step(run, batch, telemetry, reseed, OomBackoff("Training", "", print))
             rows += [row] if (row := telemetry.stepped(batch)) else []
             if run.step in (2, 5):
                 state = json.loads(json.dumps(telemetry.state_dict()))
