@@ -123,7 +123,7 @@ def test_decoders_get_no_mask() -> None:
 def test_a_weightless_rank_counts_nothing() -> None:
     step = Step(0, 0, (3,), 10, weightless=True)
     batch = Collate(cut_in_order, 4, pad_id=0)(step, make_samples([5], False), [1])
-    assert [m.share for m, _ in batch.micro_batches()] == [0.0]
+    assert [m.loss_weight for m, _ in batch.micro_batches()] == [0.0]
     assert batch.rows == batch.tokens == 0
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
-from hwopt.plugin.guard import blame
+from hwopt.plugin.guard import raise_plugin_error
 from hwopt.system import atomic_folder as storage
 from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, staged, write_json
 
@@ -252,7 +252,7 @@ def test_a_full_disk_in_other_words(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="GiB are free"), staged(tmp_path / "folder", 0):
         raise error
     with pytest.raises(StorageError, match=r"^plugin 'x': its step: .*\. Free some space"):
-        blame(error, "plugin 'x'", "its step")
+        raise_plugin_error(error, "plugin 'x'", "its step")
     assert exit_code_of(error) == StorageError.exit_code
     assert not is_disk_full(ValueError("(os error 2)"))
 
