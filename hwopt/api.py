@@ -36,7 +36,7 @@ from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
 from hwopt.text import truncate
-from hwopt.training.loop import report_oom
+from hwopt.training.failure import report_oom
 
 
 def resolve(

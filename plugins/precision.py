@@ -78,7 +78,7 @@ class HalfWeights:
             group["params"] = [self.masters.get(p, p) for p in group["params"]]
         return optimizer
 
-    def collect(self, run: Any = None) -> None:
+    def collect(self) -> None:
         """Move the half gradients into the masters as fp32; the half ones are freed."""
         import torch
 
@@ -90,7 +90,7 @@ class HalfWeights:
         for p, gradient in zip(halves, gradients, strict=True):
             self.masters[p].grad, p.grad = gradient, None
 
-    def publish(self, run: Any = None) -> None:
+    def publish(self) -> None:
         """Round the masters into the half weights that the model computes with."""
         import torch
 
@@ -155,7 +155,7 @@ class Precision(Plugin):
     after = ("adapter", "quantize")  # adapters are cast with the rest, and get masters of their own
     preserves = "rounding"
     writes = (
-        *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "events"),
+        *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "masters", "events"),
         *("scaler", "export_steps", "final_steps"),
     )
 
@@ -202,11 +202,10 @@ class Precision(Plugin):
             weights = HalfWeights(dtype)
             recipe.model_steps.append(weights.cast)
             recipe.optimizer_wraps.append(weights.swap_in)
-            recipe.events["gradients"].append(weights.collect)
-            recipe.events["updated"].append(weights.publish)
+            recipe.masters = weights
             if not self.options.full_eval:
-                recipe.events["evaluating"].append(weights.evaluate_in_full)
-                recipe.events["evaluated"].append(weights.train_in_half)
+                recipe.events["evaluate_begin"].append(weights.evaluate_in_full)
+                recipe.events["evaluate_end"].append(weights.train_in_half)
             recipe.export_steps.append(weights.export)
             recipe.final_steps.append(weights.restore)  # they run in reverse: before an adapter is merged, which would round it
             if dtype == "fp16":

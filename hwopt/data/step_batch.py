@@ -108,7 +108,7 @@ class StepBatch:
         return [(part.rows, part.width) for part in self.parts]
 
     @property
-    def floor(self) -> int:
+    def finest_rung(self) -> int:
         """The first rung at which every micro-batch is a single row."""
         return max(ceil(log2(part.rows)) for part in self.parts)
 

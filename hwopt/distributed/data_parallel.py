@@ -38,7 +38,7 @@ class DataParallelEngine(Engine):
         super().__init__(run)
         self.reduced = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.buckets = list(bucketed(self.reduced, BUCKET_BYTES))
-        self.hosts = dist.new_group(backend="gloo")
+        self.cpu_group = dist.new_group(backend="gloo")
         self.heard: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> how often it ran out, as last told
         self.present: Tensor | None = None
 
@@ -69,7 +69,7 @@ class DataParallelEngine(Engine):
             [code, backoff.oom_count, backoff.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32
         )
         votes = [torch.empty_like(mine) for _ in range(self.run.world_size)]
-        dist.all_gather(votes, mine, group=self.hosts)
+        dist.all_gather(votes, mine, group=self.cpu_group)
         self.present = torch.stack(votes)[:, 3:].amax(dim=0)
         for rank, vote in enumerate(votes):
             self.hear(backoff, rank, int(vote[1]), int(vote[2]))
@@ -82,7 +82,7 @@ class DataParallelEngine(Engine):
         if times > before and rank != self.run.rank:
             self.run.warn(
                 f"rank {rank} ran out of memory in {backoff.what.lower()}: it goes on with the same rows in micro-batches of "
-                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {backoff.key})"
+                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {backoff.option})"
             )
 
     def finish(self) -> None:

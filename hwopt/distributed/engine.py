@@ -29,8 +29,10 @@ class Engine:
     """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
     meets_in_micro_batches = False
     """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
-    hosts: dist.ProcessGroup | None = None
+    cpu_group: dist.ProcessGroup | None = None
     """All ranks, by the network of their hosts, where there are several."""
+    whole_gradients = True
+    """Whether each rank holds the whole gradient between the backward pass and the update."""
     keeps_masters = False
     """Whether it makes the model's weights half under a half precision, and keeps fp32 masters of them itself."""
 
@@ -39,7 +41,8 @@ class Engine:
         device = run.device
         self.optimizer, self.scheduler, self.scaler = run.optimizer, run.scheduler, run.scaler
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-        self.names = run.trained
+        self.names = run.parameter_names
+        self.masters = run.recipe.masters
         # fp32 masters step in place of the model's half parameters, whose gradients must go too
         own = {id(p) for p in self.parameters}
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
@@ -50,16 +53,15 @@ class Engine:
         self.norm = torch.zeros((), device=device)
         """Of the last step's whole gradient, a tensor of its own each step; not finite where the update was left out."""
         self.found_inf = torch.zeros((), device=device)
-        self.on_gradients = run.recipe.events["gradients"]
-        self.on_updated = run.recipe.events["updated"]
+        self.on_gradients = list(run.recipe.events["gradients"])
 
-    def make_state(self, at_any_cost: bool = False) -> None:
+    def init_state(self, force: bool = False) -> None:
         """The optimizer's state before step 1, so that the first update cannot be the one that runs out of memory.
 
         An update that is left out changes no bit. Optimizers that take no `found_inf` make their state in step 1, or here
-        by a step without gradients, `at_any_cost`: what it changes must be written over.
+        by a step without gradients, `force`: what it changes must be written over.
         """
-        if not self.takes_found_inf and not at_any_cost:
+        if not self.takes_found_inf and not force:
             return
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -97,24 +99,24 @@ class Engine:
 
     def all_reduce_max(self, value: int) -> int:
         """The greatest of what the ranks value. All ranks call it."""
-        if self.hosts is None:
+        if self.cpu_group is None:
             return value
         told = torch.tensor(value)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.cpu_group)
         return int(told)
 
     def all_gather(self, value: Any) -> list[Any]:
         """`value` of every rank. All ranks call it."""
         found: list[Any] = [value] * self.run.world_size
-        if self.hosts is not None:
-            dist.all_gather_object(found, value, group=self.hosts)
+        if self.cpu_group is not None:
+            dist.all_gather_object(found, value, group=self.cpu_group)
         return found
 
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`weights` of the model whole and in the precision that is trained, on the first rank. All ranks call it."""
         return weights
 
-    def whole_model(self) -> Any:
+    def unsharded_model(self) -> Any:
         """The model with plain parameters, once training is over. All ranks call it."""
         return self.run.inner_model
 
@@ -125,7 +127,7 @@ class Engine:
         """
         found = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            value = self.whole(parameter)
+            value = self.unshard(parameter)
             if self.run.is_main:
                 found[name] = kept(value)
         return found
@@ -139,13 +141,13 @@ class Engine:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if snapshot[name].shape != (shape := self.full_shape(parameter)):
                 raise ValueError(f"{name} is {tuple(snapshot[name].shape)}, and here {tuple(shape)}")
-            parameter.copy_(self.part(snapshot[name], parameter))
+            parameter.copy_(self.shard(snapshot[name], parameter))
 
-    def whole(self, value: Any) -> Any:
+    def unshard(self, value: Any) -> Any:
         """A tensor of which this rank may hold a part. All ranks call it."""
         return value.detach() if isinstance(value, Tensor) else value
 
-    def part(self, value: Tensor, like: Tensor) -> Tensor:
+    def shard(self, value: Tensor, like: Tensor) -> Tensor:
         """What this rank holds of a whole tensor, on the device of `like`."""
         return value.to(like.device)
 
@@ -168,8 +170,8 @@ class Engine:
         """
         self.load_optimizer_state(state["optimizer"])
         self.restore(state["parameters"])
-        for event in self.on_updated:  # half weights are made of the masters that were read
-            event(self.run)
+        if self.masters is not None:
+            self.masters.publish()
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         self.scheduler.last_epoch = self.run.step - 1
@@ -179,7 +181,7 @@ class Engine:
         states: dict[str, Any] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             states[name] = map_tensors(
-                kept, {key: self.whole(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
+                kept, {key: self.unshard(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
             )
         groups = [{key: value for key, value in group.items() if counts(key, value)} for group in self.optimizer.param_groups]
         return {"class": type(self.optimizer).__name__, "states": states, "groups": groups}
@@ -187,7 +189,7 @@ class Engine:
     @torch.no_grad()
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Whatever optimizer it is: its own first step makes the state, which is then written over."""
-        self.make_state(at_any_cost=True)
+        self.init_state(force=True)
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state["states"].get(name)
             if not saved:  # it has had no gradient yet
@@ -218,20 +220,34 @@ class Engine:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Clip once, step the optimizer unless a gradient is not finite, advance the schedule either way."""
-        for event in self.on_gradients:
-            event(self.run)
+        """Clip once, step the optimizer unless a gradient is not finite, advance the schedule in either case."""
+        if self.masters is not None:
+            self.masters.collect()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        for event in self.on_gradients:
+            event(self.run)
         self._measure_and_clip()
         self._step()
-        for event in self.on_updated:
-            event(self.run)
+        if self.masters is not None:
+            self.masters.publish()
         self.scheduler.step()
         self.zero_grad()
 
-    def gradients(self) -> list[Tensor]:
-        """What this rank holds of the step's gradients."""
+    def update_applied(self) -> Tensor:
+        """Whether the last update changed the weights: a bool scalar on the device. False where a gradient was not finite."""
+        return self.found_inf == 0
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """(name, gradient) of every trained parameter that has one, whole on every rank; unscaled in the event `gradients`.
+
+        An engine without `whole_gradients` has none to give.
+        """
+        assert self.whole_gradients, f"{type(self).__name__} has no whole gradients"
+        return [(name, p.grad) for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients, or parts of gradients, that this rank holds."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def norm_of(self, gradients: list[Tensor]) -> Tensor:
@@ -240,7 +256,7 @@ class Engine:
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _measure_and_clip(self) -> None:
-        gradients = self.gradients()
+        gradients = self.local_gradients()
         self.norm = norm = self.norm_of(gradients)
         torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, which equals nothing
         if self.max_norm:

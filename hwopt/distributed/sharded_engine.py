@@ -20,15 +20,16 @@ class ShardedEngine(Engine, ABC):
     """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
 
     supports_retry = False
+    whole_gradients = False
     meets_in_micro_batches = True
-    hosts: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
     """Whoever derives from this makes it."""
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
         """As many as on the rank that has most of them: the smallest one again, without weight."""
         own = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
         most = torch.tensor(len(own))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.hosts)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.cpu_group)
         smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
         own += [replace(smallest, loss_weight=0.0)] * (int(most) - len(own))
         return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
@@ -41,7 +42,7 @@ class ShardedEngine(Engine, ABC):
         found = self.full_weights()
         return {name: found.get(name, value) for name, value in weights.items()}
 
-    def whole_model(self) -> Any:
+    def unsharded_model(self) -> Any:
         """The model with plain parameters: in the host's memory on the first rank, without any memory on the others."""
         weights = self.full_weights()
         model = self.run.inner_model

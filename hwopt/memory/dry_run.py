@@ -35,10 +35,10 @@ from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import Prepared, in_float32
 from hwopt.tasks.registry import make_task
+from hwopt.training.accumulation import forward_and_backward
 from hwopt.training.build import adopt_model, forget, make_accelerator
 from hwopt.training.evaluation import evaluating
 from hwopt.training.loaders import padding_of
-from hwopt.training.loop import forward_and_backward
 from hwopt.training.optimizer import build_optimizer
 from hwopt.training.run import Run
 
@@ -204,8 +204,7 @@ def train_step(run: Run, batch: StepBatch, several: bool, tracker: Tracker | Non
     """Forward, backward and update with one micro-batch; `several`: it is not the first one of its step."""
     if several:
         earlier_gradients(run, tracker)
-    telemetry = cast(Any, SimpleNamespace(heard=lambda loss, micro_batch: None))
-    forward_and_backward(run, batch, telemetry, lambda *_: None, 0)
+    forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
     run.engine.finish()
 
 

@@ -95,6 +95,11 @@ class Plan:
         found = next((self.provenance[each] for each in above if each in self.provenance), "")
         return "" if found == "default" else found
 
+    def batch_option(self, key: str) -> str:
+        """The option that sets `recipe.batch[key]`, as `--set` takes it; for messages."""
+        author = self.recipe.author_of(f"batch[{key!r}]")
+        return next((f"plugins.{entry.name}.{key}" for entry in self.entries if entry.author == author), f"the {key} batch size")
+
     def to_dict(self) -> dict[str, Any]:
         """What `plan.json` and `hwopt plan --format json` hold."""
         return {

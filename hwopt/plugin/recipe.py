@@ -15,16 +15,19 @@ from hwopt.errors import PluginError
 from hwopt.plugin.guard import Guarded, GuardedOnce
 from hwopt.text import listing, nearest
 
-SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
+SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "masters", "scaler", "schedule", "engine")
 LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
 SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 
 EVENTS = {
-    "gradients": "all gradients of a step are there; before they are measured, clipped and used",
-    "updated": "the optimizer has stepped",
-    "evaluating": "an evaluation begins",
-    "evaluated": "it has ended",
+    "step_begin": "(run): an optimizer step begins; once per step, also if the step is retried after running out of memory",
+    "gradients": "(run): the step's gradients are whole and unscaled; before their norm is taken and they are clipped",
+    "step_end": "(run, applied): the optimizer was called; `applied` is a bool tensor on the device, False for a skipped update",
+    "evaluate_begin": "(run): an evaluation begins; the model is in evaluation mode",
+    "evaluate_end": "(run): the evaluation ended; the model goes back to training mode",
+    "saved": "(run, folder): a checkpoint or the best weights are complete on disk; on the first rank only",
 }
+"""Event -> arguments and meaning, in the order of a run."""
 
 
 class Settings(UserDict[str, Any]):
@@ -92,7 +95,9 @@ class Recipe:
     batch: Settings
     loader: Settings
     training: Settings
+    parameter_groups: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    masters: Any | None
     optimizer_wraps: Steps
     scaler: Callable[[], Any] | None
     schedule: Callable[[int, int], float] | None

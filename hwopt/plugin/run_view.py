@@ -83,16 +83,14 @@ class RunView(Protocol):
     scheduler: Any
     scaler: Any
     """The gradient scaler of fp16 training, or None."""
-    trained: list[str]
-    """The names of the parameters that the optimizer updates, in its order."""
+    parameter_names: list[str]
+    """The name in the model of each tensor that the optimizer updates, in its order."""
     engine: Any
     """An EngineView; engines of plugins have attributes of their own."""
     train_loader: Any
     eval_loader: Any
     observation: Observation
     """What ran in the first step."""
-    last_step_batch: Any
-    """The last StepBatch that was trained; None before the first step."""
 
     @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
@@ -102,6 +100,11 @@ class RunView(Protocol):
     @property
     def step(self) -> int:
         """Optimizer steps done."""
+        ...
+
+    @property
+    def last_step_batch(self) -> Any:
+        """The StepBatch of the last finished step; None before the first one."""
         ...
 
     @property

@@ -115,7 +115,7 @@ class Screen(Listener):
         self.last_eval: Row = {}
 
     def started(self, run: Run) -> None:
-        for note in run.notes[len(run.plan.notes) :]:
+        for note in run.notes:
             say(self.console, "data", note)
         samples = len(run.prepared.train)
         held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""

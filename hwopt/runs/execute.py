@@ -1,11 +1,10 @@
-"""execute: a plan is trained in a folder of its own, and however that ends, the folder says how."""
+"""execute: train a plan in a run folder. However the run ends, the folder says how."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from signal import SIGINT
 
@@ -27,21 +26,23 @@ from hwopt.memory.advice import advised
 from hwopt.memory.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
+from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.journal import Journal
-from hwopt.runs.launch import leave_note
-from hwopt.runs.resume import Complete, claim_run_folder
+from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import status_code, steps_done, summary_of, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, in_folder
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
-from hwopt.system.watchdog import Watchdog, end_the_others
 from hwopt.training.build import build
+from hwopt.training.failure import report_oom
 from hwopt.training.listener import Listener, Listeners, Row
-from hwopt.training.loop import report_oom, train
+from hwopt.training.loop import train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
+
+Replan = Callable[[Sequence[str]], Plan]
 
 
 def execute(
@@ -50,106 +51,124 @@ def execute(
     listener: Listener | None = None,
     *,
     cache: Path | None = None,
-    replan: Callable[[Sequence[str]], Plan] | None = None,
+    replan: Replan | None = None,
     resume: bool | Path = False,
     fresh: bool = False,
 ) -> Row:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
-    `resume`: go on from the newest whole checkpoint of `folder`, or from the checkpoint of that path. `fresh`: begin anew where
-    there was a run, which is kept beside it. `replan` gives the plan with further assignments; with it, a run that does not fit
-    ends with the lines that would save memory.
-    On several ranks every rank calls this; only rank 0 hears and writes. However it ends, `status.json` has the exit code.
-    Raises FolderInUseError where another process trains in `folder`, InputError where `resume` is another run's.
+    `resume`: resume from the newest valid checkpoint of `folder`, or from the checkpoint of that path. `fresh`: start over;
+    the old run folder is kept beside it. `replan` returns the plan with further assignments; with it, a run that does not fit
+    ends with the options that would save memory.
+    On several ranks every rank calls this; only rank 0 shows and writes. However it ends, `status.json` has the exit code.
+    Raises FolderInUseError if another process trains in `folder`, InputError if `resume` names another run's checkpoint.
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
-    rank, _ = rank_and_world(os.environ)
-    heard = Listeners(Journal(), *([listener] if listener else [])) if rank == 0 else Listener()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.listening())
-        own: list[Run] = []  # once its folder is its own
+        return Execution(plan, folder, cache or cache_folder(), listener, stack).run(resume, fresh, replan)
 
-        def claim_folder(run: Run) -> None:
-            run.warn, run.say = partial(heard.warned, run), partial(heard.said, run)
-            best_metric(run)  # what is wrong with the job is said before a folder is made
-            claim_run_folder(run, stack, resume=resume, fresh=fresh)
-            own.append(run)
+
+class MemoryLimits(Listener):
+    """Remembers which micro-batch sizes did not fit, so that the next plan does not choose them."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+
+    def ran_out_of_memory(self, run: Run, rows: int) -> None:
+        planner.held(run.plan, self.cache, rows)
+
+
+class Execution:
+    """One call of `execute`: the run, once its folder is locked, and how it ended."""
+
+    def __init__(self, plan: Plan, folder: Path, cache: Path, listener: Listener | None, stack: contextlib.ExitStack) -> None:
+        self.plan, self.folder, self.cache, self.stack = plan, folder, cache, stack
+        self.rank, _ = rank_and_world(os.environ)
+        shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
+        self.hang_watch = HangWatch(stack, self.set_status)
+        self.listener = Listeners(*shown, MemoryLimits(cache), self.hang_watch)
+        self.own: Run | None = None
+        """The run, once its folder is locked."""
+
+    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None) -> Row:
+        def claim(run: Run) -> None:
+            best_metric(run)  # errors in the job are reported before a folder is made
+            claim_run_folder(run, self.stack, resume=resume, fresh=fresh)
+            self.own = run
 
         try:
             with (
-                report_oom("the model", "plugins.batch.train"),
-                build(plan, folder, cache or cache_folder(), claim_folder) as run,
+                report_oom("the model", self.plan.batch_option("train")),
+                build(self.plan, self.folder, self.cache, claim, self.listener) as run,
             ):
-                run.ran_out = partial(planner.held, plan, cache or cache_folder())
-                watch = watching(run, stack)
-                run.watch, run.heartbeat = watch, watch.heartbeat
+                self.hang_watch.watch(run)
                 with reporting(run):
-                    summary = train(run, heard)
+                    summary = train(run)
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.ending(code)
-            set_status(own, rank, 0, "done")
+            self.set_status(0, "done")
             return summary
-        except Complete as complete:
-            heard.said(complete.run, f"{folder} is complete, after step {steps_done(folder):,}: see {folder / 'final'}")
-            return summary_of(folder)
+        except AlreadyComplete as complete:
+            complete.run.say(f"{self.folder} is complete, after step {steps_done(self.folder):,}: see {self.folder / 'final'}")
+            return summary_of(self.folder)
         except BaseException as raised:
-            error = to_user_error(raised, own)
-            if isinstance(error, InputError):
-                error = placed(error, plan.place)
-            written = record_outcome(error, own, rank)
-            if isinstance(error, DoesNotFitError) and replan is not None and rank == 0:
-                # takes seconds, in which a launcher may end this rank: the code is written already
-                error.args = (f"{error}{advice(plan, replan, cache or cache_folder())}",)
+            error = self.to_user_error(raised)
+            written = self.record_outcome(error)
+            if isinstance(error, DoesNotFitError) and replan is not None and self.rank == 0:
+                # takes seconds, in which a launcher may end this rank: the exit code is written already
+                error.args = (f"{error}{advice(self.plan, replan, self.cache)}",)
                 if written:
-                    set_status(own, rank, signals.exit_code(error), str(error))
+                    self.set_status(signals.exit_code(error), str(error))
             if error is not raised:
                 raise error from raised
             raise
 
+    def to_user_error(self, error: BaseException) -> BaseException:
+        """What ended the run, as an error that says what to do and what is kept."""
+        if not isinstance(error, HwoptError) and signals.received() is None:
+            full = StorageError(f"{error}. Free some space, and resume with --resume") if is_disk_full(error) else None
+            error = full or worker_death(error) or error
+        own = self.own
+        if own is not None and own.step and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError):
+            kept = in_folder(own.folder)
+            error.args = (f"{error} {f'The newest checkpoint is {kept[0]}.' if kept else 'No checkpoint was saved yet.'}",)
+        return placed(error, self.plan.place) if isinstance(error, InputError) else error
 
-def to_user_error(error: BaseException, own: Sequence[Run]) -> BaseException:
-    """What has ended the run, as an error that says what to do and what is kept."""
-    if not isinstance(error, HwoptError) and signals.received() is None:
-        full = StorageError(f"{error}. Free some space, and go on with --resume") if is_disk_full(error) else None
-        error = full or worker_death(error) or error
-    if own and own[0].step and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError):
-        kept = in_folder(own[0].folder)
-        error.args = (f"{error} {f'The newest checkpoint is {kept[0]}.' if kept else 'Nothing has been saved yet.'}",)
-    return error
+    def record_outcome(self, error: BaseException) -> bool:
+        """Write into the status how the run ended, unless the rank at fault has written it. Returns whether it was written."""
+        code = signals.exit_code(error)
+        told = self.own is not None and status_code(self.own.folder) is not None
+        hears_of_it = self.rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
+        secondhand = isinstance(error, HwoptError) and error.secondhand
+        if (secondhand and (told or self.own is None)) or (hears_of_it and told):
+            return False
+        self.set_status(code, self.ended_by_signal(code) or str(error) or type(error).__name__)
+        return True
 
+    def ended_by_signal(self, code: int) -> str:
+        """What the status says of a signal; "" if none ended the run."""
+        if code not in signals.EXIT_CODES.values():
+            return ""
+        own = self.own
+        done = "before the first step"
+        if own is not None and own.step and steps_done(own.folder) >= own.total_steps:
+            done = "after the last step: final/ is complete"
+        elif own is not None and own.step:
+            saved = checkpoint_folder(own.folder, own.step).is_dir()  # the folder exists once it is complete
+            done = f"after step {own.step:,}, {'saved' if saved else 'which could not be saved'}; resume with --resume"
+        return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
 
-def record_outcome(error: BaseException, own: Sequence[Run], rank: int) -> bool:
-    """Write how the run ends into its status, but where the rank at fault has said so better. Whether it was written."""
-    code = signals.exit_code(error)
-    told = bool(own) and status_code(own[0].folder) is not None
-    hears_of_it = rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
-    secondhand = isinstance(error, HwoptError) and error.secondhand
-    if (secondhand and (told or not own)) or (hears_of_it and told):
-        return False
-    set_status(own, rank, code, ended_by_signal(own, code) or str(error) or type(error).__name__)
-    return True
-
-
-def watching(run: Run, stack: contextlib.ExitStack) -> Watchdog:
-    """What ends a run that hangs, or that a second signal ends: with its exit code everywhere, and nobody left behind."""
-
-    def leave(code: int, message: str = "ended at once, by a second signal") -> None:
-        set_status([run], run.rank, code, message)
-        text = f"error: {message}"
-        if not leave_note(code, text, secondhand=False, kills=True):
-            with contextlib.suppress(OSError):
-                os.write(2, f"{text}\n".encode())
-        end_the_others()
-
-    stack.enter_context(signals.leaving(leave))
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    began = run.step
-    return Watchdog(run.training.hang_timeout, run.folder, run.rank, leave, launcher, lambda: run.step == began)
+    def set_status(self, exit_code: int, message: str) -> None:
+        """Write `status.json` if the folder is this run's. A storage error does not hide the error that ended the run."""
+        if self.own is not None and (self.rank == 0 or exit_code) and self.own.folder.is_dir():
+            with contextlib.suppress(StorageError):
+                write_status(self.own.folder, exit_code, message)
 
 
 @contextlib.contextmanager
 def reporting(run: Run) -> Iterator[None]:
-    """A run that did not fit leaves a report behind."""
+    """A run that does not fit leaves an out-of-memory report."""
     try:
         yield
     except DoesNotFitError as error:
@@ -158,37 +177,17 @@ def reporting(run: Run) -> Iterator[None]:
         raise
 
 
-def advice(plan: Plan, replan: Callable[[Sequence[str]], Plan], cache: Path) -> str:
-    """The lines that would save memory, with what the planner says they save; "" where it cannot tell."""
+def advice(plan: Plan, replan: Replan, cache: Path) -> str:
+    """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
         memory = plan.memory or planner.plan_memory(plan, cache)
         changes = advised(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
-    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the backoff has been at single rows
+    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the back-off tried single rows already
     lines = [
         f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})"
         for change in changes
         if not any(assignment.split(".")[1] in sizes for assignment in change.assignments)
     ]
     return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
-
-
-def ended_by_signal(own: Sequence[Run], code: int) -> str:
-    """What the status says of it; "" where it was none."""
-    if code not in signals.EXIT_CODES.values():
-        return ""
-    done = "before the first step"
-    if own and own[0].step and steps_done(own[0].folder) >= own[0].total_steps:
-        done = "after the last step: final/ is whole"
-    elif own and own[0].step:
-        saved = checkpoint_folder(own[0].folder, own[0].step).is_dir()  # it is there once it is whole
-        done = f"after step {own[0].step:,}, {'saved' if saved else 'which could not be saved'}; go on with --resume"
-    return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
-
-
-def set_status(own: Sequence[Run], rank: int, exit_code: int, message: str) -> None:
-    """Only in a run folder that is this run's; never hides the error that ended the run behind one of storage."""
-    if own and (rank == 0 or exit_code) and own[0].folder.is_dir():
-        with contextlib.suppress(StorageError):
-            write_status(own[0].folder, exit_code, message)

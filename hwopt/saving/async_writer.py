@@ -1,4 +1,4 @@
-"""Writes models with their training state beside the training: in one thread, one folder after the other."""
+"""Write models and training state to disk while training continues: one thread, one folder at a time."""
 
 from __future__ import annotations
 
@@ -16,69 +16,70 @@ import torch
 from hwopt.errors import StorageError
 from hwopt.saving.model_files import write_model
 from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
+from hwopt.saving.savable_run import SavableRun
 from hwopt.saving.tensor_tree import HostCopies, flatten
 from hwopt.system.atomic_folder import GIB, staged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hwopt.saving.savable_run import SavableRun
+OVERHEAD = 1.02
+"""Bytes on disk per byte of tensors: configs, the tokenizer and the file system need some."""
+HEARTBEAT_SECONDS = 0.5
+"""How long `wait` waits for the disk before it tells the watchdog that the run is alive."""
 
 
-SPARE = 1.02
-"""Of the bytes of the tensors: configs, the tokenizer, the file system's own."""
-BEAT = 0.5
-"""Seconds after which whoever waits for the disk says that the run is alive."""
-
-
-class Writer:
-    """The loop waits for copies into the host's memory alone. What goes wrong in the thread is raised by the next call."""
+class AsyncWriter:
+    """The loop waits only for copies into host memory. An error of the thread is raised by the next call."""
 
     def __init__(self, run: SavableRun) -> None:
         self.run = run
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="hwopt-writer")
         self.last: Future[None] | None = None
+        self.target: Path | None = None
+        """What the thread writes, or has written and nobody was told yet."""
         self.seconds = 0.0
-        """That the last write took."""
+        """Duration of the last write."""
 
-    def begin(
+    def write(
         self,
         target: Path,
         content: Mapping[str, Any],
         state: Any,
         weights: Mapping[str, Tensor],
-        kept: HostCopies,
+        copies: HostCopies,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write `target`: a model of `weights` that `from_pretrained` opens, `content` and `state`; `then` old folders go.
+        """Start to write `target`: a model of `weights` that `from_pretrained` opens, with `content` and `state`.
 
-        Nothing else may be being written: `wait` first. Raises StorageError where the disk has not enough room.
+        `then` runs in the thread when the folder is complete. Call `wait` first: one write runs at a time.
+        Raises StorageError if the disk has not enough free space.
         """
-        copies = {name: kept(weight) for name, weight in weights.items()}
-        require_space(target.parent, kept.bytes, target.name)
+        on_host = {name: copies(weight) for name, weight in weights.items()}
+        require_space(target.parent, copies.bytes, target.name)
 
-        def write() -> None:
-            with staged(target, kept.bytes * SPARE) as folder:
-                write_model(self.run, self.run.skeleton, copies, folder)
+        def write_folder() -> None:
+            with staged(target, copies.bytes * OVERHEAD) as folder:
+                write_model(self.run, self.run.skeleton, on_host, folder)
                 write_state(folder, content, state)
             then()
 
-        self.submit(write)
+        self.submit(write_folder, target)
 
-    def submit(self, write: Callable[[], None]) -> None:
-        """Begin what writes, in the thread."""
+    def submit(self, write: Callable[[], None], target: Path | None = None) -> None:
+        """Run `write` in the thread. When it has succeeded, the run is told that `target` is saved."""
 
         def timed() -> None:
             began = time.monotonic()
             write()
             self.seconds = time.monotonic() - began
 
-        self.last = self.pool.submit(timed)
+        self.last, self.target = self.pool.submit(timed), target
 
     def wait(self, all_ranks: bool = True) -> None:
-        """Until everything is written. All ranks call it, so that a slow disk is a hang to none of them.
+        """Wait until everything is written. All ranks call it together, so that a slow disk looks like a hang to none of them.
 
-        Raises StorageError where it went wrong, on the rank that writes.
+        Raises StorageError on the rank that writes if the write failed.
         """
         while self.run.engine.all_reduce_max(self.busy()) if all_ranks else self.busy():
             self.run.heartbeat()
@@ -86,32 +87,39 @@ class Writer:
         last, self.last = self.last, None
         if last is not None:
             last.result()
+            self.report()
 
     def busy(self) -> int:
-        """1 where something is still being written after BEAT seconds, else 0, as soon as it is."""
-        return int(self.last is not None and not wait([self.last], timeout=BEAT).done)
+        """1 if something is still being written after HEARTBEAT_SECONDS, else 0, as soon as nothing is."""
+        return int(self.last is not None and not wait([self.last], timeout=HEARTBEAT_SECONDS).done)
 
     def check(self) -> None:
-        """Raise what went wrong, without waiting."""
+        """Raise the error of a failed write, report a finished one; does not wait."""
         if self.last is not None and self.last.done():
             self.last.result()
+            self.report()
+
+    def report(self) -> None:
+        target, self.target = self.target, None
+        if target is not None:
+            self.run.was_saved(target)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True)
 
 
 def require_space(place: Path, bytes_: float, what: str) -> None:
-    """Raise StorageError where the disk has less room than `what` takes."""
+    """Raise StorageError if the disk of `place` has less free space than `what` needs."""
     free = shutil.disk_usage(place).free
-    if bytes_ * SPARE > free:
+    if bytes_ * OVERHEAD > free:
         raise StorageError(
-            f"{place}: {what} needs {bytes_ * SPARE / GIB:.3f} GiB, and {free / GIB:.3f} GiB are free. "
+            f"{place}: {what} needs {bytes_ * OVERHEAD / GIB:.3f} GiB, {free / GIB:.3f} GiB are free. "
             "Free some space, lower training.save_total_limit, or give another --output-dir"
         )
 
 
 def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
-    """The training state beside a model's files; what those hold bit for bit is not written twice."""
+    """Write the training state beside a model's files. Tensors that those files hold bit for bit are not written twice."""
     from safetensors.torch import save_file
 
     tree, tensors = flatten(state)
@@ -120,7 +128,7 @@ def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
         for name in [name for name in tensors if name.startswith("engine/parameters/")]:
             try:
                 written = find(name)
-            except KeyError:  # an adapter's, or a tied one's second name
+            except KeyError:  # an adapter's, or the second name of a tied parameter
                 continue
             if written.dtype == tensors[name].dtype and torch.equal(written, tensors[name]):
                 del tensors[name]
@@ -130,7 +138,7 @@ def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors`, none of which lies in the memory of another: safetensors refuses those."""
+    """`tensors` without shared memory, which safetensors refuses."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():

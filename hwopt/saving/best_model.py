@@ -1,35 +1,38 @@
-"""The best weights so far, by one metric: a model of their own in the run folder, `best-<step>/`."""
+"""BestModel: the best weights so far, by one metric, in `best-<step>/` of the run folder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hwopt.errors import InputError
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.plugin_state import named_by_class
 from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
-from hwopt.saving.tensor_tree import HostCopies
+from hwopt.saving.savable_run import SavableRun
+from hwopt.saving.tensor_tree import HostCopies, map_tensors
 from hwopt.system.atomic_folder import find_corruption
 from hwopt.text import listing, nearest
 
-if TYPE_CHECKING:
-    from hwopt.saving.async_writer import Writer
-    from hwopt.saving.savable_run import SavableRun
+Metrics = dict[str, float]
 
 
-class BestWeights:
-    """Keeps what `metric` calls the best; the later one of equals loses. A part of every checkpoint."""
+class BestModel:
+    """Keeps the weights, and the plugins' state, of the best evaluation. Of equal values the first one counts."""
 
-    def __init__(self, run: SavableRun, writer: Writer, metric: str, greater_is_better: bool) -> None:
+    def __init__(self, run: SavableRun, writer: AsyncWriter, metric: str, greater_is_better: bool) -> None:
         self.run, self.writer, self.metric = run, writer, metric
+        self.plugin_state = named_by_class(run.recipe.state)
         self.then: Callable[[], None] = lambda: None
-        """What follows once better ones are on the disk: those before may go."""
+        """Called once better weights are on disk: the previous ones can be deleted."""
         self.sign = 1.0 if greater_is_better else -1.0
         self.value: float | None = None
         self.step = 0
         self.evaluated = 0
-        """The step of the last evaluation, and what it found."""
-        self.latest: dict[str, float] = {}
+        """The step of the last evaluation."""
+        self.latest: Metrics = {}
+        """The metrics of the last evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         own = {"metric": self.metric, "value": self.value, "step": self.step}
@@ -42,16 +45,16 @@ class BestWeights:
         folder = best_folder(self.run.folder, int(state["step"]))
         if wrong := find_corruption(folder) if folder.is_dir() else "there are none":
             self.run.warn(
-                f"the best weights so far, of step {state['step']}, cannot be taken from {folder} ({wrong}): "
-                "from here on the best of what comes is kept"
+                f"The best weights so far, of step {state['step']}, cannot be read from {folder} ({wrong}). "
+                "The best of the following evaluations is kept"
             )
             if self.run.is_main and folder.is_dir():
                 quarantine(folder)
             return
         self.value, self.step = state["value"], int(state["step"])
 
-    def consider(self, metrics: dict[str, float]) -> bool:
-        """Keep the current weights if `metrics` are the best so far. All ranks call it."""
+    def consider(self, metrics: Metrics) -> bool:
+        """Keep the current weights if `metrics` are the best so far; returns whether they are. All ranks call it."""
         self.evaluated, self.latest = self.run.step, metrics
         value = metrics[self.metric]
         better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
@@ -59,45 +62,56 @@ class BestWeights:
             return False
         self.writer.wait()
         self.value, self.step = value, self.run.step
-        kept = HostCopies(passing=self.run.engine.meets_in_micro_batches)
-        state = {"engine": {"parameters": self.run.engine.snapshot(kept)}}
+        copies = HostCopies(passing=self.run.engine.meets_in_micro_batches)
+        state: dict[str, Any] = {"engine": {"parameters": self.run.engine.snapshot(copies)}}
+        if self.plugin_state:
+            own = {name: part.state_dict() for name, part in self.plugin_state.items()}
+            state["ranks"] = self.run.engine.all_gather(map_tensors(copies, own))
         weights = self.run.state_dict()
         if self.run.is_main:
             content = {"step": self.step, "metric": self.metric, "value": value if math.isfinite(value) else None}
-            self.writer.begin(best_folder(self.run.folder, self.step), content, state, weights, kept, then=self.then)
+            self.writer.write(best_folder(self.run.folder, self.step), content, state, weights, copies, then=self.then)
         return True
 
     def restore(self) -> None:
-        """Put the best weights back into the model, unless they are the current ones. All ranks call it.
+        """Put the best weights and the plugins' state of that step back, unless they are the current ones. All ranks call it.
 
-        Where they are not whole any more the current ones stay, and nothing is called the best.
+        If `best-<step>/` is corrupt, the current weights stay, and no step is called the best.
         """
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
             folder = best_folder(self.run.folder, self.step)
             wrong = find_corruption(folder) if self.run.is_main else ""
             if self.run.engine.all_reduce_max(int(wrong != "")):
-                self.run.warn(f"the best weights, {folder}, are not whole ({wrong}): final/ gets those of the last step")
+                self.run.warn(f"{folder} is corrupt ({wrong}): final/ gets the weights of the last step instead of the best")
                 self.value = None
             else:
-                self.run.engine.restore(load_checkpoint(folder, verify=False).state["engine"]["parameters"])
+                self._load(load_checkpoint(folder, verify=False).state)
         self.run.accelerator.wait_for_everyone()
+
+    def _load(self, state: Any) -> None:
+        self.run.engine.restore(state["engine"]["parameters"])
+        ranks = state.get("ranks", [{}])
+        own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
+        for name, part in self.plugin_state.items():
+            if name in own:
+                part.load_state_dict(own[name])
 
 
 def best_metric(run: SavableRun) -> tuple[str, bool]:
-    """What `training.metric_for_best_model` names, or the task's own metric, and whether a greater one is better.
+    """(metric, whether greater is better) that decides the best weights: training.metric_for_best_model, or the task's own.
 
-    Raises InputError where there is no such metric.
+    Raises InputError if there is no such metric.
     """
     asked = run.training.metric_for_best_model
     name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
     known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
     if name not in known:
         raise InputError(
-            f"training.metric_for_best_model: there is no metric {asked!r} here.{nearest(name, known)} "
-            f"It is one of: {listing(known)}"
+            f"training.metric_for_best_model: this task has no metric {asked!r}.{nearest(name, known)} "
+            f"Choose one of: {listing(known)}"
         )
     if asked and run.prepared.eval is None:
-        raise InputError("training.metric_for_best_model needs data.eval or data.eval_fraction")
+        raise InputError("training.metric_for_best_model needs evaluation data: set data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
     return name, run.task.greater_is_better(name) if greater is None else greater

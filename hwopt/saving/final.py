@@ -5,25 +5,23 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.model_files import write_model
+from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import staged
 
-if TYPE_CHECKING:
-    from hwopt.saving.async_writer import Writer
-    from hwopt.saving.savable_run import SavableRun
-from hwopt.saving.model_files import write_model
 
-
-def save_final(run: SavableRun, writer: Writer) -> Path:
-    """Training is over: undo what only training needed (merge adapters, fp32 weights) and write `final/`. All ranks call it."""
+def save_final(run: SavableRun, writer: AsyncWriter) -> Path:
+    """Write `final/` and return its path, after the recipe's `final_steps` (merge adapters, fp32 weights). All ranks call it."""
     target = run.folder / "final"
-    model = run.engine.whole_model()
+    model = run.engine.unsharded_model()
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:
         writer.submit(partial(write_final, run, model, target))
-    writer.wait()  # together: in a barrier the others would give up after some minutes
+    writer.wait()  # all ranks wait here: a barrier would time out after some minutes
     return target
 
 
@@ -32,6 +30,6 @@ def write_final(run: SavableRun, model: Any, target: Path) -> None:
     with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
         if run.extras.is_dir():
             shutil.copytree(run.extras, folder, dirs_exist_ok=True)
-        model.__dict__.pop("forward", None)  # as above; nothing computes with it any more
+        model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
         write_model(run, model, weights, folder)
     shutil.rmtree(run.extras, ignore_errors=True)

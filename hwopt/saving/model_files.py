@@ -23,7 +23,7 @@ HOOKS = (
 
 
 def skeleton_of(model: Any) -> Any:
-    """`model` without its tensors, its hooks and what wraps its forward: it can be saved while `model` is trained."""
+    """A copy of `model` without tensors, hooks and forward wrappers, which can be saved while `model` trains."""
     known: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -31,19 +31,19 @@ def skeleton_of(model: Any) -> Any:
     for module in model.modules():
         known |= {id(hooks): OrderedDict() for name in HOOKS if (hooks := getattr(module, name, None)) is not None}
     found = copy.deepcopy(model, known)
-    found.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be stored
+    found.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
     return found
 
 
 def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """`model`'s config, `weights` in the place of its own, and the tokenizer."""
+    """Write the config of `model`, `weights` in place of its own, and the tokenizer."""
     dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     model.save_pretrained(folder, state_dict=weights)
     run.prepared.tokenizer.save_pretrained(folder)
     config = folder / "config.json"
     if config.is_file():  # an adapter alone has none
         content = json.loads(config.read_text(encoding="utf-8"))
-        # transformers writes the dtype of the model in memory, which O2 keeps in half, and loads by it
+        # transformers writes the dtype of the model in memory (half under O2), and loads the weights in that dtype
         content["dtype"] = dtype
         content["use_cache"] = True  # off for training only; generation wants it
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -14,19 +14,29 @@ if TYPE_CHECKING:
     from hwopt.saving.reader import Checkpoint
 
 
+class ProgressView(Protocol):
+    """How far the run is; `hwopt.training.run.Progress` says what the fields mean."""
+
+    between_steps: bool
+    peers_lost: bool
+
+    def state_dict(self) -> dict[str, int]: ...
+
+
 class SavableRun(RunView, Protocol):
     """A run whose weights and training state can be written to its folder."""
 
     folder: Path
     skeleton: Any
-    """The model without tensors, which `save_pretrained` is called on while the model trains."""
+    """The model without tensors; `save_pretrained` is called on it while the model trains."""
     prepared: Any
     """The tokenised data, with the tokenizer that is saved beside the model."""
     task: Any
     checkpoint: Checkpoint | None
-    """Where the run resumes; None for a new run."""
-    between_steps: bool
-    peers_lost: bool
+    """The checkpoint that the run resumes from; None for a new run."""
+
+    @property
+    def progress(self) -> ProgressView: ...
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -39,4 +49,8 @@ class SavableRun(RunView, Protocol):
 
     def heartbeat(self) -> None:
         """Tell the watchdog that the run is alive."""
+        ...
+
+    def was_saved(self, folder: Path) -> None:
+        """Tell the listener and the plugins that `folder` is complete on disk."""
         ...

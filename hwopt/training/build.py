@@ -27,28 +27,38 @@ from hwopt.saving.tensor_tree import sampled
 from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
+from hwopt.training.listener import Listener
 from hwopt.training.loaders import build_loaders
+from hwopt.training.optimizer import build_optimizer
+from hwopt.training.run import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-from hwopt.training.optimizer import build_optimizer
-from hwopt.training.run import Run, new_run
+
+def new_run(run: Run) -> None:
+    """The default `claim_folder`: the run starts at its first step, in the folder that was given."""
 
 
 @contextmanager
-def build(plan: Plan, folder: Path, cache: Path, claim_folder: Callable[[Run], None] = new_run) -> Iterator[Run]:
-    """The run of `plan`; leaving the block leaves the plugins' process contexts in reverse order.
+def build(
+    plan: Plan,
+    folder: Path,
+    cache: Path,
+    claim_folder: Callable[[Run], None] = new_run,
+    listener: Listener | None = None,
+) -> Iterator[Run]:
+    """Build the run of `plan`. Leaving the block leaves the plugins' process contexts in reverse order.
 
     `folder` is where the run will write (it is not made here); `cache` holds tokenised data. `claim_folder` is called once the
-    ranks can communicate: it sets `run.folder`, `run.checkpoint` and `run.step`.
+    ranks can communicate: it sets `run.folder`, `run.checkpoint` and `run.progress`.
     """
     with ExitStack() as stack:
         for enter in plan.recipe.process:
             stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
         stack.callback(forget, accelerator)
-        run = prepare_data(plan, folder, cache, accelerator)
+        run = prepare_data(plan, folder, cache, accelerator, listener or Listener())
         build_model(run)
         build_optimizer(run)
         claim_folder(run)
@@ -86,22 +96,22 @@ def make_accelerator(plan: Plan) -> Accelerator:
 
 
 def made(option: Any) -> Any:
-    """An option of the Accelerator, made now where it, or an entry of its list, is given as a factory."""
+    """The value of an Accelerator option: factories, also those in a list, are called."""
     if isinstance(option, list | Steps):
         return [made(entry) for entry in option]
     return option() if callable(option) else option
 
 
 def forget(accelerator: Accelerator) -> None:
-    """Accelerate keeps its state for the process: without this a second run could not have another precision or engine."""
+    """Reset Accelerate's process-wide state, so that a second run can have another precision or engine."""
     from accelerate.state import AcceleratorState
 
     accelerator.free_memory()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator) -> Run:
-    """Tokenised data (made by the first rank, read by all) and the run around it."""
+def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator, listener: Listener) -> Run:
+    """Tokenise the data on the first rank, open it on all ranks, and return the run around it."""
     task = make_task(plan.job)
     model = plan.job.model
     config = load_config(model.name, model.config, model.revision)
@@ -116,7 +126,7 @@ def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator
         world_size=accelerator.num_processes,
         accelerator=accelerator,
         prepared=prepared,
-        notes=[*plan.notes, *prepared.notes],
+        listener=listener,
     )
 
 
@@ -130,9 +140,9 @@ def build_model(run: Run) -> None:
 
 
 def adopt_model(run: Run, model: Any) -> None:
-    """Take `model` through the recipe's steps, onto the device and under the accelerator's precision.
+    """Apply the recipe's steps to `model`, move it to the device and put it under the accelerator's precision.
 
-    An engine of the recipe places and wraps the model itself: it may be more than the device holds.
+    An engine of the recipe places and wraps the model itself, because the model may be larger than the device's memory.
     """
     recipe = run.recipe
     if run.world_size > 1 and recipe.engine is None:
@@ -143,7 +153,6 @@ def adopt_model(run: Run, model: Any) -> None:
             who, what = getattr(step, "who", "a plugin"), getattr(step, "what", "recipe.model_steps")
             raise PluginError(f"{who}: {what} returned {truncate(model)} instead of the model")
     model.train()
-    run.loss = recipe.loss or run.task.loss
     run.inner_model = run.model = model
     if recipe.engine is None:
         run.inner_model = model.to(run.device)

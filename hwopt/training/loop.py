@@ -1,310 +1,184 @@
-"""The loop: train, evaluate, keep; a page read from top to bottom.
+"""The training loop, to be read from top to bottom.
 
-What it guarantees (docs/exactness.md): the loss of every micro-batch is summed and divided once by the count of the whole
-step over all ranks, so that no cut of a step changes its gradients; the schedule counts step batches; evaluation counts
-every sample once. No optimization is known here by name: each stands in the recipe that the run was built from.
+Guarantees (docs/exactness.md): the loss of every micro-batch is summed and divided once by the count of the whole step over all
+ranks, so the split of a step batch never changes its gradients; the schedule counts step batches; evaluation counts every sample
+once. The loop knows no optimization by name: each is in the recipe that the run was built from.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from hwopt.data.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, worker_death
-from hwopt.plugin.guard import GuardedOnce
-from hwopt.saving.async_writer import Writer
-from hwopt.saving.best_model import BestWeights, best_metric
-from hwopt.saving.checkpointer import SAVE, Checkpoints
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.best_model import BestModel, best_metric
+from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.final import save_final
-from hwopt.system import signals
-from hwopt.text import first_line
-from hwopt.training import evidence as observe
-from hwopt.training import randomness
-from hwopt.training.evaluation import evaluate, evaluates_now, try_evaluation
-from hwopt.training.listener import Listener, Row
+from hwopt.saving.plugin_state import Stateful
+from hwopt.saving.save_timing import SAVE
+from hwopt.saving.state_size import require_space_for_run
+from hwopt.training import evidence
+from hwopt.training.accumulation import Accumulation
+from hwopt.training.evaluation import Evaluation
+from hwopt.training.failure import last_resorts, report_oom, save_on_failure
+from hwopt.training.interruption import signalled, signals_acknowledged, stop
+from hwopt.training.listener import Row
 from hwopt.training.loaders import fetched
-from hwopt.training.memory_pressure import MemoryPressure, free_memory
+from hwopt.training.memory_pressure import MemoryPressure
+from hwopt.training.preflight import preflight
 from hwopt.training.run import Run
+from hwopt.training.summary import summarize
 from hwopt.training.telemetry import Telemetry
 
 
-def train(run: Run, listener: Listener) -> Row:
-    """Train `run` to its last step, keep the best weights, write `final/`. Returns the summary.
+def train(run: Run) -> Row:
+    """Train `run` to its last step, keep the best weights, write `final/`, and return the summary.
 
-    Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt;
-    the run folder stays whole in each case, and has a checkpoint of the last whole step.
+    Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt.
+    In each case the run folder stays valid and has a checkpoint of the last whole step.
     """
-    run.warn = partial(listener.warned, run)
-    with writing(run) as writer, report_oom("training", "plugins.batch.train"):
-        loop = Loop(run, listener, writer)
-        restore(loop)
-        listener.started(run)
-        preflight(loop)
-        with signals.patience(partial(heard, run)), save_on_failure(loop):
-            with run.watch:
-                requested_action = steps(loop)
-            if requested_action > SAVE:
-                stop(loop, requested_action)
-            return finish(loop)
-
-
-class Loop:
-    """What the loop keeps beside the run: the numbers, the ladders, the best weights, the checkpoints."""
-
-    def __init__(self, run: Run, listener: Listener, writer: Writer) -> None:
-        self.run, self.listener, self.writer = run, listener, writer
-        last_resorts: list[Callable[[], str | None]] = [
-            GuardedOnce(partial(plugin.on_oom, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "on_oom()")
-            for plugin in run.plan.oom_plugins
-        ]
-        self.training = OomBackoff("Training", "plugins.batch.train", run.warn, last_resorts=last_resorts)
-        self.evaluation = OomBackoff("Evaluation", "plugins.batch.eval", run.warn)
-        self.telemetry = Telemetry(run)
-        self.memory_pressure = MemoryPressure(run.device)
-        self.reseed = randomness.reseeder(run.device, run.training.seed)
-        self.best = BestWeights(run, writer, *best_metric(run))
-        parts = {"telemetry": self.telemetry, "training": self.training, "evaluation": self.evaluation}
-        self.checkpoints = Checkpoints(run, writer, self.best, parts)
-
-
-def restore(loop: Loop) -> None:
-    """Where the run goes on from a checkpoint, all is as it was then. Nothing is written before: it may be refused."""
-    with loop.run.engine.synchronized(loop.training):
-        loop.run.engine.make_state()
-        loop.checkpoints.require_space()
-    loop.checkpoints.resume()
-
-
-def preflight(loop: Loop) -> None:
-    """What can run out of memory does so before step 1: the longest samples are evaluated, and trained where sizes are chosen."""
-    run = loop.run
-    try_evaluation(run, loop.evaluation)
-    run.model.train()
-    if run.plan.chose and run.checkpoint is None:
-        try_training(run, loop.telemetry, loop.reseed, loop.training)
-
-
-def steps(loop: Loop) -> int:
-    """Every step that is left, with its evaluations and checkpoints. Returns the exit code of a signal, else SAVE or 0."""
-    run, telemetry, checkpoints = loop.run, loop.telemetry, loop.checkpoints
-    requested_action = 0
-    cut_short = run.step and evaluates_now(run) and loop.best.evaluated != run.step  # by the signal that ended the run there
-    if cut_short and (requested_action := evaluate_and_keep(loop)):
-        return requested_action  # another one; with a step more this evaluation would never be made
-    for batch in step_batches(run, telemetry):
-        if checkpoints.due(ahead=1):  # before the step, not behind it: less is lost where the one before does not come to its end
-            with telemetry.aside():
-                loop.writer.wait()
-        if telemetry.steps_here == 0:
-            with telemetry.aside(), observe.observing(run):
-                step(run, batch, telemetry, loop.reseed, loop.training)
-            loop.listener.evidence(run, observe.collect(run))
-        else:
-            step(run, batch, telemetry, loop.reseed, loop.training)
-
-        if row := telemetry.stepped(batch):
-            report(loop, row)
-            if oom_message := loop.memory_pressure.seen():
-                loop.training.on_pressure(batch.floor, f"after step {run.step}", oom_message)
-        requested_action = run.engine.all_reduce_max(checkpoints.requested_action())
-        if evaluates_now(run) and requested_action <= SAVE:
-            requested_action = max(requested_action, evaluate_and_keep(loop))
-        if requested_action or checkpoints.due():
-            report(loop, telemetry.flush())
-            with telemetry.aside():
-                checkpoints.save()
-        if requested_action > SAVE:
-            break
-    return requested_action
-
-
-def report(loop: Loop, row: Row | None) -> None:
-    """Show a log point, and what it means. Raises NonFiniteError where it means that the run must stop."""
-    if row is not None:
-        loop.listener.row(loop.run, row)
-        loop.telemetry.judge()
-
-
-def evaluate_and_keep(loop: Loop) -> int:
-    """Evaluate, and keep the weights if they are the best. Returns the exit code of a signal that came first, else 0."""
-    run = loop.run
-    report(loop, loop.telemetry.flush())
-    with loop.telemetry.aside():
-        metrics = evaluate(run, loop.evaluation)
-        if metrics is None:
-            code: int = run.engine.all_reduce_max(signals.received() or 0)
-            return code
-        loop.best.consider(metrics)
-    loop.listener.row(run, metrics)
-    return 0
-
-
-def heard(run: Run, number: int) -> None:
-    """Say that a signal has come: the step may take a while.
-
-    Launchers send ranks signals of their own, which are nobody's requested_action.
-    """
-    if run.world_size == 1:
-        signals.acknowledge()
-
-
-def stop(loop: Loop, code: int) -> None:
-    """End the run, saved, because a signal asked for it. All ranks call it, and wait for the one that writes."""
-    signals.heed(code)
-    loop.checkpoints.save()
-    loop.writer.wait()
-    loop.run.engine.all_reduce_max(0)
-    loop.run.say(f"stopped after step {loop.run.step:,}, saved in {loop.run.folder}; go on with --resume")
-    raise signals.ending(code)
-
-
-def finish(loop: Loop) -> Row:
-    """The best weights become `final/`. Returns the summary."""
-    run = loop.run
-    report(loop, loop.telemetry.flush())
-    seconds = loop.telemetry.seconds
-    loop.writer.wait()
-    if code := run.engine.all_reduce_max(signals.received() or 0):
-        stop(loop, code)  # before the weights are those of another step
-    loop.best.restore()
-    save_final(run, loop.writer)
-    loop.checkpoints.prune(best_is_final=True)
-    summary = summarize(run, loop.telemetry, seconds) | loop.best.latest | best_of(loop.best)
-    loop.listener.finished(run, summary)
-    return summary
-
-
-@contextmanager
-def writing(run: Run) -> Iterator[Writer]:
-    writer = Writer(run)
+    writer = AsyncWriter(run)
     try:
-        yield writer
+        with report_oom("training", run.plan.batch_option("train")):
+            return Loop(run, writer).train()
     finally:
         writer.close()
 
 
-@contextmanager
-def save_on_failure(loop: Loop) -> Iterator[None]:
-    """What was learnt so far is saved where training cannot go on."""
-    try:
-        yield
-    except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:
-        if not isinstance(error, HwoptError) and worker_death(error) is None:
-            raise
-        all_ranks = isinstance(error, NonFiniteError)
-        loop.run.peers_lost = not all_ranks and loop.run.world_size > 1
-        for row in (loop.telemetry.flush(), loop.telemetry.made_up() if loop.run.peers_lost else None):
-            if row is not None:
-                loop.listener.row(loop.run, row)
-        loop.checkpoints.emergency_save(all_ranks)
-        loop.telemetry.judge()  # a loss that is not finite counts more than what came behind it
-        raise
+class Loop:
+    def __init__(self, run: Run, writer: AsyncWriter) -> None:
+        self.run, self.writer = run, writer
+        self.telemetry = Telemetry(run)
+        self.backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
+        self.accumulation = Accumulation(run, self.telemetry, self.backoff)
+        self.evaluation = Evaluation(run)
+        self.memory_pressure = MemoryPressure(run.device)
+        self.best = BestModel(run, writer, *best_metric(run))
+        parts: dict[str, Stateful] = {
+            "telemetry": self.telemetry,
+            "training": self.backoff,
+            "evaluation": self.evaluation.backoff,
+        }
+        self.checkpoints = Checkpointer(run, writer, self.best, parts)
 
+    def train(self) -> Row:
+        self.restore()
+        self.run.listener.started(self.run)
+        preflight(self.run, self.accumulation, self.evaluation)
+        with signals_acknowledged(self.run), save_on_failure(self.run, self.telemetry, self.checkpoints):
+            action = self.steps()
+            if action > SAVE:
+                stop(self.run, action, self.checkpoints)
+            return self.finish()
 
-def step(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, backoff: OomBackoff) -> None:
-    """One optimizer step over all samples of `batch`, whatever micro-batches it is cut into."""
-    run.step_batch = batch
-    before = telemetry.mark()
-    try:
-        with run.engine.synchronized(backoff):
-            while (oom_message := accumulate(run, batch, telemetry, reseed, backoff.rung)) is not None:
-                backoff.reduce(batch.floor, f"at step {run.step + 1}", oom_message)
-    except BaseException:
-        telemetry.back_to(before)  # the run is saved as of the step before, and makes this one again
-        raise
-    run.between_steps = False
-    run.engine.finish()
-    run.step += 1
-    run.between_steps = True
-    backoff.step_succeeded()
-    run.last_step_batch = batch
+    def restore(self) -> None:
+        """Restore the checkpoint that the run resumes from. Nothing is written before: the checkpoint may not fit this run."""
+        with self.run.engine.synchronized(self.backoff):
+            self.run.engine.init_state()
+            require_space_for_run(self.run)
+        self.checkpoints.restore()
 
+    def steps(self) -> int:
+        """Do every step that is left, with evaluations and checkpoints. Returns the exit code of a signal, or SAVE or 0."""
+        action = 0
+        self.run.listener.steps_begin(self.run)
+        try:
+            interrupted = self.run.step and self.evaluation.due() and self.best.evaluated != self.run.step
+            if interrupted and (action := self.evaluate()):  # a signal ended the run in this evaluation, and now came another
+                return action
+            for batch in self.batches():
+                if self.checkpoints.timing.due(ahead=1):  # wait before the step rather than after it: a crash then loses less
+                    with self.telemetry.paused():
+                        self.writer.wait()
+                self.step(batch)
+                action = self.after_step()
+                if action > SAVE:
+                    break
+        finally:
+            self.run.listener.steps_end(self.run)
+        return action
 
-def try_training(run: Run, telemetry: Telemetry, reseed: Any, backoff: OomBackoff) -> None:
-    """Forward and backward with the longest samples, where the plan chose their number; nothing is left of it but the rung."""
-    batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
-    before = telemetry.mark()
-    with run.engine.synchronized(backoff):
-        while (oom_message := accumulate(run, batch, telemetry, reseed, backoff.rung)) is not None:
-            backoff.reduce(batch.floor, "with the longest samples", oom_message)
-            run.ran_out(max(1, run.batch.train >> backoff.rung))
-    run.engine.zero_grad()
-    telemetry.back_to(before)
+    def step(self, batch: StepBatch) -> None:
+        """One optimizer step over all samples of `batch`; the first one of this process is observed for the evidence."""
+        if self.telemetry.steps_here:
+            self.update(batch)
+        else:
+            with self.telemetry.paused(), evidence.observing(self.run):
+                self.update(batch)
+            self.run.listener.evidence(self.run, evidence.collect(self.run))
+        if row := self.telemetry.stepped(batch):
+            self.report(row)
+            if pressure := self.memory_pressure.message():
+                self.backoff.on_pressure(batch.finest_rung, f"after step {self.run.step}", pressure)
 
+    def update(self, batch: StepBatch) -> None:
+        """Accumulate the gradients of `batch` and update the weights."""
+        run, progress, events = self.run, self.run.progress, self.run.recipe.events
+        progress.batch = batch
+        for event in events["step_begin"]:
+            event(run)
+        self.accumulation.accumulate(batch, f"at step {run.step + 1}")
+        progress.between_steps = False
+        run.engine.finish()
+        progress.step += 1
+        for event in events["step_end"]:
+            event(run, run.engine.update_applied())
+        progress.between_steps = True
+        progress.last_batch = batch
+        self.backoff.step_succeeded()
 
-def accumulate(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> str | None:
-    """Gradients of the whole step. None, or why the device's memory was not enough; then nothing is left of the attempt."""
-    before = telemetry.mark()
-    try:
-        forward_and_backward(run, batch, telemetry, reseed, rung)
-        return None
-    except torch.OutOfMemoryError as error:
-        if not run.engine.supports_retry:
-            raise
-        oom_message = first_line(error)
-    # behind the except block, whose frames keep the tensors alive
-    run.engine.zero_grad()
-    telemetry.back_to(before)
-    free_memory(run)
-    return oom_message
+    def after_step(self) -> int:
+        """Evaluate and save if it is time. Returns the exit code of a signal that any rank received, or SAVE or 0."""
+        action: int = self.run.engine.all_reduce_max(self.checkpoints.timing.requested_action())
+        if self.evaluation.due() and action <= SAVE:
+            action = max(action, self.evaluate())
+        if action or self.checkpoints.timing.due():
+            self.report(self.telemetry.flush())
+            with self.telemetry.paused():
+                self.checkpoints.save()
+        return action
 
+    def evaluate(self) -> int:
+        """Evaluate, and keep the weights if they are the best so far. Returns the exit code of a signal that came first, or 0."""
+        self.report(self.telemetry.flush())
+        with self.telemetry.paused():
+            metrics = self.evaluation.evaluate()
+            if metrics is None:
+                return signalled(self.run)
+            self.best.consider(metrics)
+        self.run.listener.row(self.run, metrics)
+        return 0
 
-def forward_and_backward(run: Run, batch: StepBatch, telemetry: Telemetry, reseed: Any, rung: int) -> None:
-    engine = run.engine
-    for micro_batch, last in engine.micro_batches(batch, rung):
-        run.heartbeat()
-        engine.set_gradient_sync(last)
-        reseed(run.step, micro_batch.first_sample)
-        loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
-        engine.backward(loss, micro_batch.loss_weight)
-        telemetry.heard(loss.detach(), micro_batch)
+    def report(self, row: Row | None) -> None:
+        """Show a log point. Raises NonFiniteError if it means that the run must stop."""
+        if row is not None:
+            self.run.listener.row(self.run, row)
+            self.telemetry.judge()
 
+    def finish(self) -> Row:
+        """Write the best weights to `final/` and return the summary."""
+        run = self.run
+        self.report(self.telemetry.flush())
+        seconds = self.telemetry.seconds
+        self.writer.wait()
+        if code := signalled(run):
+            stop(run, code, self.checkpoints)  # before the best weights replace those of the last step
+        self.best.restore()
+        save_final(run, self.writer)
+        self.checkpoints.prune(best_is_final=True)
+        summary = summarize(run, self.telemetry, seconds, self.best)
+        run.listener.finished(run, summary)
+        return summary
 
-def step_batches(run: Run, telemetry: Telemetry) -> Iterator[StepBatch]:
-    """The run's step batches on its device, with the time that the loop waited for them."""
-    batches = fetched(run.train_loader)
-    while True:
-        began = time.perf_counter()
-        batch = next(batches, None)
-        telemetry.waited(time.perf_counter() - began)
-        if batch is None:
-            return
-        yield batch.to(run.device)
-
-
-@contextmanager
-def report_oom(what: str, key: str) -> Iterator[None]:
-    """Out of memory becomes a message with the key to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(
-            f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
-            f"Lower {key} (and raise plugins.batch.accumulation as much), lower data.max_length, or add [plugins.checkpointing]."
-        ) from error
-
-
-def best_of(best: BestWeights) -> Row:
-    return {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
-
-
-def summarize(run: Run, telemetry: Telemetry, seconds: float) -> Row:
-    """The totals, in the words of Hugging Face's Trainer."""
-    total, world = telemetry.total, run.world_size
-    return {
-        "step": run.step,
-        "epoch": round(run.epoch, 4),
-        "train_runtime": seconds,
-        "train_loss": telemetry.mean_loss(),
-        "train_steps_per_second": total.steps / seconds,
-        "train_samples_per_second": total.samples * world / seconds,
-        "train_tokens_per_second": total.tokens * world / seconds,
-        "data_wait": total.wait / seconds,
-    }
+    def batches(self) -> Iterator[StepBatch]:
+        """The run's step batches on its device; telemetry counts the seconds that the loop waits for them."""
+        batches = fetched(self.run.train_loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.telemetry.waited(time.perf_counter() - began)
+            if batch is None:
+                return
+            yield batch.to(self.run.device)

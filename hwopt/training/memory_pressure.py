@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import gc
 import platform
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hwopt.training.run import Run
-
 
 class MemoryPressure:
-    """Signs that memory is short although nothing has failed, asked at log points.
+    """Looks for memory pressure at log points; two signs in a row count as running out of memory.
 
-    An allocator that has to free its cache and try again is slow; on Windows and WSL the driver moves what does not fit into the
-    host's memory, which is slower still. Two signs in a row count as running out of memory.
+    Signs: the allocator had to free its cache and retry, which is slow; on Windows and WSL the driver moved memory to the host,
+    which is slower still.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,26 +21,28 @@ class MemoryPressure:
         self.signs = 0
         self.may_spill = platform.system() == "Windows" or "microsoft" in platform.release().lower()
 
-    def seen(self) -> str | None:
-        """What to say once there were two signs in a row."""
+    def message(self) -> str | None:
+        """What to tell the user after two signs in a row, else None."""
         if self.device.type != "cuda":
             return None
         stats = torch.cuda.memory_stats(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return self.judged(int(stats.get("num_alloc_retries", 0)), int(stats.get("reserved_bytes.all.current", 0)), total)
+        return self.judge(int(stats.get("num_alloc_retries", 0)), int(stats.get("reserved_bytes.all.current", 0)), total)
 
-    def judged(self, retries: int, reserved: int, total: int) -> str | None:
+    def judge(self, retries: int, reserved: int, total: int) -> str | None:
+        """`message` for the allocator's retries so far, its reserved bytes and the device's bytes."""
         spills = self.may_spill and reserved > total
-        sign = "memory spills into the host's" if spills else "the allocator had to free its cache to go on"
+        sign = "the driver moved memory to the host" if spills else "the allocator had to free its cache"
         self.signs = self.signs + 1 if spills or retries > self.retries else 0
         self.retries = retries
         if self.signs < 2:
             return None
         self.signs = 0
-        return f"{sign} twice in a row"
+        return f"{sign} at two log points in a row"
 
 
-def free_memory(run: Run) -> None:
+def free_memory(device: torch.device) -> None:
+    """Free what no tensor uses: unreachable Python objects and the allocator's cache."""
     gc.collect()
-    if run.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()

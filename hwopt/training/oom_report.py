@@ -37,7 +37,7 @@ def write_report(run: Run, reason: str) -> None:
 
 
 def report(run: Run, reason: str) -> dict[str, Any]:
-    batch, memory = run.step_batch, run.plan.memory
+    batch, memory = run.progress.batch, run.plan.memory
     found: dict[str, Any] = {
         "reason": reason,
         "rank": run.rank,

@@ -3,50 +3,110 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from hwopt.errors import PluginError
+from hwopt.text import listing
+from hwopt.training.run import Run
 
 if TYPE_CHECKING:
     from hwopt.config.job import Training
-from hwopt.training.run import Run
+
+Groups = list[dict[str, Any]]
+"""torch's parameter groups, each with "params" and, as torch calls it, "param_names"."""
 
 
 def build_optimizer(run: Run) -> None:
+    """Set the run's step counts, optimizer, scaler and scheduler, and the names of what the optimizer updates.
+
+    A plugin's wrap may regroup parameters or put others in their place (fp32 masters). So names are taken from the final
+    optimizer: a tensor that replaces another at the same position has its name.
+    """
     recipe = run.recipe
     run.steps_per_epoch = ceil(len(run.prepared.train) / run.batch.step)
     run.total_steps = run.training.max_steps or ceil(run.training.num_train_epochs * run.steps_per_epoch)
-    make_optimizer = recipe.optimizer or torch.optim.AdamW
-    groups = parameter_groups(run.inner_model, run.training)
     names = {id(parameter): name for name, parameter in run.inner_model.named_parameters()}
-    run.trained = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    optimizer = make_optimizer(groups)
+    optimizer = (recipe.optimizer or torch.optim.AdamW)(parameter_groups(run))
     run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
     for wrap in recipe.optimizer_wraps:
+        before = updated_by(optimizer)
         optimizer = wrap(optimizer, run)
+        after = updated_by(optimizer)
+        if len(before) == len(after):
+            replaced = zip(before, after, strict=True)
+            names |= {id(new): names[id(old)] for old, new in replaced if id(new) not in names and id(old) in names}
     run.optimizer = optimizer
+    run.parameter_names = names_of(updated_by(optimizer), names)
     run.scheduler = make_scheduler(run)
 
 
-def parameter_groups(model: Any, training: Training) -> list[dict[str, Any]]:
-    """Trainable parameters, biases and norms apart where there is weight decay, which they do not get (as in HF's Trainer)."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def updated_by(optimizer: Any) -> list[Tensor]:
+    """The tensors that `optimizer` updates, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(parameters: Sequence[Tensor], names: dict[int, str]) -> list[str]:
+    """The model's name of each of `parameters`. Raises PluginError for a tensor that is no parameter of the model."""
+    unknown = sum(id(parameter) not in names for parameter in parameters)
+    if unknown:
+        raise PluginError(
+            f"recipe.optimizer_wraps: the optimizer updates {unknown} tensors that are not parameters of the model. "
+            "Regroup the parameters before another plugin replaces them, or replace them one by one in the same order"
+        )
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def parameter_groups(run: Run) -> Groups:
+    """The groups that the recipe's slot `parameter_groups` makes, or the default ones, with the job's hyperparameters.
+
+    Keys that a plugin's group does not have are filled in. Raises PluginError unless each trained parameter is in one group.
+    """
+    training = run.training
+    named = [(name, parameter) for name, parameter in run.inner_model.named_parameters() if parameter.requires_grad]
+    groups = (run.recipe.parameter_groups or decay_groups)(named, training)
     settings = {
         "lr": training.learning_rate,
         "betas": (training.adam_beta1, training.adam_beta2),
         "eps": training.adam_epsilon,
+        "weight_decay": training.weight_decay,
     }
+    found = [
+        settings
+        | group
+        | {"params": [parameter for _, parameter in group["params"]], "param_names": [name for name, _ in group["params"]]}
+        for group in groups
+        if group["params"]
+    ]
+    grouped = [name for group in found for name in group["param_names"]]
+    if sorted(grouped) != sorted(name for name, _ in named):
+        author = run.recipe.named(run.recipe.author_of("parameter_groups"))
+        odd = sorted({name for name, _ in named} ^ set(grouped)) or sorted({n for n in grouped if grouped.count(n) > 1})
+        raise PluginError(
+            f"{author}: recipe.parameter_groups must put every trained parameter into exactly one group; see {listing(odd, 4)}"
+        )
+    return found
+
+
+def decay_groups(named: Sequence[tuple[str, Any]], training: Training) -> Groups:
+    """The default groups: with weight decay, biases and norms (one-dimensional parameters) get none, as in HF's Trainer.
+
+    `named`: (name, parameter) of what is trained. The "params" of each returned group are such pairs.
+    """
     if not training.weight_decay:
-        return [{"params": trained, "weight_decay": 0.0, **settings}]
-    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": training.weight_decay, **settings}
-    plain = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **settings}
-    return [group for group in (decayed, plain) if group["params"]]
+        return [{"params": list(named)}]
+    matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
+    vectors = [(name, parameter) for name, parameter in named if parameter.ndim <= 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def warmup_steps(training: Training, total_steps: int) -> int:
+    """The warm-up in optimizer steps."""
     if training.warmup_steps is not None:
         return training.warmup_steps
     return ceil((training.warmup_ratio or 0.0) * total_steps)

@@ -1,10 +1,8 @@
-"""Run: the built objects that the loop, the events and the evidence look at."""
+"""Run: the built objects of one training run, and Progress: how far it is. Plugins see them as `plugin.RunView`."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,10 @@ from torch import Tensor
 
 from hwopt.data.step_batch import StepBatch
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Observation
+from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.run_view import BatchSizes
 from hwopt.tasks.base import Prepared, Task
+from hwopt.training.listener import Listener
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,8 +25,30 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Progress:
+    """How far a run is. Checkpoints hold its `state_dict`; the other fields belong to this process."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    between_steps: bool = True
+    """False while the optimizer changes the weights: then they cannot be saved."""
+    peers_lost: bool = False
+    """True once the other ranks do not answer any more."""
+    batch: StepBatch | None = None
+    """The step batch of the step that runs now, or of the last one."""
+    last_batch: StepBatch | None = None
+    """The step batch of the last finished step."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+@dataclass
 class Run:
-    """The built thing: what the loop, the events and the evidence look at."""
+    """What `build` makes of a plan, and what the loop, the events and the evidence look at."""
 
     plan: Plan
     folder: Path
@@ -38,53 +58,42 @@ class Run:
     world_size: int
     accelerator: Accelerator
     prepared: Prepared
-    notes: list[str] = field(default_factory=list)
-    """What the screen should say before the run starts."""
-    step: int = 0
-    """Optimizer steps done."""
-    between_steps: bool = True
-    """Whether weights and optimizer are between two steps."""
-    frozen_fingerprint: Sequence[float] = ()
-    """Some of the weights that are not trained, which no checkpoint holds."""
-    peers_lost: bool = False
-    """Whether the other ranks cannot be asked any more."""
-    observation: Observation = field(default_factory=Observation)
-    last_step_batch: StepBatch | None = None
-    step_batch: StepBatch | None = None
-    """Of the step that is being done."""
-    warn: Callable[[str], None] = warnings.warn
-    say: Callable[[str], None] = lambda message: None
-    watch: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """Around the steps: what ends a run that hangs."""
-    heartbeat: Callable[[], None] = lambda: None
-    """Told that the run is alive."""
-    ran_out: Callable[[int], None] = lambda rows: None
-    """Told the rows that went through where the chosen ones did not."""
-
+    listener: Listener = field(default_factory=Listener)
+    progress: Progress = field(default_factory=Progress)
     checkpoint: Checkpoint | None = None
-    """Where the run goes on."""
+    """The checkpoint that the run resumes from; None for a new run."""
+    observation: Observation = field(default_factory=Observation)
+    """What torch's profiler recorded of the first step."""
+    frozen_fingerprint: Sequence[float] = ()
+    """A few of the weights that are not trained, which no checkpoint holds: they must be equal on resume."""
+    steps_per_epoch: int = 0
+    total_steps: int = 0
 
-    # filled by build(), in this order
+    # build() fills these in this order
     inner_model: Any = None
+    """The model without wrappers."""
     skeleton: Any = None
-    """The model without its tensors: what is saved while it is trained."""
+    """The model without its tensors: `save_pretrained` is called on it while the model trains."""
     model: Any = None
+    """The model as the loop calls it."""
     optimizer: Any = None
+    parameter_names: list[str] = field(default_factory=list)
+    """The name in the model of each tensor that the optimizer updates, in the optimizer's order."""
     scheduler: Any = None
     scaler: Any = None
     engine: Any = None
     train_loader: Any = None
     eval_loader: Any = None
-    loss: Callable[[Any, Tensor], tuple[Tensor, Any]] = field(init=False)
-    trained: list[str] = field(default_factory=list)
-    """The names of the parameters that the optimizer steps on, in its order."""
-    steps_per_epoch: int = 0
-    total_steps: int = 0
 
     @property
-    def extras(self) -> Path:
-        """Where `final_steps` put files that belong into `final/` beside the model."""
-        return self.folder / ".extras"
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.step
+
+    @property
+    def last_step_batch(self) -> StepBatch | None:
+        """The step batch of the last finished step."""
+        return self.progress.last_batch
 
     @property
     def recipe(self) -> Recipe:
@@ -99,12 +108,31 @@ class Run:
         return self.plan.batch
 
     @property
+    def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
+        """(outputs, targets) -> (summed loss, count)."""
+        return self.recipe.loss or self.task.loss
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @property
+    def notes(self) -> list[str]:
+        """What the data preparation found, for the user."""
+        return self.prepared.notes
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    @property
+    def extras(self) -> Path:
+        """The folder for files that belong into `final/` beside the model; `final_steps` write there."""
+        return self.folder / ".extras"
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """What must be the same where a run goes on, or it would not be the same run."""
+        """What must be equal for a run to resume from a checkpoint: otherwise it would be another run."""
         train = self.prepared.train
         return {
             "task": self.task.kind,
@@ -116,10 +144,6 @@ class Run:
             "method": self.plan.method,
         }
 
-    @property
-    def epoch(self) -> float:
-        return self.step / self.steps_per_epoch
-
     def state_dict(self) -> dict[str, Tensor]:
         """The model's weights as they are written to disk: without wrappers, in the precision that is trained."""
         weights: dict[str, Tensor] = self.inner_model.state_dict()
@@ -128,6 +152,20 @@ class Run:
         exported: dict[str, Tensor] = self.engine.exported(weights)
         return exported
 
+    def say(self, message: str) -> None:
+        """Show a note to the user."""
+        self.listener.said(self, message)
 
-def new_run(run: Run) -> None:
-    """Where nothing has to be settled: a run that begins at its first step."""
+    def warn(self, message: str) -> None:
+        """Show a warning to the user."""
+        self.listener.warned(self, message)
+
+    def heartbeat(self) -> None:
+        """Tell the watchdog that the run is alive."""
+        self.listener.heartbeat(self)
+
+    def was_saved(self, folder: Path) -> None:
+        """Tell the listener and the plugins that `folder`, a checkpoint or the best weights, is complete on disk."""
+        self.listener.saved(self, folder)
+        for event in self.recipe.events["saved"]:
+            event(self, folder)

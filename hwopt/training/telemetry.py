@@ -93,15 +93,15 @@ class Telemetry:
     loss_total: float = 0.0
     """Mean losses of the log intervals, each times its steps, which `loss_steps` counts."""
     loss_steps: float = 0.0
-    watch: DivergenceMonitor = field(default_factory=DivergenceMonitor)
+    divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
     steps_here: int = 0
     """Of this process."""
 
     def __post_init__(self) -> None:
         self.started = self.logged = time.perf_counter()
-        self.said: list[str] = []
-        self.lost: NonFiniteError | None = None
+        self.messages: list[str] = []
+        self.stop_error: NonFiniteError | None = None
         self.monitor = gpu_monitor(self.run.device)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
@@ -112,7 +112,7 @@ class Telemetry:
         return time.perf_counter() - self.started
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Time that is not training's: evaluations, saves, the watched first step. Speeds leave it out."""
         began = time.perf_counter()
         try:
@@ -123,7 +123,7 @@ class Telemetry:
     def waited(self, seconds: float) -> None:
         self.interval.counts.wait += seconds
 
-    def heard(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Keep the summed `loss` of a micro-batch; whether it is finite is asked at the log point."""
         if micro_batch.loss_weight:
             self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
@@ -132,7 +132,7 @@ class Telemetry:
     def mark(self) -> int:
         return len(self.interval.losses.fresh)
 
-    def back_to(self, mark: int) -> None:
+    def reset_to(self, mark: int) -> None:
         """Forget the micro-batches since `mark`, of a step that is begun again."""
         losses, weights = self.interval.losses.fresh, self.interval.weights
         del weights[len(weights) - (len(losses) - mark) :], losses[mark:]
@@ -175,7 +175,7 @@ class Telemetry:
         finite = torch.isfinite(losses)
         parts = (torch.where(finite, losses, 0.0), torch.where(finite, 0.0, weights), ~finite)
         sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
-        if self.run.peers_lost:
+        if self.run.progress.peers_lost:
             return sums * self.run.world_size
         if self.run.world_size > 1:
             torch.distributed.all_reduce(sums)
@@ -227,16 +227,18 @@ class Telemetry:
             self.loss_steps += steps
         row |= {"loss": loss, "grad_norm": norms[-1]}
         run = self.run
-        self.said, self.lost = self.watch.saw(run.training, run.total_steps, int(row["step"]), norms, int(lost), loss, scale)
-        if self.watch.skipped:
-            row["skipped_updates"] = self.watch.skipped
-        if self.watch.lost:
-            row["nonfinite_losses"] = self.watch.lost
+        self.messages, self.stop_error = self.divergence.saw(
+            run.training, run.total_steps, int(row["step"]), norms, int(lost), loss, scale
+        )
+        if self.divergence.skipped:
+            row["skipped_updates"] = self.divergence.skipped
+        if self.divergence.lost:
+            row["nonfinite_losses"] = self.divergence.lost
         if scale is not None:
             row["loss_scale"] = scale
         return row
 
-    def made_up(self) -> Row | None:
+    def estimated_row(self) -> Row | None:
         """The row of a log point at which the other ranks were gone, from what this one knows; None where it is on its way."""
         if not self.interval.counts.steps or not self.at_log_point():
             return None
@@ -245,18 +247,18 @@ class Telemetry:
 
     def judge(self) -> None:
         """Say what the last row means. Raises NonFiniteError where it means that the run must stop."""
-        for line in self.said:
+        for line in self.messages:
             self.run.warn(line)
-        self.said = []
-        if self.lost is not None:
-            raise self.lost
+        self.messages = []
+        if self.stop_error is not None:
+            raise self.stop_error
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to log the same, as plain numbers. All ranks call it, none with a row on its way."""
         assert self.pending is None, "flush() and judge() come first"
         interval = self.interval
         return {
-            "watch": self.watch.state_dict(),
+            "watch": self.divergence.state_dict(),
             "total": asdict(self.total),
             "loss_total": self.loss_total,
             "loss_steps": self.loss_steps,
@@ -270,7 +272,7 @@ class Telemetry:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The sums of all ranks go on in the first one."""
-        self.watch.load_state_dict(state["watch"])
+        self.divergence.load_state_dict(state["watch"])
         self.total = Counts.of(state["total"])
         self.loss_total, self.loss_steps = state["loss_total"], state["loss_steps"]
         self.started = time.perf_counter() - state["seconds"]

@@ -25,8 +25,8 @@ class FsdpEngine(ShardedEngine):
     def __init__(self, run: Any, *, reduce: str) -> None:
         """`reduce`: gradients meet after every "micro_batch", or once a "step"."""
         self.once = reduce == "step"
-        self.hosts = dist.new_group(backend="gloo")
-        make_equal(run.inner_model, self.hosts)
+        self.cpu_group = dist.new_group(backend="gloo")
+        make_equal(run.inner_model, self.cpu_group)
         run.model = sharded(run)
         super().__init__(run)
 
@@ -38,7 +38,7 @@ class FsdpEngine(ShardedEngine):
         super().backward(loss, loss_weight * self.run.world_size)
 
     @torch.no_grad()
-    def gradients(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """Of the shards; a rank may have none of a small parameter."""
         local = [p.grad.to_local() for p in self.parameters if p.grad is not None]
         return [gradient for gradient in local if gradient.numel()]
@@ -57,11 +57,11 @@ class FsdpEngine(ShardedEngine):
         """What is gathered and freed together, the whole model among it."""
         return [module for module in self.run.inner_model.modules() if isinstance(module, FSDPModule)]
 
-    def whole(self, value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, DTensor) else super().whole(value)
+    def unshard(self, value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else super().unshard(value)
 
-    def part(self, value: Tensor, like: Any) -> Tensor:
-        value = super().part(value, like)
+    def shard(self, value: Tensor, like: Any) -> Tensor:
+        value = super().shard(value, like)
         # every rank has read the file: each takes its own part
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -74,7 +74,7 @@ class FsdpEngine(ShardedEngine):
             return super().copy_into(made, saved)
         if not isinstance(saved, Tensor) or saved.shape != made.shape:
             raise ValueError(f"there is {described(saved)} for {described(made)}")
-        return made.copy_(self.part(saved, made))
+        return made.copy_(self.shard(saved, made))
 
     def full_weights(self) -> dict[str, Tensor]:
         self.reshard()
@@ -95,8 +95,8 @@ class FsdpEngine(ShardedEngine):
                 found[name] = found[first]
         return found
 
-    def whole_model(self) -> Any:
-        model = super().whole_model()
+    def unsharded_model(self) -> Any:
+        model = super().unsharded_model()
         for module in model.modules():
             if isinstance(module, FSDPModule):  # a class made for the purpose, from the model's own
                 module.__class__ = type(module).__bases__[1]

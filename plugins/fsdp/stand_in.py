@@ -47,7 +47,7 @@ class StandIn(Engine):
     def gather(self, module: torch.nn.Module, _: Any) -> None:
         self.own[module] = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in self.own[module].items():
-            copy: Any = self.whole(parameter)
+            copy: Any = self.whole_unit(parameter)
             self.sources[copy.untyped_storage()._cdata] = parameter
             module._parameters[name] = copy
 
@@ -57,7 +57,7 @@ class StandIn(Engine):
             del self.sources[copy.untyped_storage()._cdata]
             module._parameters[name] = parameter
 
-    def whole(self, parameter: Tensor) -> Tensor:
+    def whole_unit(self, parameter: Tensor) -> Tensor:
         return parameter.clone() if parameter.dtype == self.dtype else parameter.to(self.dtype)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -71,7 +71,7 @@ class StandIn(Engine):
         if isinstance(kept, Tensor):
             return kept
         parameter, *view = kept
-        return self.whole(parameter.detach()).as_strided(*view)
+        return self.whole_unit(parameter.detach()).as_strided(*view)
 
 
 def largest_unit(model: Any) -> tuple[int, int]:

@@ -26,11 +26,11 @@ class ZeroEngine(ShardedEngine):
         super().__init__(run)
         self.deepspeed = run.model
         self.parameters = self.partitions()
-        self.hosts = dist.new_group(backend="gloo")
+        self.cpu_group = dist.new_group(backend="gloo")
 
-    def make_state(self, at_any_cost: bool = False) -> None:
+    def init_state(self, force: bool = False) -> None:
         """DeepSpeed makes it in its first step, after which it knows each parameter's part."""
-        if not at_any_cost:
+        if not force:
             return
         zero = self.deepspeed.optimizer
         for number, partition in enumerate(self.partitions()):
@@ -56,8 +56,6 @@ class ZeroEngine(ShardedEngine):
         self.deepspeed.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:
-        for event in self.on_gradients:
-            event(self.run)
         self.deepspeed.step()
         left_out = bool(self.deepspeed.optimizer.overflow)
         norm = math.inf if left_out else float(self.deepspeed.get_global_grad_norm() or 0.0)
@@ -70,8 +68,6 @@ class ZeroEngine(ShardedEngine):
             )
         self.found_inf.fill_(float(left_out))
         self.norm = torch.full_like(self.norm, norm)
-        for event in self.on_updated:
-            event(self.run)
         self.scheduler.step()
 
     def loss_scale(self) -> Tensor | None:
@@ -119,7 +115,7 @@ class ZeroEngine(ShardedEngine):
         return {"class": type(self.optimizer).__name__, "states": states, "groups": [], "loss_scaler": numbers}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        self.make_state(at_any_cost=True)
+        self.init_state(force=True)
         self.link()
         made: tuple[str, ...] = ("step", *self.moments())
         for name, parameter in self.named.items():

@@ -24,10 +24,10 @@ class StandIn(Engine):
         trained = [p for group in self.groups for p in group]
         for parameter in run.inner_model.parameters():
             parameter.data = parameter.data.to(self.dtype)
-        self.masters = [torch.nn.Parameter(self.partition(group, torch.float32)) for group in self.groups]
-        for group, master in zip(run.optimizer.param_groups, self.masters, strict=True):
+        self.flat_masters = [torch.nn.Parameter(self.partition(group, torch.float32)) for group in self.groups]
+        for group, master in zip(run.optimizer.param_groups, self.flat_masters, strict=True):
             group["params"] = [master]
-        self.parameters, self.zeroed = self.masters, [*self.masters, *trained]
+        self.parameters, self.zeroed = self.flat_masters, [*self.flat_masters, *trained]
         self.held = self.offload_buffers(trained, offload, host)
         self.kept: dict[Tensor, Tensor] = {}
         self.bucket: Tensor | None = None
@@ -68,7 +68,7 @@ class StandIn(Engine):
         if self.stage == 3:
             return self.own_gradients[number]
         kept = [self.kept.pop(p).flatten() for p in self.groups[number] if p in self.kept]
-        return torch.cat(kept)[: self.masters[number].numel()]
+        return torch.cat(kept)[: self.flat_masters[number].numel()]
 
     def earlier_gradients(self) -> None:
         """As after a first micro-batch."""
@@ -86,14 +86,14 @@ class StandIn(Engine):
         self.release_bucket()
 
     def finish(self) -> None:
-        for number, (group, master) in enumerate(zip(self.groups, self.masters, strict=True)):
+        for number, (group, master) in enumerate(zip(self.groups, self.flat_masters, strict=True)):
             for parameter in (p for p in group if p.grad is not None):
                 self.keep(parameter)
             if self.stage < 3:
                 self.bucket = None
             if not self.offload:
                 master.grad = self.flat_gradients(number).to(master.dtype)
-        for event in self.on_gradients:
+        for event in self.on_gradients:  # the planner labels gradients there
             event(self.run)
         self.optimizer.step()
         self.scheduler.step()

@@ -161,6 +161,6 @@ def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20))
 def test_the_floor_is_the_first_rung_of_single_rows(lengths: list[int], rows: int) -> None:
     _, batch = batch_of(lengths, rows)
-    floor = batch.floor  # type: ignore[attr-defined]
+    floor = batch.finest_rung  # type: ignore[attr-defined]
     assert all(len(m.targets) == 1 for m, _ in batch.micro_batches(floor))  # type: ignore[attr-defined]
     assert floor == 0 or any(len(m.targets) > 1 for m, _ in batch.micro_batches(floor - 1))  # type: ignore[attr-defined]

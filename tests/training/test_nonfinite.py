@@ -124,7 +124,7 @@ def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Ten
     with build(plan, folder / "reference", folder / "cache") as run:
         telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
         backoff = OomBackoff("Training", "plugins.batch.train", print)
-        run.engine.make_state()
+        run.engine.init_state()
         run.model.train()
         for batch in step_batches(run, telemetry):
             if run.step + 1 in steps:
@@ -275,7 +275,7 @@ def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp
     _, _, whole = trained(plan, tmp_path)
     with build(plan, tmp_path / "again", tmp_path / "cache") as run:
         telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
-        run.engine.make_state()
+        run.engine.init_state()
         run.model.train()
         rows = []
         for batch in step_batches(run, telemetry):

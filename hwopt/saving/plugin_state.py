@@ -1,0 +1,22 @@
+"""The state that plugins put into `recipe.state`, under names that stay the same when the profile's other plugins change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Stateful(Protocol):
+    """A part of the training loop, or of a plugin, that checkpoints hold."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def named_by_class(parts: Iterable[Any]) -> dict[str, Stateful]:
+    """`parts` by name: "plugins/<module>.<class>/<number>"; the number counts parts of the same class."""
+    found: dict[str, Stateful] = {}
+    for part in parts:
+        kind = f"plugins/{type(part).__module__}.{type(part).__qualname__}"
+        found[f"{kind}/{sum(name.startswith(f'{kind}/') for name in found)}"] = part
+    return found

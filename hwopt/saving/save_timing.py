@@ -1,0 +1,66 @@
+"""When a checkpoint is due: every `save_steps` steps, every `save_minutes` minutes, and at a signal."""
+
+from __future__ import annotations
+
+import time
+
+from hwopt.hardware.detect import host_memory
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.savable_run import SavableRun
+from hwopt.saving.state_size import state_size
+from hwopt.system import signals
+from hwopt.system.atomic_folder import GIB
+
+SAVE = 1
+"""The requested action "save"; the exit codes of signals are greater."""
+HOST_SHARE = 0.9
+"""The part of the free host memory that the copy for a timed checkpoint may take."""
+
+
+class SaveTiming:
+    """Decides after each step whether to save. Only the first rank looks at the clock; every rank hears signals."""
+
+    def __init__(self, run: SavableRun, writer: AsyncWriter) -> None:
+        self.run, self.writer = run, writer
+        self.saved_at = time.monotonic()
+        self.said_room = False
+
+    def saved(self) -> None:
+        """A checkpoint of this step is being written: restart the clock."""
+        self.saved_at = time.monotonic()
+
+    def requested_action(self) -> int:
+        """What this rank asks for after a step: 0, SAVE, or the exit code of a signal that it received."""
+        if code := signals.received():
+            return code
+        if not self.run.is_main:
+            return 0
+        self.writer.check()
+        return SAVE if self.timed_save_due() and self.fits_host_memory() else 0
+
+    def timed_save_due(self) -> bool:
+        """Whether the next checkpoint by the clock is due.
+
+        It is early by the duration of a write, at most half the interval, so that a killed run loses no more than the interval.
+        """
+        interval = 60 * self.run.training.save_minutes
+        return interval > 0 and time.monotonic() - self.saved_at >= interval - min(self.writer.seconds, interval / 2)
+
+    def fits_host_memory(self) -> bool:
+        """Whether host memory has room for the copy of a timed checkpoint; checkpoints by steps and signals are always tried."""
+        needed, free = sum(state_size(self.run)), host_memory()[1]
+        if needed <= HOST_SHARE * free:
+            return True
+        self.saved_at = time.monotonic()
+        if not self.said_room:
+            self.said_room = True
+            self.run.warn(
+                f"Skipping timed checkpoint: needs {needed / GIB:.2f} GiB of host memory, {free / GIB:.2f} GiB free. "
+                "Set training.save_steps to save anyway."
+            )
+        return False
+
+    def due(self, ahead: int = 0) -> bool:
+        """Whether training.save_steps asks for a checkpoint after this step, or after the step that is `ahead` steps later."""
+        steps = self.run.training.save_steps
+        return steps is not None and (self.run.step + ahead) % steps == 0

@@ -1,0 +1,73 @@
+"""Gradients of one step batch, micro-batch by micro-batch; after an out-of-memory error, again in smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hwopt.data.step_batch import MicroBatch, StepBatch
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.text import first_line
+from hwopt.training.memory_pressure import free_memory
+from hwopt.training.randomness import reseeder
+from hwopt.training.run import Run
+from hwopt.training.telemetry import Telemetry
+
+
+class Accumulation:
+    """Computes a step's gradients. How a step batch is split never changes them (docs/exactness.md)."""
+
+    def __init__(self, run: Run, telemetry: Telemetry, backoff: OomBackoff) -> None:
+        self.run, self.telemetry, self.backoff = run, telemetry, backoff
+        self.reseed = reseeder(run.device, run.training.seed)
+
+    def accumulate(self, batch: StepBatch, where: str) -> None:
+        """Compute the gradients of `batch`, with as small micro-batches as the device's memory requires.
+
+        `where` says in messages what was computed ("at step 3"). Raises DoesNotFitError if single rows do not fit. If it raises,
+        telemetry knows nothing of the step, so that the run can be saved as of the step before.
+        """
+        mark = self.telemetry.mark()
+        try:
+            with self.run.engine.synchronized(self.backoff):
+                while (oom_message := self.attempt(batch)) is not None:
+                    self.backoff.reduce(batch.finest_rung, where, oom_message)
+        except BaseException:
+            self.telemetry.reset_to(mark)
+            raise
+
+    def attempt(self, batch: StepBatch) -> str | None:
+        """Return None, or the out-of-memory error's message; then no gradient of the attempt is left."""
+        mark = self.telemetry.mark()
+        try:
+            forward_and_backward(self.run, batch, self.backoff.rung, self.reseed, self.telemetry.add_loss)
+            return None
+        except torch.OutOfMemoryError as error:
+            if not self.run.engine.supports_retry:
+                raise
+            oom_message = first_line(error)
+        # after the except block: the exception's frames keep tensors alive
+        self.run.engine.zero_grad()
+        self.telemetry.reset_to(mark)
+        free_memory(self.run.device)
+        return oom_message
+
+
+def forward_and_backward(
+    run: Run,
+    batch: StepBatch,
+    rung: int,
+    reseed: Callable[[int, int], None],
+    add_loss: Callable[[Tensor, MicroBatch], None],
+) -> None:
+    """Accumulate the gradients of `batch`. The summed loss of each micro-batch is divided by the count of the whole step."""
+    engine, step, loss_function = run.engine, run.step, run.loss
+    for micro_batch, last in engine.micro_batches(batch, rung):
+        run.heartbeat()
+        engine.set_gradient_sync(last)
+        reseed(step, micro_batch.first_sample)
+        loss, _ = loss_function(run.model(**micro_batch.inputs), micro_batch.targets)
+        engine.backward(loss, micro_batch.loss_weight)
+        add_loss(loss.detach(), micro_batch)

@@ -1,0 +1,53 @@
+"""What happens when training cannot continue: the last whole step is saved, and out of memory becomes a message that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, worker_death
+from hwopt.plugin.guard import GuardedOnce
+from hwopt.saving.checkpointer import Checkpointer
+from hwopt.training.run import Run
+from hwopt.training.telemetry import Telemetry
+
+
+@contextmanager
+def save_on_failure(run: Run, telemetry: Telemetry, checkpoints: Checkpointer) -> Iterator[None]:
+    """Save the last whole step, and log what is known of it, when the block fails."""
+    try:
+        yield
+    except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:
+        if not isinstance(error, HwoptError) and worker_death(error) is None:
+            raise
+        all_ranks = isinstance(error, NonFiniteError)
+        run.progress.peers_lost = not all_ranks and run.world_size > 1
+        for row in (telemetry.flush(), telemetry.estimated_row() if run.progress.peers_lost else None):
+            if row is not None:
+                run.listener.row(run, row)
+        checkpoints.emergency_save(all_ranks)
+        telemetry.judge()  # a non-finite loss matters more than the error that followed it
+        raise
+
+
+@contextmanager
+def report_oom(what: str, option: str) -> Iterator[None]:
+    """Turn an out-of-memory error of the block into a DoesNotFitError that names the `option` to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
+            f"Lower {option}, lower data.max_length, or take a smaller model."
+        ) from error
+
+
+def last_resorts(run: Run) -> list[Callable[[], str | None]]:
+    """What plugins can do when not even single rows fit; each call returns what it costs, or None if it cannot help."""
+    return [
+        GuardedOnce(partial(plugin.on_oom, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "on_oom()")
+        for plugin in run.plan.oom_plugins
+    ]

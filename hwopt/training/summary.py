@@ -1,0 +1,25 @@
+"""The summary of a run: its totals under the names of Hugging Face's Trainer, and the best evaluation."""
+
+from __future__ import annotations
+
+from hwopt.saving.best_model import BestModel
+from hwopt.training.listener import Row
+from hwopt.training.run import Run
+from hwopt.training.telemetry import Telemetry
+
+
+def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -> Row:
+    """The totals over all ranks, of `seconds` of training, with the last metrics and the best one."""
+    total, world = telemetry.total, run.world_size
+    totals = {
+        "step": run.step,
+        "epoch": round(run.epoch, 4),
+        "train_runtime": seconds,
+        "train_loss": telemetry.mean_loss(),
+        "train_steps_per_second": total.steps / seconds,
+        "train_samples_per_second": total.samples * world / seconds,
+        "train_tokens_per_second": total.tokens * world / seconds,
+        "data_wait": total.wait / seconds,
+    }
+    found = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
+    return totals | best.latest | found
