@@ -18,7 +18,7 @@ from hwopt.config.job import Job
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.run_view import EngineView, Observation, RunView
+from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
 
 API_VERSION = 1
 
@@ -209,6 +209,7 @@ class Plugin:
 
 __all__ = [
     "API_VERSION",
+    "BatchSizes",
     "Conflict",
     "Context",
     "Decision",

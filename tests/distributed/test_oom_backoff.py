@@ -121,7 +121,7 @@ def test_the_same_samples_and_the_weights_of_the_finer_cut(in_backward: bool, tm
     whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, in_backward=in_backward)
     assert whole.samples == small.samples
     assert whole.warnings
-    assert "out of memory in training" in " ".join(whole.warnings)
+    assert "Training ran out of memory" in " ".join(whole.warnings)
     assert whole.losses == pytest.approx(small.losses, rel=1e-6)
     difference = (weights(tmp_path / "whole") - weights(tmp_path / "small")).norm() / weights(tmp_path / "small").norm()
     assert difference <= 1e-5
@@ -152,8 +152,8 @@ def test_running_out_at_any_forward_leaves_no_trace(examples: int, tmp_path_fact
 
 def test_an_evaluation_has_a_ladder_of_its_own(tmp_path: Path) -> None:
     heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
-    assert any("out of memory in evaluation" in warning for warning in heard.warnings)
-    assert not any("in training" in warning for warning in heard.warnings)
+    assert any("Evaluation ran out of memory" in warning for warning in heard.warnings)
+    assert not any("Training" in warning for warning in heard.warnings)
 
 
 def test_at_the_floor_the_run_stops_whole(tmp_path: Path) -> None:
@@ -238,11 +238,11 @@ def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> No
 
 
 def test_two_signs_in_a_row_are_a_shortage() -> None:
-    strain = MemoryPressure(torch.device("cpu"))
-    assert strain.seen() is None
-    assert [strain.judged(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
-    strain.may_spill = True
-    assert [strain.judged(3, reserved, 10) for reserved in (11, 11, 9)] == [None, ANY_TEXT, None]
+    pressure = MemoryPressure(torch.device("cpu"))
+    assert pressure.message() is None
+    assert [pressure.judge(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
+    pressure.may_spill = True
+    assert [pressure.judge(3, reserved, 10) for reserved in (11, 11, 9)] == [None, ANY_TEXT, None]
 
 
 class AnyText(str):

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.training import randomness
 from hwopt.training.build import build
-from hwopt.training.loop import step, step_batches
-from hwopt.training.telemetry import Telemetry
-
-
-def ladder() -> OomBackoff:
-    return OomBackoff("Training", "plugins.batch.train", print)
-
+from hwopt.training.loop import Loop
 
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 
@@ -39,15 +32,15 @@ def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tm
     job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
     profile = tiny_profile(**tables, dataloader={"workers": 1})
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
-        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+        loop = Loop(run, AsyncWriter(run))
         run.model.train()
-        for number, batch in enumerate(step_batches(run, telemetry)):
+        for number, batch in enumerate(loop.batches()):
             if number == 3:  # state and workspaces are made
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                step(run, batch, telemetry, reseed, ladder())
+                loop.update(batch)
                 if number < 20:
-                    telemetry.stepped(batch)
+                    loop.telemetry.stepped(batch)
             finally:
                 if number >= 20:
                     torch.cuda.set_sync_debug_mode("default")

@@ -23,6 +23,7 @@ from hwopt.errors import HwoptError, PluginError, StorageError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin import registry as registry_module
 from hwopt.plugin.guard import Guarded, plugin_guard
+from hwopt.plugin.recipe import EVENTS as RECIPE_EVENTS
 from hwopt.plugin.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
 
@@ -362,9 +363,9 @@ def writes(how: Callable[[Any], Any]) -> type[Plugin]:
 
 boom = raising(RuntimeError("boom"))
 leave = raising(SystemExit(0))
-SLOTS = ("loss", "order", "collate", "cut", "optimizer", "scaler", "schedule", "engine")
+SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "scaler", "schedule", "engine")
 STEPS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
-EVENTS = ("gradients", "updated", "evaluating", "evaluated")
+EVENTS = tuple(RECIPE_EVENTS)
 
 
 def written(field: str, call: Callable[..., Any]) -> type[Plugin]:
@@ -378,7 +379,7 @@ def written(field: str, call: Callable[..., Any]) -> type[Plugin]:
 WRONG_EVIDENCE: list[Any] = [None, "active", Evidence("great", "x"), Evidence("active", None)]  # type: ignore[arg-type]
 RUNS: dict[str, type[Plugin]] = {
     **{f"{field} raises": written(field, boom) for field in (*SLOTS, *STEPS, *EVENTS)},
-    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "updated")},
+    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "step_end")},
     "a context raises on the way in": written("process", lambda: Refusing("in")),
     "a context raises on the way out": written("process", lambda: Refusing("out")),
     "a context is none": written("process", lambda: 3),

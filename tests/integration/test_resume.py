@@ -20,8 +20,9 @@ from hwopt import api
 from hwopt.errors import InputError, StorageError
 from hwopt.planning.plan import Plan
 from hwopt.runs.folder import owned, trained_here
-from hwopt.saving import checkpointer as checkpoint
 from hwopt.saving import reader as resume
+from hwopt.saving import save_timing
+from hwopt.saving.plugin_state import named_by_class
 from hwopt.saving.reader import STATE
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
@@ -259,13 +260,13 @@ def test_what_plugins_keep(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.state = state
 
-        def updated(self, run: Any) -> None:
+        def updated(self, run: Any, applied: Any) -> None:
             self.state = {"steps": self.state["steps"] + 1, "seen": self.state["seen"] + 1}
 
     def counting() -> tuple[Counter, Plan]:
         counter, plan = Counter(), make_plan(tmp_path)
         plan.recipe.state.append(counter)
-        plan.recipe.events["updated"].append(counter.updated)
+        plan.recipe.events["step_end"].append(counter.updated)
         return counter, plan
 
     through, plan = counting()
@@ -290,20 +291,19 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
 def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed just before the next one is whole has lost ten minutes, not more; half of them it waits always."""
     now = [0.0]
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(save_timing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
     writer: Any = SimpleNamespace(seconds=write)
-    best: Any = SimpleNamespace()
-    checkpoints = checkpoint.Checkpoints(run, writer, best, parts={})
+    timing = save_timing.SaveTiming(run, writer)
     now[0] = due - 1
-    assert not checkpoints.timed_save_due()
+    assert not timing.timed_save_due()
     now[0] = due
-    assert checkpoints.timed_save_due()
+    assert timing.timed_save_due()
 
 
 def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
-    monkeypatch.setattr(checkpoint, "host_memory", lambda: (2000, 1000))
+    monkeypatch.setattr(save_timing, "host_memory", lambda: (2000, 1000))
     recorder = Recorder()
     plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
     api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
@@ -464,8 +464,8 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path
 
 def test_what_plugins_keep_is_found_whatever_stands_beside_it() -> None:
     first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
-    both = checkpoint.named_by_kind([other, first, second])
-    assert checkpoint.named_by_kind([first, second]).items() <= both.items()
+    both = named_by_class([other, first, second])
+    assert named_by_class([first, second]).items() <= both.items()
     assert len(both) == 3
 
 

@@ -12,17 +12,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError, NonFiniteError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training import randomness
 from hwopt.training.build import build
-from hwopt.training.evaluation import evaluate
-from hwopt.training.loop import step, step_batches
+from hwopt.training.evaluation import Evaluation
+from hwopt.training.loop import Loop
 from hwopt.training.run import Run
-from hwopt.training.telemetry import Telemetry
 
 SYNCS = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero")
 
@@ -49,10 +47,6 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
 }
 
 
-def ladder() -> OomBackoff:
-    return OomBackoff("Training", "plugins.batch.train", print)
-
-
 class Calls(TorchDispatchMode):
     """Counts what reaches the dispatcher: every kernel, and every read back to the host."""
 
@@ -71,15 +65,15 @@ class Calls(TorchDispatchMode):
 
 def counted_step(run: Run, steps: int = 3) -> Calls:
     """Dispatcher calls of the last of `steps` steps; the first ones make state and caches."""
-    telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
+    loop = Loop(run, AsyncWriter(run))
     run.model.train()
     calls = Calls()
-    for number, batch in enumerate(step_batches(run, telemetry)):
+    for number, batch in enumerate(loop.batches()):
         if number == steps - 1:
             with calls:
-                step(run, batch, telemetry, reseed, ladder())
+                loop.update(batch)
             return calls
-        step(run, batch, telemetry, reseed, ladder())
+        loop.update(batch)
     raise AssertionError("the run has too few steps")
 
 
@@ -143,7 +137,9 @@ def test_final_is_the_best_model(tmp_path: Path) -> None:
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
     run = heard.run
     run.inner_model.load_state_dict(saved.state_dict())
-    assert evaluate(run, ladder())["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
+    metrics = Evaluation(run).evaluate()
+    assert metrics is not None
+    assert metrics["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
     assert not list((tmp_path / "run").glob(".*")), "nothing temporary stays behind"
 
 
@@ -188,7 +184,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(optimizer: str,
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 5
 
 
-@pytest.mark.parametrize(("metric", "expected"), [("eval_f2", "Did you mean 'eval_f1'"), ("perplexity", "It is one of")])
+@pytest.mark.parametrize(("metric", "expected"), [("eval_f2", "Did you mean 'eval_f1'"), ("perplexity", "Choose one of")])
 def test_an_unknown_metric_leaves_no_folder(metric: str, expected: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", metric_for_best_model=metric)
     with pytest.raises(InputError, match=expected):
@@ -227,8 +223,8 @@ def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
     """A worker dies between two micro-batches, say: the run goes on from the step before, and makes this one again."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
-        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
-        batches, loss, left = step_batches(run, telemetry), run.loss, [4]
+        loop = Loop(run, AsyncWriter(run))
+        batches, loss, left = loop.batches(), run.loss, [4]
 
         def dying(*arguments: Any) -> Any:
             left[0] -= 1
@@ -236,14 +232,14 @@ def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
                 raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
             return loss(*arguments)
 
-        run.loss = dying
-        step(run, next(batches), telemetry, reseed, ladder())
-        before = telemetry.mark()
+        run.task.loss = dying  # type: ignore[method-assign]
+        loop.update(next(batches))
+        before = loop.telemetry.mark()
         left[0] = 2
         with pytest.raises(RuntimeError, match="worker"):
-            step(run, next(batches), telemetry, reseed, ladder())
+            loop.update(next(batches))
         assert before > 0
-        assert telemetry.mark() == before
+        assert loop.telemetry.mark() == before
         assert run.step == 1
 
 

@@ -17,15 +17,14 @@ import torch
 from hwopt import api
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import NonFiniteError
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_BERT, Recorder, finished, launcher, logged, plan_for, tiny_job, tiny_profile, write_samples
-from hwopt.training import randomness
 from hwopt.training.build import build
-from hwopt.training.loop import accumulate, step, step_batches
+from hwopt.training.loop import Loop
 from hwopt.training.run import Run
 from hwopt.training.telemetry import Telemetry
 
@@ -122,18 +121,17 @@ def state_of(run: Run) -> list[torch.Tensor]:
 def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Tensor]:
     """The state after a run that never makes the updates of `steps`."""
     with build(plan, folder / "reference", folder / "cache") as run:
-        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
-        backoff = OomBackoff("Training", "plugins.batch.train", print)
+        loop = Loop(run, AsyncWriter(run))
         run.engine.init_state()
         run.model.train()
-        for batch in step_batches(run, telemetry):
+        for batch in loop.batches():
             if run.step + 1 in steps:
-                assert accumulate(run, batch, telemetry, reseed, 0) is None
+                assert loop.accumulation.attempt(batch) is None
                 run.engine.zero_grad()
                 run.engine.scheduler.step()
-                run.step += 1
+                run.progress.step += 1
             else:
-                step(run, batch, telemetry, reseed, backoff)
+                loop.update(batch)
         return state_of(run)
 
 
@@ -208,12 +206,12 @@ def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path
     _, _, rows = trained(plan, tmp_path)
     # the same two steps by hand: 3 of their 4 micro-batches
     with build(planned(tmp_path, {}), tmp_path / "again", tmp_path / "cache") as run:
-        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
+        loop = Loop(run, AsyncWriter(run))
         run.model.train()
-        batches = step_batches(run, telemetry)
-        step(run, next(batches), telemetry, reseed, OomBackoff("Training", "", print))
-        accumulate(run, next(batches), telemetry, reseed, 0)
-        losses = telemetry.interval.losses.values(run.device).tolist()
+        batches = loop.batches()
+        loop.update(next(batches))
+        loop.accumulation.attempt(next(batches))
+        losses = loop.telemetry.interval.losses.values(run.device).tolist()
     assert len(losses) == 4
     assert rows[0]["loss"] == pytest.approx(sum(losses[:3]) / 1.5)
 
@@ -274,21 +272,21 @@ def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp
     plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_share=1.0, logging_steps=3)
     _, _, whole = trained(plan, tmp_path)
     with build(plan, tmp_path / "again", tmp_path / "cache") as run:
-        telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, run.training.seed)
+        loop = Loop(run, AsyncWriter(run))
         run.engine.init_state()
         run.model.train()
         rows = []
-        for batch in step_batches(run, telemetry):
-            step(run, batch, telemetry, reseed, OomBackoff("Training", "", print))
-            rows += [row] if (row := telemetry.stepped(batch)) else []
+        for batch in loop.batches():
+            loop.update(batch)
+            rows += [row] if (row := loop.telemetry.stepped(batch)) else []
             if run.step in (2, 5):
-                state = json.loads(json.dumps(telemetry.state_dict()))
-                telemetry = Telemetry(run)
-                telemetry.load_state_dict(state)
-        rows += [row] if (row := telemetry.flush()) else []
+                state = json.loads(json.dumps(loop.telemetry.state_dict()))
+                loop.telemetry = loop.accumulation.telemetry = Telemetry(run)
+                loop.telemetry.load_state_dict(state)
+        rows += [row] if (row := loop.telemetry.flush()) else []
     for key in ("step", "loss", "grad_norm", "skipped_updates", "nonfinite_losses"):
         assert [row[key] for row in rows] == [row[key] for row in whole], key
-    assert telemetry.watch.skipped == 2
+    assert loop.telemetry.divergence.skipped == 2
 
 
 RANKS = '''
@@ -347,7 +345,6 @@ def test_an_update_that_an_engine_has_made_all_the_same_ends_the_run() -> None:
     from hwopt_plugins.zero.engine import ZeroEngine
 
     engine = ZeroEngine.__new__(ZeroEngine)
-    engine.on_gradients = []
     engine.found_inf, engine.norm = torch.zeros(()), torch.zeros(())
     engine.deepspeed = SimpleNamespace(
         step=lambda: None, optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: math.nan
