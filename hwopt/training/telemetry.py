@@ -1,6 +1,7 @@
-"""What a run says about itself: one row a log point, in Hugging Face's names.
+"""Telemetry: one row of metrics per log point, under Hugging Face's names.
 
-The loop only adds to counters; the device is asked at log points, by a copy that does not block and is read one step later.
+The loop only adds to counters. At a log point the device's values are copied to the host without blocking, and read one step
+later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hwopt.errors import NonFiniteError
 from hwopt.training.divergence import DivergenceMonitor
+from hwopt.training.interval import Counts, Interval
 
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
@@ -24,79 +26,32 @@ if TYPE_CHECKING:
 from hwopt.hardware.monitor import gpu_monitor, peak_memory_gib
 from hwopt.training.listener import Row
 
-FOLD = 256
-"""Tensors that a `Pile` holds apart."""
-
-
-@dataclass
-class Counts:
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
-    wait: float = 0.0
-    """Seconds that the loop waited for data."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Counts:
-        """Raises ValueError for what are no numbers."""
-        return cls(int(state["steps"]), int(state["samples"]), int(state["tokens"]), float(state["wait"]))
-
-
-class Pile:
-    """Single numbers of the device in their order; `fold` now and then, so that a long interval holds few tensors."""
-
-    def __init__(self) -> None:
-        self.folded: list[Tensor] = []
-        self.fresh: list[Tensor] = []
-
-    def fold(self) -> None:
-        if len(self.fresh) >= FOLD:
-            self.folded.append(torch.stack(self.fresh))
-            self.fresh = []
-
-    def values(self, device: torch.device) -> Tensor:
-        parts = [*self.folded, *([torch.stack(self.fresh)] if self.fresh else [])]
-        return torch.cat([part.double() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64, device=device)
-
-
-@dataclass
-class Interval:
-    """What has happened since the last log point. Nothing of it is computed before the next one."""
-
-    counts: Counts = field(default_factory=Counts)
-    norms: Pile = field(default_factory=Pile)
-    """Of each step's gradient."""
-    losses: Pile = field(default_factory=Pile)
-    """What each micro-batch adds to its step's mean loss."""
-    weights: list[float] = field(default_factory=list)
-    """The part of its step that each micro-batch is."""
-
 
 @dataclass
 class Snapshot:
-    """Device values of a log point on their way to the host."""
+    """Values of a log point that are being copied from the device to the host."""
 
     row: Row
     steps: int
     values: Tensor
-    """Sum of the finite losses, the weight of the others, their number; the norm of each step; maybe the loss scale."""
+    """Sum of the finite losses, weight of the others, their number; then the norm of each step; then the loss scale, if any."""
     ready: Any
 
 
 @dataclass
 class Telemetry:
-    """Counts between two log points, and the totals of the run."""
+    """Counts between two log points and the totals of the run. Saved with checkpoints."""
 
     run: Run
     interval: Interval = field(default_factory=Interval)
     total: Counts = field(default_factory=Counts)
     loss_total: float = 0.0
-    """Mean losses of the log intervals, each times its steps, which `loss_steps` counts."""
+    """Sum over the log intervals of mean loss x steps; `loss_steps` is the sum of the steps."""
     loss_steps: float = 0.0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
     steps_here: int = 0
-    """Of this process."""
+    """Steps that this process did."""
 
     def __post_init__(self) -> None:
         self.started = self.logged = time.perf_counter()
@@ -108,12 +63,12 @@ class Telemetry:
 
     @property
     def seconds(self) -> float:
-        """Since the run has begun; while nobody trained it, no time has passed."""
+        """Seconds of training since the run started, over all its processes."""
         return time.perf_counter() - self.started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is not training's: evaluations, saves, the watched first step. Speeds leave it out."""
+        """The time of the block does not count for speeds: evaluations, saves, the observed first step."""
         began = time.perf_counter()
         try:
             yield
@@ -124,7 +79,7 @@ class Telemetry:
         self.interval.counts.wait += seconds
 
     def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Keep the summed `loss` of a micro-batch; whether it is finite is asked at the log point."""
+        """Keep the summed `loss` of a micro-batch on the device; the next log point looks whether it is finite."""
         if micro_batch.loss_weight:
             self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
             self.interval.weights.append(micro_batch.count * micro_batch.loss_weight)
@@ -133,12 +88,12 @@ class Telemetry:
         return len(self.interval.losses.fresh)
 
     def reset_to(self, mark: int) -> None:
-        """Forget the micro-batches since `mark`, of a step that is begun again."""
+        """Forget the micro-batches since `mark`: their step is retried."""
         losses, weights = self.interval.losses.fresh, self.interval.weights
         del weights[len(weights) - (len(losses) - mark) :], losses[mark:]
 
     def stepped(self, batch: StepBatch) -> Row | None:
-        """Count a step; at a log point start a row, and return the one that has arrived meanwhile."""
+        """Count a step. At a log point start a new row; returns the previous row once its values have arrived."""
         self.steps_here += 1
         interval, counts = self.interval, self.interval.counts
         counts.steps += 1
@@ -149,7 +104,7 @@ class Telemetry:
         interval.losses.fold()
         row = self.flush() if self.arrived() else None
         if self.at_log_point():
-            row = self.flush() or row  # a slow device: wait for the old row before a new one starts
+            row = self.flush() or row  # on a slow device, wait for the previous row
             self.start_row()
         return row
 
@@ -157,15 +112,15 @@ class Telemetry:
         return self.run.step % self.run.training.logging_steps == 0 or self.run.step == self.run.total_steps
 
     def arrived(self) -> bool:
-        """Whether the row on its way can be had without waiting; several ranks wait, or they would not end in the same step."""
+        """Whether the pending row can be read without waiting. Several ranks always wait, so that they stop in the same step."""
         if self.pending is None:
             return False
         return self.pending.ready is None or self.run.world_size > 1 or bool(self.pending.ready.query())
 
     def sums(self) -> Tensor:
-        """Sum of the finite losses, weight of the others in steps, and their number; over all ranks.
+        """(sum of the finite losses, weight of the non-finite ones in steps, their number), (3,) float64 over all ranks.
 
-        Where the other ranks are gone, this one's stand for theirs.
+        If the other ranks are lost, this rank's values stand for theirs.
         """
         device = self.run.device
         losses = self.interval.losses.values(device)
@@ -206,13 +161,12 @@ class Telemetry:
             ready = torch.cuda.Event()
             ready.record()
         self.pending = Snapshot(row, counts.steps, values, ready)
-        for name in ("steps", "samples", "tokens", "wait"):
-            setattr(self.total, name, getattr(self.total, name) + getattr(counts, name))
+        self.total.add(counts)
         self.interval = Interval()
         self.logged = now
 
     def flush(self) -> Row | None:
-        """Wait for the row on its way, if there is one; call `judge` once it is shown."""
+        """Wait for the pending row and return it, or None. Call `judge` after it was shown."""
         if self.pending is None:
             return None
         pending, self.pending = self.pending, None
@@ -239,14 +193,14 @@ class Telemetry:
         return row
 
     def estimated_row(self) -> Row | None:
-        """The row of a log point at which the other ranks were gone, from what this one knows; None where it is on its way."""
+        """The row of a log point at which the other ranks are lost, estimated from this rank; None if this is no log point."""
         if not self.interval.counts.steps or not self.at_log_point():
             return None
         self.start_row()
         return self.flush()
 
     def judge(self) -> None:
-        """Say what the last row means. Raises NonFiniteError where it means that the run must stop."""
+        """Show the warnings of the last row. Raises NonFiniteError if the run must stop."""
         for line in self.messages:
             self.run.warn(line)
         self.messages = []
@@ -254,7 +208,7 @@ class Telemetry:
             raise self.stop_error
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to log the same, as plain numbers. All ranks call it, none with a row on its way."""
+        """What a resumed run needs to log the same, as plain numbers. All ranks call it, after `flush`."""
         assert self.pending is None, "flush() and judge() come first"
         interval = self.interval
         return {
@@ -271,7 +225,7 @@ class Telemetry:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The sums of all ranks go on in the first one."""
+        """Restore the state; the first rank continues the sums of all ranks."""
         self.divergence.load_state_dict(state["watch"])
         self.total = Counts.of(state["total"])
         self.loss_total, self.loss_steps = state["loss_total"], state["loss_steps"]

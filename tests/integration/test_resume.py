@@ -28,7 +28,8 @@ from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, Recorder, apart, gone_back, logged, plan_for, saved_bits, tiny_job, tiny_profile
 from hwopt.training import loop
-from hwopt.training.loop import summarize
+from hwopt.training.evaluation import Evaluation
+from hwopt.training.summary import summarize
 
 LAST = 12
 """Steps of a run here: three epochs of 41 rows, 12 a step, the last one of each 5; evaluations every 5 and at the end."""
@@ -114,11 +115,11 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_once(
     """Also where the run that makes it again gets another signal meanwhile, or is killed behind it."""
     run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
 
-    def cut_short(run: Any, backoff: Any) -> None:
+    def cut_short(evaluation: Evaluation) -> None:
         patched.setattr(signals, "received", lambda: 143)
 
     def cut_short_again() -> None:
-        patched.setattr(loop, "evaluate", cut_short)
+        patched.setattr(Evaluation, "evaluate", cut_short)
         with pytest.raises(SystemExit):
             api.execute(make_plan(whole), run, **options)
 
@@ -562,9 +563,9 @@ def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: P
     message = json.loads((run / "status.json").read_text())["message"]
     found = [path.name for path in resume.in_folder(run)]
     if moment == "before":
-        assert (message, found) == (f"terminated after step {LAST}, saved; go on with --resume", [f"checkpoint-{LAST}"])
+        assert (message, found) == (f"terminated after step {LAST}, saved; resume with --resume", [f"checkpoint-{LAST}"])
     else:
-        assert (message, found) == ("terminated after the last step: final/ is whole", [])
+        assert (message, found) == ("terminated after the last step: final/ is complete", [])
     recorder = Recorder()
     api.execute(plan, run, recorder, cache=whole / "cache", resume=True)
     assert [row["step"] for row in recorder.rows if "loss" in row] == []
@@ -587,7 +588,7 @@ def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: P
 
     with pytest.raises(ends):
         api.execute(make_plan(whole), tmp_path / "run", Ending(), cache=whole / "cache")
-    assert "saved; go on with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
+    assert "saved; resume with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     api.execute(make_plan(whole), tmp_path / "run", cache=whole / "cache", resume=True)
     assert same(tmp_path / "run", whole / "run")

@@ -1,0 +1,63 @@
+"""What happened since the last log point: counters on the host, losses and norms on the device, computed only at the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLD = 256
+"""Scalars that a `ScalarList` keeps as separate tensors."""
+
+
+@dataclass
+class Counts:
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    """Real tokens: padding does not count."""
+    wait: float = 0.0
+    """Seconds that the loop waited for data."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Counts:
+        """Raises ValueError for values that are no numbers."""
+        return cls(int(state["steps"]), int(state["samples"]), int(state["tokens"]), float(state["wait"]))
+
+    def add(self, other: Counts) -> None:
+        self.steps += other.steps
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.wait += other.wait
+
+
+class ScalarList:
+    """Scalars on the device, in order. `fold` stacks them now and then, so that a long interval holds few tensors."""
+
+    def __init__(self) -> None:
+        self.folded: list[Tensor] = []
+        self.fresh: list[Tensor] = []
+
+    def fold(self) -> None:
+        if len(self.fresh) >= FOLD:
+            self.folded.append(torch.stack(self.fresh))
+            self.fresh = []
+
+    def values(self, device: torch.device) -> Tensor:
+        """All scalars, (count,) float64 on `device`."""
+        parts = [*self.folded, *([torch.stack(self.fresh)] if self.fresh else [])]
+        return torch.cat([part.double() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+@dataclass
+class Interval:
+    counts: Counts = field(default_factory=Counts)
+    norms: ScalarList = field(default_factory=ScalarList)
+    """The gradient norm of each step."""
+    losses: ScalarList = field(default_factory=ScalarList)
+    """What each micro-batch adds to its step's mean loss."""
+    weights: list[float] = field(default_factory=list)
+    """The part of its step that each micro-batch is."""

@@ -1,0 +1,123 @@
+"""Parameter groups, and the names under which what the optimizer updates is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api
+from hwopt.errors import PluginError
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, Plugin, Recipe, RunView, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.saving.reader import load_checkpoint
+from hwopt.testing import Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.training.optimizer import decay_groups
+
+
+def regrouped(optimizer: Any, run: RunView) -> Any:
+    """`optimizer` with one group per parameter dimension, in reverse order."""
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    parameters = [parameter for group in optimizer.param_groups for parameter in reversed(group["params"])]
+    optimizer.param_groups = [
+        settings | {"params": [parameter for parameter in parameters if parameter.ndim == dim]} for dim in (1, 2)
+    ]
+    return optimizer
+
+
+class Regroup(Plugin):
+    name = "regroup"
+    stage = Stage.OPTIMIZER
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("regroups the parameters")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.optimizer_wraps.append(regrouped)
+
+
+class OneRate(Plugin):
+    """Biases learn at ten times the rate."""
+
+    name = "one_rate"
+    stage = Stage.OPTIMIZER
+    dropped = ""
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("two learning rates")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.parameter_groups = type(self).groups
+
+    @classmethod
+    def groups(cls, named: Any, training: Any) -> list[dict[str, Any]]:
+        biases = [(name, p) for name, p in named if name.endswith("bias") and name != cls.dropped]
+        others = [(name, p) for name, p in named if not name.endswith("bias")]
+        return [{"params": biases, "lr": 10 * training.learning_rate}, {"params": others}]
+
+
+def planned(folder: Path, *plugins: type[Plugin], tables: dict[str, Any] | None = None, **training: Any) -> Plan:
+    registry = Registry()
+    for plugin in plugins:
+        registry.add(plugin)
+    job = tiny_job(folder / "data", **({"max_steps": 4, "save_steps": 2} | training))
+    return plan_for(tiny_profile(**(tables or {}), **{plugin.name: {} for plugin in plugins}), job, registry)
+
+
+@pytest.mark.parametrize("precision", [{}, {"precision": {"dtype": "bf16", "level": "O2"}}], ids=["fp32", "O2"])
+def test_state_is_saved_under_the_names_of_the_final_optimizer(precision: dict[str, Any], tmp_path: Path) -> None:
+    """A plugin that regroups parameters changes their order, not their names; fp32 masters keep the names of their weights."""
+    plan = planned(tmp_path, Regroup, tables=precision)
+    run = train_tiny(plan, tmp_path).run
+    checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-4")
+    shapes = {name: p.shape for name, p in run.inner_model.named_parameters()}
+    saved = checkpoint.state["engine"]
+    assert saved["parameters"].keys() == shapes.keys()
+    for name, shape in shapes.items():
+        assert saved["parameters"][name].shape == shape, name
+        assert saved["optimizer"]["states"][name]["exp_avg"].shape == shape, name
+    again = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    api.execute(planned(tmp_path, Regroup, tables=precision), again, cache=tmp_path / "cache", resume=True)
+    assert saved_bits(again / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+def test_a_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:
+    plan = planned(tmp_path, OneRate, learning_rate=1e-3, lr_scheduler_type="constant")
+    run = train_tiny(plan, tmp_path).run
+    fast, rest = run.optimizer.param_groups
+    assert (fast["lr"], rest["lr"]) == (1e-2, 1e-3)
+    assert all(name.endswith("bias") for name in fast["param_names"])
+    assert fast["betas"] == rest["betas"] == (0.9, 0.999), "missing keys are filled in from the job"
+    assert run.parameter_names == fast["param_names"] + rest["param_names"]
+
+
+def test_a_parameter_without_a_group_is_an_error(tmp_path: Path) -> None:
+    class Forgetful(OneRate):
+        name = "forgetful"
+        dropped = "classifier.bias"
+
+    with pytest.raises(PluginError, match=r"plugin 'forgetful'.*exactly one group; see classifier\.bias"):
+        train_tiny(planned(tmp_path, Forgetful), tmp_path)
+
+
+def test_an_optimizer_of_unknown_tensors_is_an_error(tmp_path: Path) -> None:
+    class Foreign(Regroup):
+        name = "foreign"
+
+        def apply(self, recipe: Recipe, context: Context) -> None:
+            recipe.optimizer_wraps.append(lambda optimizer, run: torch.optim.SGD([torch.zeros(2, requires_grad=True)]))
+
+    with pytest.raises(PluginError, match="1 tensors that are not parameters of the model"):
+        train_tiny(planned(tmp_path, Foreign), tmp_path)
+
+
+def test_weight_decay_leaves_out_biases_and_norms(tmp_path: Path) -> None:
+    recorder = Recorder()
+    api.execute(planned(tmp_path, weight_decay=0.1), tmp_path / "run", recorder, cache=tmp_path / "cache")
+    decayed, plain = recorder.run.optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert decay_groups([("x", torch.zeros(2))], recorder.run.training)[0]["params"] == []
