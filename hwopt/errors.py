@@ -69,7 +69,7 @@ class WorkerDiedError(HwoptError):
     exit_code = 9
 
 
-DEATHS = {
+WORKER_DEATHS = {
     r"DataLoader worker .*(exited unexpectedly|is killed by signal)": (
         "a data-loading worker died: {0}. Try plugins.dataloader.workers = 0"
     ),
@@ -80,15 +80,15 @@ DEATHS = {
 
 def worker_death(error: BaseException) -> WorkerDiedError | None:
     """What `error` says of a worker or rank that is gone, itself or because of what it was raised behind."""
-    for each in chain_of(error):
+    for each in exception_chain(error):
         if type(each) is RuntimeError:
-            for pattern, message in DEATHS.items():
+            for pattern, message in WORKER_DEATHS.items():
                 if re.search(pattern, str(each)):
                     return WorkerDiedError(message.format(str(each).strip().removesuffix(".")))
     return None
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
+def exception_chain(error: BaseException) -> list[BaseException]:
     """`error`, and what it was raised from or behind."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
@@ -103,7 +103,7 @@ def exit_code_of(error: BaseException) -> int:
 
     A signal counts more than what fails because of it: workers that die with the process, say.
     """
-    for each in chain_of(error):
+    for each in exception_chain(error):
         if isinstance(each, KeyboardInterrupt):
             return 130
         if isinstance(each, SystemExit) and each.code in (130, 143):  # of a signal; any other would end a run as if it were done

@@ -72,7 +72,7 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     return not architectures
 
 
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+GROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """Where Linux says what a container may use."""
 
 
@@ -81,13 +81,13 @@ def host_memory() -> tuple[int, int]:
     import psutil
 
     found = psutil.virtual_memory()
-    given, used = given_memory()
+    given, used = cgroup_memory()
     if given is None or given >= found.total:
         return int(found.total), int(found.available)
     return given, max(0, min(int(found.available), given - used))
 
 
-def given_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> tuple[int | None, int]:
+def cgroup_memory(groups: Path = GROUPS, own: Path = OWN_CGROUPS) -> tuple[int | None, int]:
     """(the fewest bytes that this process's control groups may use, None where nothing says so; bytes that they do use).
 
     Cached files do not count: they go when they must. https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1.

@@ -130,7 +130,7 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
 UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "GB": 1e9 / GIB, "MB": 1e6 / GIB}
 
 
-def gib_of(limit: str) -> float:
+def parse_memory_limit(limit: str) -> float:
     """What --memory-limit says ("8GiB", "7500MB"). Raises InputError for what is no size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
@@ -140,9 +140,9 @@ def gib_of(limit: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def limited(hardware: Hardware, limit: str) -> Hardware:
+def with_memory_limit(hardware: Hardware, limit: str) -> Hardware:
     """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
-    gib = gib_of(limit)
+    gib = parse_memory_limit(limit)
     if hardware.device_type == "cpu":
         raise InputError(
             f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none; torch's "

@@ -22,7 +22,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def gpu_monitor(device: torch.device) -> Any:
+def gpu_utilization_reader(device: torch.device) -> Any:
     """A function that returns the GPU's utilization in percent, or None where nobody can tell."""
     if device.type != "cuda":
         return None

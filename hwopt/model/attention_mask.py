@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_search_for_packed_rows() -> Iterator[None]:
+def skip_packed_row_search() -> Iterator[None]:
     """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
     from transformers import masking_utils
 

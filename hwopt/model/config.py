@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, InputError, is_gated
 from hwopt.model.remote_code import is_trusted
-from hwopt.system.paths import kind_of, read_whole
+from hwopt.system.paths import path_kind, read_regular_file
 from hwopt.text import cut, listing, nearest, safe_str, truncate
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
                 f"{nearest(str(model_type), CONFIG_MAPPING_NAMES)}"
             )
         options = {key: value for key, value in config.items() if key != "model_type"}
-        refuse_absurd(config, "model.config")
+        refuse_out_of_range(config, "model.config")
         try:
             made = AutoConfig.for_model(model_type, **options)
         except Exception as error:  # every architecture checks its own keys in its own way
-            raise InputError(f"model.config: {model_type} refuses it: {reason_of(error, config)}") from error
+            raise InputError(f"model.config: {model_type} refuses it: {config_error_text(error, config)}") from error
         unknown = sorted(set(options) - set(type(made)().to_dict()))
         if unknown:
             raise InputError(
@@ -59,27 +59,27 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         return made
     assert name is not None
     folder = Path(name)
-    is_folder = kind_of(folder, "model.name:") == "folder"
-    if is_folder and kind_of(folder / "config.json", "model.name:") == "nothing":
+    is_folder = path_kind(folder, "model.name:") == "folder"
+    if is_folder and path_kind(folder / "config.json", "model.name:") == "nothing":
         raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
     if is_folder:
-        read_whole(folder / "config.json", MAX_BYTES, "model.name:")
+        read_regular_file(folder / "config.json", MAX_BYTES, "model.name:")
     try:
-        if file_of(name, "adapter_config.json", revision) is not None:
+        if find_model_file(name, "adapter_config.json", revision) is not None:
             raise InputError(
                 f"model.name: {name!r} holds an adapter (adapter_config.json); merge it into its model first, "
                 "or name that model and set [plugins.adapter]"
             )
         content, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-        refuse_absurd(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")
+        refuse_out_of_range(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
     except HwoptError:
         raise
     except Exception as error:  # transformers, the hub client and the network each raise their own
-        raise InputError(_why_no_model(name, error)) from error
+        raise InputError(load_error_message(name, error)) from error
 
 
-def file_of(name: str, file: str, revision: str | None) -> str | None:
+def find_model_file(name: str, file: str, revision: str | None) -> str | None:
     """The path of a file of a folder or hub model, fetched where that is needed; None where it has none, or nobody can tell."""
     from transformers.utils import cached_file
 
@@ -94,14 +94,14 @@ def file_of(name: str, file: str, revision: str | None) -> str | None:
     return path
 
 
-def refuse_absurd(content: Any, where: str, above: str = "") -> None:
+def refuse_out_of_range(content: Any, where: str, above: str = "") -> None:
     """Raise InputError for numbers in a config that no model has, before anything counts up to them."""
     if not isinstance(content, dict):
         raise InputError(f"{where}: expected an object with the config's keys, got {truncate(content)}")
     for key, value in content.items():
         name = f"{above}{cut(str(key))}"
         if isinstance(value, dict):
-            refuse_absurd(value, where, f"{name}.")
+            refuse_out_of_range(value, where, f"{name}.")
         if "implementation" in str(key) and "/" in str(value):
             raise InputError(f"{where}: {name}: {truncate(value)} would be fetched from the hub and run; leave it out")
         for number in value if isinstance(value, list) else [value]:
@@ -110,7 +110,7 @@ def refuse_absurd(content: Any, where: str, above: str = "") -> None:
                 raise InputError(f"{where}: {name}: {truncate(number, 30)} is more than any model has (at most {most:,})")
 
 
-def reason_of(error: Exception, config: Mapping[str, Any]) -> str:
+def config_error_text(error: Exception, config: Mapping[str, Any]) -> str:
     """What an architecture says of a `config`: where that may be as bare as "'gelo'", with the keys that it is probably about."""
     if not isinstance(error, LookupError | ArithmeticError):
         return safe_str(error)
@@ -121,7 +121,7 @@ def reason_of(error: Exception, config: Mapping[str, Any]) -> str:
     return f"{type(error).__name__}: {safe_str(error)}; it has {listing([f'{key} = {truncate(plain[key])}' for key in keys])}"
 
 
-def _why_no_model(name: str, error: Exception) -> str:
+def load_error_message(name: str, error: Exception) -> str:
     text = f"{type(error).__name__}: {error}"
     if is_gated(error):
         return (

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.model.config import reason_of
+from hwopt.model.config import config_error_text
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-from hwopt.model.attention_mask import no_search_for_packed_rows
+from hwopt.model.attention_mask import skip_packed_row_search
 
 AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
 
@@ -62,7 +62,7 @@ MODULES = 200_000
 
 
 @contextmanager
-def counting_modules() -> Iterator[None]:
+def module_limit() -> Iterator[None]:
     """Raises InputError where a model of more modules is built than any has: it would take hours."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -92,7 +92,7 @@ def is_decoder(config: PretrainedConfig) -> bool:
     return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
 
 
-def own_class(config: PretrainedConfig, kind: str) -> type | None:
+def remote_class(config: PretrainedConfig, kind: str) -> type | None:
     """The class that a trusted model brings for the task `kind`; None for those of transformers."""
     name = str(getattr(config, "name_or_path", ""))
     reference = (getattr(config, "auto_map", None) or {}).get(AUTO_CLASSES[kind])
@@ -112,7 +112,7 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     import transformers
 
     mapping = getattr(transformers, AUTO_CLASSES[kind])._model_mapping
-    if (own := own_class(config, kind)) is not None:
+    if (own := remote_class(config, kind)) is not None:
         return own
     if type(config) not in mapping:
         raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
@@ -126,7 +126,7 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     return chosen
 
 
-def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
+def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
     """Facts of the architecture `config` with the head for `kind`; `cache` is a folder, None looks nothing up."""
     import transformers
 
@@ -156,10 +156,10 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
     cls: Any = model_class(config, kind)
     text = config.get_text_config()
     try:
-        with torch.device("meta"), counting_modules():
+        with torch.device("meta"), module_limit():
             model = cls(config)
     except Exception as error:  # every architecture fails in its own way
-        said = reason_of(error, config.to_diff_dict())
+        said = config_error_text(error, config.to_diff_dict())
         raise InputError(f"model: {cls.__name__} cannot be built from its config: {said}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
     decoder = is_decoder(config)
@@ -204,7 +204,7 @@ def logit_transform(model: Any) -> str | None:
     hook = layer.register_forward_hook(lambda module, inputs, output: made.append((output, output._version)))
     token = torch.zeros(1, 2, dtype=torch.long, device="meta")
     why = ""
-    with torch.no_grad(), no_search_for_packed_rows(), warnings.catch_warnings():
+    with torch.no_grad(), skip_packed_row_search(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in (torch.float32, torch.bfloat16):  # some mixtures of experts have no product in the first
             made.clear()

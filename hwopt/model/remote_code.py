@@ -20,5 +20,5 @@ def is_trusted(name: str | None) -> bool:
     return name in _named
 
 
-def trusted() -> list[str]:
+def trusted_models() -> list[str]:
     return sorted(_named)

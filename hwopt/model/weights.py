@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.model.config import file_of
+from hwopt.model.config import find_model_file
 from hwopt.model.remote_code import is_trusted
-from hwopt.system.paths import read_whole
+from hwopt.system.paths import read_regular_file
 from hwopt.text import listing, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-MOST_OF_AN_INDEX = 50_000_000
+MAX_INDEX_BYTES = 50_000_000
 """Bytes; that of the largest models has a few."""
 
 
-def load_trained(auto: Any, name: str, revision: str | None, config: PretrainedConfig, new_head: bool, **options: Any) -> Any:
+def load_weights(auto: Any, name: str, revision: str | None, config: PretrainedConfig, new_head: bool, **options: Any) -> Any:
     """The model `name` by transformers' class `auto`, in float32 unless `options` has a dtype.
 
     `new_head`: that of the file is for something else. Raises InputError where there are no weights as safetensors, they cannot
@@ -51,7 +51,7 @@ def load_trained(auto: Any, name: str, revision: str | None, config: PretrainedC
         ) from error
     except SafetensorError as error:
         raise unreadable(name, error) from error
-    refuse_others(name, found, model.base_model_prefix, new_head)
+    refuse_mismatched_weights(name, found, model.base_model_prefix, new_head)
     return model
 
 
@@ -66,21 +66,21 @@ def refuse_pickles(name: str, revision: str | None, explicit: str | None = None)
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-    if explicit is not None and not plain_safetensors(explicit.removesuffix(".index.json")):
+    if explicit is not None and not is_plain_safetensors(explicit.removesuffix(".index.json")):
         raise InputError(
             f"model.name: {name!r}: its config names {truncate(explicit)} as weights, which is no safetensors beside it"
         )
     index = explicit if explicit is not None and explicit.endswith(".index.json") else SAFE_WEIGHTS_INDEX_NAME
-    path = file_of(name, index, revision)
+    path = find_model_file(name, index, revision)
     if path is None:
         return
     try:
-        content = json.loads(read_whole(Path(path), MOST_OF_AN_INDEX, "model.name:"))
+        content = json.loads(read_regular_file(Path(path), MAX_INDEX_BYTES, "model.name:"))
         names = {str(shard) for shard in content["weight_map"].values()}
         fit = isinstance(content["metadata"], dict)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"model.name: {name!r}: its {index} is no index of weights ({type(error).__name__})") from error
-    wrong = sorted(shard for shard in names if not plain_safetensors(shard))
+    wrong = sorted(shard for shard in names if not is_plain_safetensors(shard))
     if wrong or not fit:
         what = f"leads to {truncate(wrong[0])}" if wrong else "has no table of metadata"
         raise InputError(
@@ -89,11 +89,11 @@ def refuse_pickles(name: str, revision: str | None, explicit: str | None = None)
         )
 
 
-def plain_safetensors(name: str) -> bool:
+def is_plain_safetensors(name: str) -> bool:
     return name.endswith(".safetensors") and not re.search(r"[/\\:\0]", name)
 
 
-def refuse_others(name: str, found: dict[str, Any], base: str, new_head: bool) -> None:
+def refuse_mismatched_weights(name: str, found: dict[str, Any], base: str, new_head: bool) -> None:
     """Raise InputError where `found` (transformers' loading info) says that the weights are of another architecture.
 
     What is missing may begin at random: a head, a pooler. A numbered layer may not, nor anything of another shape but a head.

@@ -1,7 +1,7 @@
 """Folders that are whole or not there: written beside their place, listed, renamed once everything is on the disk.
 
 A folder is whole when its manifest lists exactly the files that lie in it, with their sizes and SHA-256. A process that is killed
-at any moment, or a disk that is full, leaves the folder that was there before; what is left half-done `recover` puts away.
+at any moment, or a disk that is full, leaves the folder that was there before; what is left half-done `repair_interrupted_write` puts away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; a reader refuses one that it does not know."""
 GIB = 2**30
-LEFT_BY_DESKTOPS = ("Thumbs.db", "desktop.ini")
+OS_FILES = ("Thumbs.db", "desktop.ini")
 """And files whose names begin with a dot. None is ever read."""
 
 
@@ -45,15 +45,15 @@ def staged(target: Path, needs: float) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         staging.rename(target)
-        to_disk(target.parent)
+        fsync(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:
         if not (isinstance(error, OSError | SafetensorError) or is_disk_full(error)):
             raise
-        raise StorageError(said(target, error, needs, size_of(staging))) from error
+        raise StorageError(said(target, error, needs, folder_bytes(staging))) from error
     finally:
         with suppress(OSError):  # as the next run does
-            recover(target)
+            repair_interrupted_write(target)
 
 
 def beside(target: Path) -> tuple[Path, Path]:
@@ -61,7 +61,7 @@ def beside(target: Path) -> tuple[Path, Path]:
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.old")
 
 
-def recover(target: Path) -> None:
+def repair_interrupted_write(target: Path) -> None:
     """Put away what a process that was killed while it wrote `target` has left behind."""
     staging, old = beside(target)
     if old.exists() and not target.exists():
@@ -75,12 +75,12 @@ def write_manifest(folder: Path) -> None:
     files = {}
     for path in files_in(folder):
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        to_disk(path)
+        fsync(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8")
-    to_disk(manifest)
+    fsync(manifest)
     for place in sorted({path.parent for path in files_in(folder)} | {folder}):
-        to_disk(place)
+        fsync(place)
 
 
 def find_corruption(folder: Path) -> str:
@@ -114,7 +114,7 @@ def find_corruption(folder: Path) -> str:
 def files_in(folder: Path) -> list[Path]:
     """All files below `folder` but its manifest, and what desktops, tools and network file systems leave where somebody looks."""
     found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
-    return sorted(path for path in found if not hidden(path.relative_to(folder)) and path.name not in LEFT_BY_DESKTOPS)
+    return sorted(path for path in found if not hidden(path.relative_to(folder)) and path.name not in OS_FILES)
 
 
 def hidden(path: Path) -> bool:
@@ -126,7 +126,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def to_disk(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; Windows cannot be asked about folders."""
     if path.is_dir() and os.name == "nt":
         return
@@ -137,7 +137,7 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
-def size_of(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_in(folder) if path.is_file()) if folder.is_dir() else 0
 
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hwopt.errors import StorageError
-from hwopt.system.paths import refuse_bytes
+from hwopt.system.paths import refuse_non_utf8
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where tokenised data and model facts are kept: HWOPT_CACHE, else hwopt under the user's cache folder."""
     if given := environment.get("HWOPT_CACHE"):
-        refuse_bytes(given, "HWOPT_CACHE")
+        refuse_non_utf8(given, "HWOPT_CACHE")
         return Path(given)
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
 
 
-def is_kept(file: Path) -> bool:
+def is_cached(file: Path) -> bool:
     """Whether a file lies in the cache. Raises StorageError where nobody may look: nothing could be put there either."""
     try:
         return file.is_file()

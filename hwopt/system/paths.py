@@ -14,7 +14,7 @@ from hwopt.errors import HwoptError, InputError
 from hwopt.text import truncate
 
 
-def refuse_bytes(name: str, what: str) -> None:
+def refuse_non_utf8(name: str, what: str) -> None:
     """Raises InputError for a file name that is not UTF-8: libraries in Rust and C++ cannot open it, nor can JSON hold it."""
     try:
         name.encode("utf-8")
@@ -27,7 +27,7 @@ def refuse_bytes(name: str, what: str) -> None:
 Kind = Literal["file", "folder", "special", "nothing"]
 
 
-def kind_of(path: Path, where: str = "", error: type[HwoptError] = InputError) -> Kind:
+def path_kind(path: Path, where: str = "", error: type[HwoptError] = InputError) -> Kind:
     """Raises `error`, with the place that asked, where nobody can tell: a name that is too long, links in a circle."""
     try:
         mode = path.stat().st_mode
@@ -39,9 +39,9 @@ def kind_of(path: Path, where: str = "", error: type[HwoptError] = InputError) -
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
 
 
-def read_whole(path: Path, most: int, where: str = "", error: type[HwoptError] = InputError) -> bytes:
+def read_regular_file(path: Path, most: int, where: str = "", error: type[HwoptError] = InputError) -> bytes:
     """The bytes of a regular file of at most `most`. Raises `error` for anything else."""
-    if (kind := kind_of(path, where, error)) != "file":
+    if (kind := path_kind(path, where, error)) != "file":
         what = {"nothing": "no such file", "folder": "is a folder; give a file"}.get(kind, "is no regular file; give one")
         raise error(f"{where + ' ' if where else ''}{path}: {what}")
     try:

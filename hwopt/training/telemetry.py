@@ -21,7 +21,7 @@ from hwopt.training.divergence import DivergenceMonitor
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
     from hwopt.training.run import Run
-from hwopt.hardware.monitor import gpu_monitor, peak_memory_gib
+from hwopt.hardware.monitor import gpu_utilization_reader, peak_memory_gib
 from hwopt.training.listener import Row
 
 FOLD = 256
@@ -102,7 +102,7 @@ class Telemetry:
         self.started = self.logged = time.perf_counter()
         self.said: list[str] = []
         self.lost: NonFiniteError | None = None
-        self.monitor = gpu_monitor(self.run.device)
+        self.monitor = gpu_utilization_reader(self.run.device)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
 from hwopt.plugin.guard import raise_plugin_error
 from hwopt.system import atomic_folder as storage
-from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, staged, write_json
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, repair_interrupted_write, staged, write_json
 
 FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/adapter.safetensors": b"more" * 100, "empty": b""}
 
@@ -164,7 +164,7 @@ def every_call_of_a_process_that_dies(folder: Path, calls: range) -> None:
         target = folder / str(call) / "checkpoint-1"
         write(target, b"old")
         code = killed_at(target, call)
-        recover(target)
+        repair_interrupted_write(target)
         marks.add(mark_of(target))
         assert [path.name for path in target.parent.iterdir()] == [target.name]
         if code == 0:
@@ -211,7 +211,7 @@ def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
             said = message_of(target)
         assert not said or f"{target} could not be written: No space left on device (it needs " in said
         assert not said or "GiB are free" in said
-        recover(target)
+        repair_interrupted_write(target)
         assert mark_of(target) in (b"old", b"new")
         if counted[0] < call:
             assert mark_of(target) == b"new"
