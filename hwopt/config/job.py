@@ -197,9 +197,9 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     kind = path_kind(path, "JOB")
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
-    if kind == "nothing" and path.is_symlink():
+    if kind == "missing" and path.is_symlink():
         raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
-    if kind == "nothing":
+    if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     document = read_toml(path)
     if (plugins := document.data.get("plugins")) is not None:

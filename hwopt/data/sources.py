@@ -25,7 +25,7 @@ def locate(source: str, split: str | None = None) -> tuple[Literal["file", "fold
     if kind == "folder":
         _refuse_other_folders(path)
         return "folder", path
-    if kind == "nothing" and path.suffix.lower() not in EXTENSIONS and not _looks_like_a_path(source):
+    if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not _looks_like_a_path(source):
         return "hub", path
     if split is not None and kind == "file":
         raise DataError(f"{source}: a split ({split!r}) is for hub names and `datasets` folders; a file is read whole")

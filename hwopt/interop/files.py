@@ -42,7 +42,7 @@ def refuse_taken(path: Path, force: bool) -> None:
         raise InputError(f"--output {path}: is a folder; give the name of a file in it")
     if path_kind(path.parent, "--output") != "folder":
         raise InputError(f"--output {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
-    if kind != "nothing" and not force:
+    if kind != "missing" and not force:
         raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
 
 

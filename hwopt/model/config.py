@@ -60,7 +60,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
     assert name is not None
     folder = Path(name)
     is_folder = path_kind(folder, "model.name:") == "folder"
-    if is_folder and path_kind(folder / "config.json", "model.name:") == "nothing":
+    if is_folder and path_kind(folder / "config.json", "model.name:") == "missing":
         raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
     if is_folder:
         read_regular_file(folder / "config.json", MAX_BYTES, "model.name:")

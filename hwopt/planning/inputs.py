@@ -33,7 +33,7 @@ def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequ
     found = given_job(job, assignments)
     if found is not None and (model := found.job.model.name) is not None:
         with found.placing():
-            nowhere = path_kind(Path(model), "model.name:") == "nothing"
+            nowhere = path_kind(Path(model), "model.name:") == "missing"
         if nowhere and hub_is_out_of_reach():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:

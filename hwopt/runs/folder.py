@@ -59,7 +59,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
 
 def nearest_there(path: Path) -> Path:
     """`path`, or the first of the folders above it that is there."""
-    return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "nothing")
+    return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "missing")
 
 
 def writable(folder: Path) -> Path:

@@ -66,9 +66,9 @@ def test_a_memory_limit() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "more than the 24"), ("8gib", "unit")],
+    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "exceeds the 24"), ("8gib", "unit")],
 )
-def test_limits_that_cannot_be_held_to(limit: str, expected: str) -> None:
+def test_memory_limit_rejects_invalid_sizes(limit: str, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         with_memory_limit(described("RTX 3090", (8, 6), 24), limit)
     with pytest.raises(InputError):
@@ -83,8 +83,8 @@ def test_detecting_this_machine() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_a_container_may_use(version: int, tmp_path: Path) -> None:
-    """The tightest of the groups that the process is in; files that are cached count as free."""
+def test_container_memory_is_the_smallest_cgroup_limit(version: int, tmp_path: Path) -> None:
+    """Cached files count as free."""
     own, groups = tmp_path / "cgroup", tmp_path / "groups"
     own.write_text("0::/pod/box\n" if version == 2 else "5:cpu:/\n4:memory:/pod/box\n0::/\n")
     names = ("max", "current", "inactive_file") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")

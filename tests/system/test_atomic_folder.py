@@ -60,7 +60,7 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
     at = int(place * len(before))
     path.write_bytes(before[:at] + bytes([before[at] ^ flip]) + before[at + 1 :])
     try:
-        # white space of the manifest may become other white space, which says the same
+        # changed white space in the manifest has no effect
         assert find_corruption(whole) or (name == MANIFEST and before[at : at + 1].isspace())
     finally:
         path.write_bytes(before)
@@ -104,7 +104,7 @@ def test_a_file_that_nobody_wrote_is_named(whole: Path) -> None:
         (b"", "cannot be read"),
         (b"[]", "cannot be read"),
         (b'{"format": 1, "files": {"config.json": 3}}', "cannot be read"),
-        (b'{"format": 2, "files": {}}', "is of format 2"),
+        (b'{"format": 2, "files": {}}', "has format 2"),
         (b"\xff\xfe", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
     ],
@@ -209,7 +209,7 @@ def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
             counted = failing(call, OSError(28, "No space left on device"), patched)
             said = message_of(target)
-        assert not said or f"{target} could not be written: No space left on device (it needs " in said
+        assert not said or f"{target} could not be written: No space left on device (needs " in said
         assert not said or "GiB are free" in said
         repair_interrupted_write(target)
         assert mark_of(target) in (b"old", b"new")
