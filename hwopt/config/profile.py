@@ -144,7 +144,7 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
-            raise InputError(f"--profile {spec}: {'no such file' if kind == 'nothing' else 'is no file; give a TOML file'}")
+            raise InputError(f"--profile {spec}: {'no such file' if kind == 'missing' else 'is no file; give a TOML file'}")
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
