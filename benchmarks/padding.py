@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from hwopt.data.tables import columns, read_rows
+from hwopt.data.tables import read_rows, text_columns
 from hwopt.plugin.registry import Registry
 from hwopt.training.randomness import shuffled
 
@@ -119,7 +119,7 @@ def main() -> None:
     arguments.add_argument("--time", type=int, default=0, metavar="STEPS")
     options = arguments.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    texts = columns(read_rows(options.file), options.text)
+    texts = text_columns(read_rows(options.file), options.text)
     lengths = np.array([len(ids) for ids in tokenizer(*texts, truncation=True, max_length=options.max_length)["input_ids"]])
     if len(lengths) < STEP:
         arguments.error(f"{options.file} has {len(lengths)} samples, less than a step of {STEP}")

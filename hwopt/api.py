@@ -13,7 +13,7 @@ from hwopt.config.profile_files import profile_files
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
-from hwopt.hardware.device import limited
+from hwopt.hardware.device import with_memory_limit
 from hwopt.memory import planner
 from hwopt.memory.advice import advised
 from hwopt.memory.communication import Ranks
@@ -21,8 +21,8 @@ from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measured
 from hwopt.memory.sharding import Comparison, compared
 from hwopt.model.config import load_config
-from hwopt.model.facts import facts_of
-from hwopt.model.remote_code import trusted
+from hwopt.model.facts import model_facts
+from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import find_job
 from hwopt.planning.plan import Plan
@@ -73,15 +73,15 @@ def resolve(
     if hardware == "profile":
         machine = hardware_of_card(chosen)
     if memory_limit is not None:
-        machine = limited(machine, memory_limit)
+        machine = with_memory_limit(machine, memory_limit)
     model = job_file.job.model
-    if others := [name for name in trusted() if name not in (model.name, model.tokenizer)]:
+    if others := [name for name in trusted_models() if name not in (model.name, model.tokenizer)]:
         raise InputError(
             f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
         )
     with job_file.placing():
         config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
-        facts = facts_of(config, job_file.job.task.kind, model.label, cache / "models")
+        facts = model_facts(config, job_file.job.task.kind, model.label, cache / "models")
     software = detect_software()
 
     def resolved(choices: Mapping[str, int]) -> Plan:
@@ -94,7 +94,7 @@ def resolve(
         chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
         plan = planner.walk(plan, resolved, cache, chosen_before)
     notes = [f"profile auto: {reason}"] if reason else []
-    notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted()]
+    notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")

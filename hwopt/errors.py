@@ -1,7 +1,7 @@
-"""The exception tree: one branch an exit code (docs/exit-codes.md lists them).
+"""The exception tree: one class per exit code (docs/exit-codes.md lists them).
 
-`raise` one of these for what a user can mend; `assert` for what only a programmer can.
-A message has three beats: what is wrong and where, what is accepted (with the nearest valid name), what to do next.
+`raise` one of these for a problem that a user can fix; `assert` for a mistake of a programmer.
+A message has three parts: the problem and its place, what is accepted (with the nearest valid name), the next thing to do.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from hwopt.text import safe_str
 
 
 class HwoptError(Exception):
-    """Anything that ends a run with a message instead of a traceback."""
+    """Base class of errors that end a run with a message instead of a traceback."""
 
     exit_code = 1
     secondhand = False
-    """Whether another rank is at fault, whose own message says more."""
+    """True if another rank failed first; the message of that rank names the cause."""
 
 
 class InputError(HwoptError):
-    """The command line, a profile, a job, an environment variable or a run name is not usable."""
+    """The command line, a profile, a job, an environment variable or a run name is invalid."""
 
     exit_code = 2
 
 
 class PluginError(HwoptError):
-    """A plugin cannot be imported, breaks its contract or contradicts another one."""
+    """A plugin cannot be imported, breaks its contract or conflicts with another plugin."""
 
     exit_code = 3
 
 
 class DataError(HwoptError):
-    """A data file cannot be read, lacks a column or holds samples that cannot be trained on."""
+    """A data file cannot be read, lacks a column or has samples that cannot be used for training."""
 
     exit_code = 4
 
@@ -46,7 +46,7 @@ class NonFiniteError(HwoptError):
 
 
 class StorageError(HwoptError):
-    """Something could not be written or read back whole."""
+    """A file could not be written, or a saved file is corrupt."""
 
     exit_code = 6
 
@@ -58,7 +58,7 @@ class DoesNotFitError(HwoptError):
 
 
 class FolderInUseError(HwoptError):
-    """Another process trains in the run folder."""
+    """Another process is training in the run folder."""
 
     exit_code = 8
 
@@ -69,27 +69,27 @@ class WorkerDiedError(HwoptError):
     exit_code = 9
 
 
-DEATHS = {
+WORKER_DEATHS = {
     r"DataLoader worker .*(exited unexpectedly|is killed by signal)": (
         "a data-loading worker died: {0}. Try plugins.dataloader.workers = 0"
     ),
-    r"/gloo/|Connection (closed|reset) by peer": "another rank is gone, its own output says why ({0})",
+    r"/gloo/|Connection (closed|reset) by peer": "another rank exited: see its output for the cause ({0})",
 }
-"""What RuntimeErrors say of them. torch raises the first from a signal handler, wherever the process stands, and again."""
+"""Pattern of a RuntimeError's text -> message. torch raises the first one from a signal handler, at any line of the program."""
 
 
 def worker_death(error: BaseException) -> WorkerDiedError | None:
-    """What `error` says of a worker or rank that is gone, itself or because of what it was raised behind."""
-    for each in chain_of(error):
+    """The WorkerDiedError that `error`, or an error in its chain, stands for; None if no worker or rank died."""
+    for each in exception_chain(error):
         if type(each) is RuntimeError:
-            for pattern, message in DEATHS.items():
+            for pattern, message in WORKER_DEATHS.items():
                 if re.search(pattern, str(each)):
                     return WorkerDiedError(message.format(str(each).strip().removesuffix(".")))
     return None
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
-    """`error`, and what it was raised from or behind."""
+def exception_chain(error: BaseException) -> list[BaseException]:
+    """`error` and its `__context__` chain, newest first."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -99,14 +99,14 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The code of docs/exit-codes.md for a process that ends by `error`.
+    """The exit code (docs/exit-codes.md) of a process that ends with `error`.
 
-    A signal counts more than what fails because of it: workers that die with the process, say.
+    A signal in the chain takes precedence, because it causes later errors such as dead workers.
     """
-    for each in chain_of(error):
+    for each in exception_chain(error):
         if isinstance(each, KeyboardInterrupt):
             return 130
-        if isinstance(each, SystemExit) and each.code in (130, 143):  # of a signal; any other would end a run as if it were done
+        if isinstance(each, SystemExit) and each.code in (130, 143):  # a signal; other codes come from plugins
             return int(each.code)
     if isinstance(error, HwoptError):
         return error.exit_code
@@ -116,7 +116,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether it says that a disk, or what one may have of it, is full: as Python, or as a package written in Rust has it."""
+    """Whether `error` reports a full disk or an exhausted quota, by `errno` or by the text of a package written in Rust."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, Exception) and (
         getattr(error, "errno", None) in full or any(f"(os error {number})" in safe_str(error) for number in full)
@@ -124,31 +124,31 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_gated(error: BaseException) -> bool:
-    """Whether the hub refuses a model or data set until its terms are accepted."""
-    said = f"{type(error).__name__}: {error}"  # of transformers, datasets or the client, which may quote paths with any number
+    """Whether the hub denies access to a model or data set until the user accepts its terms."""
+    text = f"{type(error).__name__}: {error}"  # transformers, datasets and the hub client each have their own classes
     return (
-        re.search(r"GatedRepo|\bgated (repo|dataset)|\b40[13] (client|unauthorized|forbidden)", said, re.IGNORECASE) is not None
+        re.search(r"GatedRepo|\bgated (repo|dataset)|\b40[13] (client|unauthorized|forbidden)", text, re.IGNORECASE) is not None
     )
 
 
 class Problems:
-    """Collects every problem of one input, so that a user mends a file once instead of line by line."""
+    """Collects all problems of one input, so that a user can fix a file in one pass."""
 
     LIMIT = 10
-    """That are said in full."""
+    """Number of problems that are shown in full."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self.more = 0
+        self.omitted = 0
 
     def add(self, message: str | Callable[[], str]) -> None:
-        """A message, or what makes it: only those that will be read are made."""
+        """Add a message, or a function that makes it; the function is called only if the message will be shown."""
         if len(self.messages) < self.LIMIT:
             self.messages.append(message if isinstance(message, str) else message())
         else:
-            self.more += 1
+            self.omitted += 1
 
     def raise_if_any(self, error: type[HwoptError] = InputError) -> None:
-        """Raise `error` with all messages, one a line, the first of them in full."""
+        """Raise `error` with the messages, one per line, if there are any."""
         if self.messages:
-            raise error("\n".join([*self.messages, *([f"… and {self.more} more"] if self.more else [])]))
+            raise error("\n".join([*self.messages, *([f"… and {self.omitted} more"] if self.omitted else [])]))

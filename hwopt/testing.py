@@ -32,7 +32,7 @@ from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.model.config import load_config
-from hwopt.model.facts import facts_of
+from hwopt.model.facts import model_facts
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
 from hwopt.plugin import Evidence
@@ -109,7 +109,7 @@ def plan_for(
     """A plan on this machine."""
     model = job_file.job.model
     config = load_config(model.name, model.config)
-    facts = facts_of(config, job_file.job.task.kind, model.label)
+    facts = model_facts(config, job_file.job.task.kind, model.label)
     hardware = options.pop("hardware", None) or detect()
     return resolve(
         profile, hardware, job_file, registry or Registry(), facts, detect_software(), world_size=world_size, **options

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from hwopt.config.toml import Document, override, parse_assignment, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
-from hwopt.system.paths import kind_of
+from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
 Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -194,12 +194,12 @@ def placed(error: InputError, place: Callable[..., str]) -> InputError:
 
 def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
     """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
-    kind = kind_of(path, "JOB")
+    kind = path_kind(path, "JOB")
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
-    if kind == "nothing" and path.is_symlink():
+    if kind == "missing" and path.is_symlink():
         raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
-    if kind == "nothing":
+    if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     document = read_toml(path)
     if (plugins := document.data.get("plugins")) is not None:

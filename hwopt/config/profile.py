@@ -18,7 +18,7 @@ from hwopt.config.job import Table, Training
 from hwopt.config.toml import MAX_DEPTH, Document, Key, override, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
-from hwopt.system.paths import kind_of
+from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
 Positive = Annotated[float, Field(gt=0)]
@@ -143,8 +143,8 @@ def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile
 def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
-        if (kind := kind_of(path, "--profile")) != "file":
-            raise InputError(f"--profile {spec}: {'no such file' if kind == 'nothing' else 'is no file; give a TOML file'}")
+        if (kind := path_kind(path, "--profile")) != "file":
+            raise InputError(f"--profile {spec}: {'no such file' if kind == 'missing' else 'is no file; give a TOML file'}")
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
@@ -163,7 +163,7 @@ def _merged(path: Path, files: Mapping[str, Path], children: tuple[Path, ...]) -
     if not isinstance(parent_name, str):
         raise InputError(f"{where}: extends: expected the name of one profile, got {truncate(parent_name)}")
     beside = path.parent / f"{parent_name}.toml"
-    if parent_name not in files and kind_of(beside, f"{where}: extends:") != "file":
+    if parent_name not in files and path_kind(beside, f"{where}: extends:") != "file":
         raise InputError(f"{where}: extends: no such profile {truncate(parent_name)}.{nearest(parent_name, files)}")
     parent_path = files.get(parent_name, beside)
     if parent_path in (*children, path):

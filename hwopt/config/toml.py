@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.system.paths import read_whole
+from hwopt.system.paths import read_regular_file
 from hwopt.text import cut, truncate
 
 
-def _not_json(value: object) -> Any:
+def json_default(value: object) -> Any:
     """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
     return [[str(value)]]
 
@@ -54,7 +54,7 @@ class Document:
 
 def read_toml(path: Path) -> Document:
     """Read a TOML file. Raises InputError with file and line where it is none."""
-    return parse_toml(read_whole(path, MAX_BYTES), str(path))
+    return parse_toml(read_regular_file(path, MAX_BYTES), str(path))
 
 
 def parse_toml(raw: bytes, name: str) -> Document:
@@ -181,7 +181,7 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
 
 def override(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
     """`document` with every `--set` whose first key is in `tables`; a later one wins over an earlier one."""
-    data: dict[str, Any] = json.loads(json.dumps(document.data, default=_not_json))
+    data: dict[str, Any] = json.loads(json.dumps(document.data, default=json_default))
     places = dict(document.places)
     for assignment in assignments:
         key, value = parse_assignment(assignment)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_origin
 from pydantic import BaseModel, ValidationError
 
 from hwopt.config.aliases import instead_of
-from hwopt.config.toml import Document, Key, _not_json
+from hwopt.config.toml import Document, Key, json_default
 from hwopt.errors import Problems
 from hwopt.text import cut, listing, nearest, truncate
 
@@ -26,7 +26,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
         table = table[part]
     try:
         # strict JSON mode: "4" is no number and 1 is no truth value, but an array may become a tuple
-        return model.model_validate_json(json.dumps(table, default=_not_json), strict=True)
+        return model.model_validate_json(json.dumps(table, default=json_default), strict=True)
     except ValidationError as error:
         found = problems or Problems()
         for problem in _of_values(model, error):

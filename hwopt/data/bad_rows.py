@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hwopt.errors import DataError
 
-IN_A_ROW = 100
+MAX_CONSECUTIVE = 100
 """Bad rows one after another: by then it is not the rows that are wrong."""
 SHOWN = 5
 
@@ -64,9 +64,9 @@ class BadRows:
         good, in_a_row = set(kept), 0
         for number in sorted({*self.whys, *good}):
             in_a_row = 0 if number in good else in_a_row + 1
-            if in_a_row == IN_A_ROW:
+            if in_a_row == MAX_CONSECUTIVE:
                 raise DataError(
-                    f"{place(self.source, self.unit, number)}: the {IN_A_ROW}th row in a row that cannot be used "
+                    f"{place(self.source, self.unit, number)}: the {MAX_CONSECUTIVE}th row in a row that cannot be used "
                     f"({self.whys[number]}); is it the right file, and are these its columns?"
                 )
 

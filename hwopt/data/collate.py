@@ -25,7 +25,7 @@ class Collate:
     """
 
     cut: Callable[[Sequence[int], int], Groups]
-    most_rows: int
+    max_rows: int
     """Of a micro-batch, as the plan has it; `cut` is told, and may go beyond where rows are short."""
     pad_id: int
     mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
@@ -34,7 +34,7 @@ class Collate:
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
-        groups = self.cut([self.widths.of(length) for length in lengths], self.most_rows)
+        groups = self.cut([self.widths.of(length) for length in lengths], self.max_rows)
         order = [row for group in groups for row in group]
         assert sorted(order) == list(range(len(samples))), "cut takes every row once"
         parts: list[Part] = []
@@ -98,6 +98,6 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
         return self.collate(step, [self.store.row(i) for i in step.samples], [int(counts[i]) for i in step.samples])
 
 
-def received(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
     """The loader's own collate function: a step batch is whole already."""
     return batch

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hwopt.config.toml import Document
-from hwopt.data.token_store import write_folder
+from hwopt.data.token_store import write_cache_folder
 from hwopt.errors import DataError
-from hwopt.system.cache import is_kept
+from hwopt.system.cache import is_cached
 
 FORMAT = 1
 PACKAGES = 8
@@ -38,7 +38,7 @@ def demo_document(cache: Path) -> Document:
     """
     folder = cache / "demo" / f"{platform.python_implementation().lower()}-{platform.python_version()}-{FORMAT}"
     files = {name: folder / f"{name}.jsonl" for name in ("train", "eval")}
-    if not all(map(is_kept, files.values())):
+    if not all(map(is_cached, files.values())):
         train, held_out = demo_samples(Path(sysconfig.get_path("stdlib")))
 
         def write(staged: Path) -> None:
@@ -46,7 +46,7 @@ def demo_document(cache: Path) -> Document:
                 lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
                 (staged / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-        write_folder(folder, write)
+        write_cache_folder(folder, write)
     config = {
         "model_type": "bert",
         "hidden_size": 128,

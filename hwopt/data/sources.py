@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.errors import DataError
-from hwopt.system.paths import kind_of, refuse_bytes
+from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt")
@@ -18,14 +18,14 @@ MADE_BY_DATASETS = ("dataset_dict.json", "state.json")
 
 def locate(source: str, split: str | None = None) -> tuple[Literal["file", "folder", "hub"], Path]:
     """What `source` is, and its path. Raises DataError, with what to give instead, for what can be none of the three."""
-    refuse_bytes(source, "data:")
+    refuse_non_utf8(source, "data:")
     # a job is UTF-8, and so are the names in it, whatever Python takes the file system's for
     path = Path(os.fsdecode(source.encode("utf-8")))
-    kind = kind_of(path, "data", DataError)
+    kind = path_kind(path, "data", DataError)
     if kind == "folder":
         _refuse_other_folders(path)
         return "folder", path
-    if kind == "nothing" and path.suffix.lower() not in EXTENSIONS and not _looks_like_a_path(source):
+    if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not _looks_like_a_path(source):
         return "hub", path
     if split is not None and kind == "file":
         raise DataError(f"{source}: a split ({split!r}) is for hub names and `datasets` folders; a file is read whole")
@@ -45,7 +45,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _refuse_other_folders(path: Path) -> None:
-    if not any(kind_of(path / name, "data", DataError) == "file" for name in MADE_BY_DATASETS):
+    if not any(path_kind(path / name, "data", DataError) == "file" for name in MADE_BY_DATASETS):
         files = sorted(name for name in _names_in(path) if Path(name).suffix.lower() in EXTENSIONS)
         hint = f"; give one of its files: {listing(files)}" if files else ""
         raise DataError(f"{path}: is a folder that save_to_disk() of `datasets` did not make{hint}")
@@ -59,7 +59,7 @@ def _refuse_other_files(path: Path) -> None:
         raise DataError(
             f"{path}: {what}.{nearest(path.name, _names_in(folder))} Give a file ({listing(EXTENSIONS)}) or a hub name"
         )
-    if kind_of(path, "data", DataError) != "file":
+    if path_kind(path, "data", DataError) != "file":
         raise DataError(f"{path}: is no regular file; give one ({listing(EXTENSIONS)})")
     if suffix in ARCHIVES:
         raise DataError(f"{path}: is an archive, which hwopt does not unpack; unpack it and give a file ({listing(EXTENSIONS)})")

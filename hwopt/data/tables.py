@@ -48,7 +48,7 @@ def _numbered(table: pa.Table, source: str, strict: bool) -> Rows:
     return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), BadRows(source, "row", strict))
 
 
-def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
+def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
     """The text columns `names`, each a list with one string a row; rows without any text are left out, with "" here.
 
     Raises DataError where a column is missing (with the nearest name) or holds something else than text.
@@ -57,13 +57,13 @@ def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
 
     found = []
     for name in names:
-        column = column_of(rows.table, name, rows.source)
+        column = find_column(rows.table, name, rows.source)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with data.text")
         odd = rows.odd.get(name, {})
         texts = []
-        for row, text in enumerate(strings(column, rows, name)):
+        for row, text in enumerate(string_values(column, rows, name)):
             if text is None:
                 rows.leave_out(row, f"{name!r} has no value")
             elif row in odd:
@@ -78,7 +78,7 @@ def columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def strings(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
+def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
     """The values of a column of strings; parquet does not promise that they are UTF-8."""
     try:
         return list(column.to_pylist())
@@ -97,7 +97,7 @@ def strings(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
         return found
 
 
-def column_of(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
+def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     """One column. Raises DataError with the columns that there are, and the nearest one."""
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")

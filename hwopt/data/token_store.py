@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers (train, eval), both ascending: a pure function of its arguments. Raises DataError as `held_out_of`."""
+    """Row numbers (train, eval), both ascending: a pure function of its arguments. Raises DataError as `held_out_count`."""
     import numpy as np
 
-    held_out = held_out_of(samples, fraction, source)
+    held_out = held_out_count(samples, fraction, source)
     order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def held_out_of(samples: int, fraction: float, source: str) -> int:
+def held_out_count(samples: int, fraction: float, source: str) -> int:
     """How many of `samples` to evaluate on. Raises DataError where that leaves none on one of the sides."""
     held_out = round(samples * fraction)
     if not 0 < held_out < samples:
@@ -53,7 +53,7 @@ def fingerprint(*parts: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary sibling folder, then put it in the place of `folder` at once.
 
     Whoever comes second loses nothing: both wrote the same. Raises StorageError where the disk refuses.
@@ -141,7 +141,7 @@ class TokenStore:
         found["labels"] = labels[part] if self.meta["labels_per_token"] else labels[index, ...]
         return found
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every file that meta.json names is there in its full size."""
         try:
             sizes = self.meta["bytes"]
@@ -154,7 +154,7 @@ class TokenStore:
     def cached(cls, folder: Path, make: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> TokenStore:
         """The store in `folder` where it is whole, else one written from `make()`: (arrays by name, meta)."""
         store = cls(folder)
-        if store.is_whole():
+        if store.is_complete():
             return store
         arrays, meta = make()
 
@@ -166,5 +166,5 @@ class TokenStore:
             sizes = {file.name: file.stat().st_size for file in sorted(staged.iterdir())}
             (staged / "meta.json").write_text(json.dumps({**meta, "bytes": sizes}, indent=1), encoding="utf-8")
 
-        write_folder(folder, write)
+        write_cache_folder(folder, write)
         return cls(folder)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.token_store import fingerprint, write_folder
+from hwopt.data.token_store import fingerprint, write_cache_folder
 from hwopt.errors import InputError
-from hwopt.system.cache import is_kept
+from hwopt.system.cache import is_cached
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,10 +23,10 @@ from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_to
 
 VOCABULARY = 8_000
 """Tokens of a tokenizer that is trained on the spot, where the job's model.config gives no vocab_size."""
-MOST_LETTERS = 1_000
+MAX_LETTERS = 1_000
 
 
-def vocabulary_of(job: Job) -> int | None:
+def job_vocab_size(job: Job) -> int | None:
     """The vocab_size that the job's model.config gives; None where it gives none, or names a trained model."""
     config = job.model.config or {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -36,7 +36,7 @@ def vocabulary_of(job: Job) -> int | None:
 def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
     """The config to plan with before any text is read: a copy of `config` with a vocabulary of 8,000 where the tokenizer will be
     trained on the spot and the job gives no vocab_size. `Task.load_model` then sets the size that the tokenizer really has."""
-    if job.model.config is None or job.model.tokenizer is not None or vocabulary_of(job) is not None:
+    if job.model.config is None or job.model.tokenizer is not None or job_vocab_size(job) is not None:
         return config
     config = copy.deepcopy(config)
     config.get_text_config().vocab_size = VOCABULARY
@@ -51,12 +51,12 @@ def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, 
     """
     from transformers import PreTrainedTokenizerFast
 
-    size = vocabulary_of(job) or VOCABULARY
+    size = job_vocab_size(job) or VOCABULARY
     least = len(DECODER_TOKENS) + 256 if decoder else len(ENCODER_TOKENS) + 16
     if size < least:
         raise InputError(f"model.config.vocab_size: {size} is too small for a tokenizer of its own; at least {least}")
     folder = cache / "tokenizers" / fingerprint([FORMAT, size, decoder, uses_token_types(config)], list(texts))
-    if not is_kept(folder / "tokenizer_config.json"):
+    if not is_cached(folder / "tokenizer_config.json"):
         trained = train_bpe(texts, size) if decoder else train_wordpiece(texts, size)
         roles = ("eos_token", "pad_token") if decoder else ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
         special = dict(zip(roles, DECODER_TOKENS if decoder else ENCODER_TOKENS, strict=True))
@@ -64,7 +64,7 @@ def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, 
         made = PreTrainedTokenizerFast(
             tokenizer_object=trained, model_input_names=inputs, clean_up_tokenization_spaces=False, **special
         )
-        write_folder(folder, made.save_pretrained)
+        write_cache_folder(folder, made.save_pretrained)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -79,7 +79,7 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:
     for text in texts:
         seen.update(normalizer.normalize_str(text))
     letters = sorted((letter for letter in seen if not letter.isspace()), key=lambda letter: (-seen[letter], letter))
-    letters = letters[: min(MOST_LETTERS, (size - len(ENCODER_TOKENS)) // 2)]
+    letters = letters[: min(MAX_LETTERS, (size - len(ENCODER_TOKENS)) // 2)]
     # given as special tokens, the letters inside words get their numbers in our order instead of the hash table's
     inside = [f"##{letter}" for letter in sorted(letters) if not _is_punctuation(letter)]
     trainer = trainers.WordPieceTrainer(
@@ -116,7 +116,7 @@ def train_bpe(texts: Sequence[str], size: int) -> Tokenizer:
     return made
 
 
-def identity(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash of everything that decides how `tokenizer` maps texts to numbers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -1,1 +1,1 @@
-"""What a device can do and what it is doing: described, detected, monitored."""
+"""Hardware: detection, the features of each device, and monitoring."""

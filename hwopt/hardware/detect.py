@@ -21,9 +21,9 @@ PACKAGES = (
 
 
 def detect(index: int = 0) -> Hardware:
-    """Look at the machine: the CUDA device `index` of those that are visible, or the CPU. Imports torch.
+    """The hardware of this machine: the visible CUDA device `index`, or the CPU. Imports torch.
 
-    Raises InputError where this torch has no kernels for the device.
+    Raises InputError if the installed torch has no kernels for the device.
     """
     import torch
 
@@ -37,8 +37,8 @@ def detect(index: int = 0) -> Hardware:
         raise InputError(
             f"torch {torch.__version__} has no kernels for {properties.name} "
             f"(compute capability {capability[0]}.{capability[1]}); it was built for {', '.join(torch.cuda.get_arch_list())}. "
-            "Install a build that carries it: "
-            "for Volta (V100) one of CUDA 12.6, https://pytorch.org/get-started/locally"
+            "Install a torch build that supports this device: https://pytorch.org/get-started/locally "
+            "(for Volta, such as V100: a build for CUDA 12.6)"
         )
     free, total = torch.cuda.mem_get_info(index)
     return Hardware(
@@ -57,9 +57,10 @@ def detect(index: int = 0) -> Hardware:
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a build for `architectures` ("sm_80", "compute_90") runs on a device: same major, or PTX that is older.
+    """Whether a torch build for `architectures` ("sm_80", "compute_90") runs on a device of compute capability `capability`.
 
-    An empty list (a build that does not say) counts as yes.
+    It does with binary code of the same major version, or with PTX (compute_*) of the same or an older version. An empty list
+    (unknown) counts as yes.
     """
     for name in architectures:
         kind, _, digits = name.partition("_")
@@ -72,42 +73,43 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     return not architectures
 
 
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux says what a container may use."""
+CGROUP_ROOT, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux reports the resource limits of containers."""
 
 
 def host_memory() -> tuple[int, int]:
-    """(bytes of the host's memory, bytes of it that are free), of which a container may be given a part only."""
+    """(total, free) bytes of host memory; inside a container, of the container's limit."""
     import psutil
 
     found = psutil.virtual_memory()
-    given, used = given_memory()
-    if given is None or given >= found.total:
+    limit, used = cgroup_memory()
+    if limit is None or limit >= found.total:
         return int(found.total), int(found.available)
-    return given, max(0, min(int(found.available), given - used))
+    return limit, max(0, min(int(found.available), limit - used))
 
 
-def given_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> tuple[int | None, int]:
-    """(the fewest bytes that this process's control groups may use, None where nothing says so; bytes that they do use).
+def cgroup_memory(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> tuple[int | None, int]:
+    """(smallest memory limit of this process's control groups or None without a limit, bytes in use under that limit).
 
-    Cached files do not count: they go when they must. https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1.
+    Cached files do not count as used: the kernel evicts them when memory is needed. Supports cgroup versions 1 and 2.
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     found: list[tuple[int, int]] = []
     with contextlib.suppress(OSError):
         for _, controllers, path in (line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()):
             old = "memory" in controllers.split(",")
             names = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file") if old else ("max", "current", "inactive_file")
-            group = groups / ("memory" if old else "") / path.lstrip("/")
+            group = root / ("memory" if old else "") / path.lstrip("/")
             for place in (group, *group.parents) if old or not controllers else ():
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    most, used = (int((place / f"memory.{name}").read_text()) for name in names[:2])
+                    limit, used = (int((place / f"memory.{name}").read_text()) for name in names[:2])
                     stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                    found.append((most, used - int(stat.get(names[2], 0))))
+                    found.append((limit, used - int(stat.get(names[2], 0))))
     return min(found, key=lambda group: group[0], default=(None, 0))
 
 
 def detect_host() -> Hardware:
-    """The machine without its accelerators."""
+    """The host without its accelerators, as a CPU device."""
     import torch
 
     memory, free = host_memory()
@@ -130,13 +132,14 @@ def detect_host() -> Hardware:
 
 
 def cpu_cores() -> int:
-    """The cores that this process may use, which on a shared machine are fewer than the machine has."""
+    """The number of cores that this process may use, which can be less than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
+    """The model name of the CPU, else its architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -148,7 +151,7 @@ def cpu_name() -> str:
 
 
 def detect_software() -> dict[str, str]:
-    """Versions of the installed packages that plugins ask about."""
+    """Package -> version, for the installed ones of PACKAGES."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What the machine has, detected or described, and what each compute capability can do, each fact with its reason.
+"""The hardware of a machine, detected or described, and the features of each compute capability, with reasons.
 
 Sources: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's Turing, Ampere, Ada and Hopper white papers; the checks
 of torch's scaled_dot_product_attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
@@ -16,7 +16,7 @@ GIB = 1024**3
 
 Feature = Literal["fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"]
 
-ARCHITECTURES = (  # first compute capability of each, newest first
+ARCHITECTURES = (  # (lowest compute capability, name), newest first
     ((10, 0), "Blackwell"),
     ((9, 0), "Hopper"),
     ((8, 9), "Ada"),
@@ -41,7 +41,7 @@ NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
 
 @dataclass(frozen=True)
 class Capability:
-    """Whether a feature is there, with the reason in both numbers; true and false like a bool."""
+    """Whether a feature is supported, with the reason; usable as a bool."""
 
     ok: bool
     reason: str
@@ -52,7 +52,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine: `count` equal devices of a kind and the host around them. Memory in GiB (2**30 bytes)."""
+    """One machine: `count` equal devices and their host. Memory in GiB (2**30 bytes)."""
 
     device_type: Literal["cuda", "cpu"]
     name: str
@@ -63,33 +63,35 @@ class Hardware:
     cpu_cores: int = 1
     cpu_memory_gib: float = 0.0
     cpu_features: tuple[str, ...] = ()
-    """Of amx_bf16, avx512_bf16, avx2: what matters to torch's CPU kernels."""
+    """Of amx_bf16, avx512_bf16, avx2: the ones that torch's CPU kernels use."""
     compiler: str | None = None
     """A C++ compiler on the path, for torch.compile."""
     system: str = "Linux"
     source: Literal["detected", "described"] = "detected"
     memory_limit_gib: float | None = None
-    """The allocator's limit, where the user asked for less than the device has; `memory_gib` is that already."""
+    """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
 
     @property
     def architecture(self) -> str:
+        """The name of the GPU's architecture, such as "Ampere", or "CPU"."""
         if self.compute_capability is None:
             return "CPU"
-        return next(name for least, name in ARCHITECTURES if self.compute_capability >= least)
+        return next(name for lowest, name in ARCHITECTURES if self.compute_capability >= lowest)
 
     @property
     def capability_text(self) -> str:
+        """The compute capability as "8.6", or "none"."""
         return ".".join(map(str, self.compute_capability)) if self.compute_capability else "none"
 
     def can(self, feature: Feature) -> Capability:
-        """Whether the device does `feature` in hardware (never by emulation)."""
+        """Whether the device supports `feature` in hardware; emulation does not count."""
         if self.compute_capability is None:
             return self._cpu_can(feature)
-        least, why = NEEDED_CAPABILITY[feature]
+        needed, reason = NEEDED_CAPABILITY[feature]
         found = f"compute capability {self.capability_text} ({self.name})"
-        if self.compute_capability >= least:
+        if self.compute_capability >= needed:
             return Capability(True, found)
-        return Capability(False, f"needs compute capability {least[0]}.{least[1]} ({why}), found {found}")
+        return Capability(False, f"needs compute capability {needed[0]}.{needed[1]} ({reason}), found {found}")
 
     def _cpu_can(self, feature: Feature) -> Capability:
         match feature:
@@ -102,7 +104,7 @@ class Hardware:
                 return Capability(True, "torch has a CPU kernel")
             case "fp16":
                 return Capability(
-                    False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
+                    False, "no CUDA device; fp16 on a CPU has no fast kernels, and Accelerate would silently train in fp32"
                 )
             case _:
                 return Capability(
@@ -112,7 +114,7 @@ class Hardware:
 
 
 def described(name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None) -> Hardware:
-    """A card that is not there, in the machine of `host` (default: 8 cores, 32 GiB). All of its memory counts as free."""
+    """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free."""
     return Hardware(
         device_type="cuda" if compute_capability else "cpu",
         name=name,
@@ -130,25 +132,25 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
 UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "GB": 1e9 / GIB, "MB": 1e6 / GIB}
 
 
-def gib_of(limit: str) -> float:
-    """What --memory-limit says ("8GiB", "7500MB"). Raises InputError for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
-    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+def parse_memory_limit(limit: str) -> float:
+    """The value of --memory-limit ("8GiB", "7500MB") in GiB. Raises InputError if it is not a size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", limit.strip())
+    if match is None or match[2] not in UNITS or float(match[1]) == 0:
         raise InputError(
             f"--memory-limit {limit[:40]!r}: expected a number above 0 with a unit of {', '.join(UNITS)}, such as 8GiB"
         )
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
-def limited(hardware: Hardware, limit: str) -> Hardware:
-    """`hardware` as if its device had only `limit` ("8GiB", "7500MB"). Raises InputError for what cannot be held to."""
-    gib = gib_of(limit)
+def with_memory_limit(hardware: Hardware, limit: str) -> Hardware:
+    """`hardware` with its device memory reduced to `limit` ("8GiB", "7500MB"). Raises InputError if that is impossible."""
+    gib = parse_memory_limit(limit)
     if hardware.device_type == "cpu":
         raise InputError(
-            f"--memory-limit {limit}: limits the allocator of a CUDA device, and there is none; torch's "
-            "CPU allocator has no limit. Leave it out, or plan for a card with `hwopt plan --profile NAME`"
+            f"--memory-limit {limit}: this machine has no CUDA device, and torch cannot limit CPU "
+            "memory. Omit the option, or plan for a card with `hwopt plan --profile NAME`"
         )
     if gib > hardware.memory_gib:
-        raise InputError(f"--memory-limit {limit}: is more than the {hardware.memory_gib:g} GiB of {hardware.name}")
+        raise InputError(f"--memory-limit {limit}: exceeds the {hardware.memory_gib:g} GiB of {hardware.name}")
     free = min(gib, hardware.free_memory_gib)
     return replace(hardware, memory_gib=round(gib, 2), free_memory_gib=round(free, 2), memory_limit_gib=gib)

@@ -1,8 +1,8 @@
-"""What a device uses while a run trains: the peak of its memory, and its utilization by NVML."""
+"""Monitor a device during training: peak memory, and utilization through NVML."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +10,7 @@ from hwopt.hardware.device import GIB
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The allocator's peak on a GPU, the process's resident peak on a CPU; GiB."""
+    """Peak memory in GiB: of torch's allocator on a GPU, of the process (resident) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     try:
@@ -22,8 +22,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def gpu_monitor(device: torch.device) -> Any:
-    """A function that returns the GPU's utilization in percent, or None where nobody can tell."""
+def gpu_utilization_reader(device: torch.device) -> Callable[[], float] | None:
+    """A function that returns the GPU's utilization in percent, or None if NVML cannot measure it."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -34,5 +34,5 @@ def gpu_monitor(device: torch.device) -> Any:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         pynvml.nvmlDeviceGetUtilizationRates(handle)
     except pynvml.NVMLError:
-        return None  # containers without the management library, MIG slices
+        return None  # no management library in the container, or a MIG slice
     return lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)

@@ -12,7 +12,7 @@ from hwopt.interop.accelerate import launcher_config, launcher_yaml
 from hwopt.interop.deepspeed import engine_config, no_deepspeed
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
-from hwopt.system.paths import kind_of
+from hwopt.system.paths import path_kind
 
 
 def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:
@@ -37,12 +37,12 @@ def remarks(plan: Plan) -> Iterator[str]:
 
 
 def refuse_taken(path: Path, force: bool) -> None:
-    kind = kind_of(path, "--output")
+    kind = path_kind(path, "--output")
     if kind == "folder":
         raise InputError(f"--output {path}: is a folder; give the name of a file in it")
-    if kind_of(path.parent, "--output") != "folder":
+    if path_kind(path.parent, "--output") != "folder":
         raise InputError(f"--output {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
-    if kind != "nothing" and not force:
+    if kind != "missing" and not force:
         raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
-from hwopt.system.paths import read_whole
+from hwopt.system.paths import read_regular_file
 from hwopt.text import listing, truncate
 
 NEUTRAL = frozenset({"", "0", "1", "no", "false", "none"})
@@ -128,7 +128,7 @@ def refuse_contradictions(
 def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
     """What the JSON file at `path` says otherwise than `planned`; what it leaves out or to "auto" is no contradiction."""
     try:
-        config = json.loads(read_whole(Path(path), MAX_BYTES).decode())
+        config = json.loads(read_regular_file(Path(path), MAX_BYTES).decode())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
         known, given = dict(leaves(planned)), dict(leaves(config))

@@ -24,7 +24,7 @@ from hwopt.data.tokenizer import uses_token_types
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.memory.tracker import Tracker
-from hwopt.model.attention_mask import no_search_for_packed_rows
+from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
 from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.remote_code import is_trusted
@@ -126,7 +126,7 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
         run.scaler = None  # a number more; its overflow check reads the host
         run.engine = (recipe.engine or Engine)(run)
         if recipe.collate is None:
-            stack.enter_context(no_search_for_packed_rows())
+            stack.enter_context(skip_packed_row_search())
         yield run
 
 
@@ -169,7 +169,7 @@ def micro_batch_of(run: Run, shape: Shape, *, training: bool, times: int = 1) ->
         samples.append(sample)
     counts = lengths if per_token else [1] * len(lengths)
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
-    padded = padding_of(run)(cut=cut_in_order, most_rows=rows)
+    padded = padding_of(run)(cut=cut_in_order, max_rows=rows)
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
     batch: StepBatch = collate(step, samples, counts)
     return batch

@@ -46,7 +46,7 @@ def remember(plan: Plan, lengths: Lengths, cache: Path, rows: int) -> None:
         path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
-def most_rows(plan: Plan, lengths: Lengths, cache: Path) -> int | None:
+def max_rows(plan: Plan, lengths: Lengths, cache: Path) -> int | None:
     """The most rows that this card took the last time; None where it took all that were planned, or nobody tried."""
     try:
         found = json.loads(place(plan, lengths, cache).read_text(encoding="utf-8"))["rows"]

@@ -12,7 +12,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.memory import closed_form
 from hwopt.memory.dry_run import Shape, spec_of
-from hwopt.memory.known_limits import most_rows, remember
+from hwopt.memory.known_limits import max_rows, remember
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.roofline import predict
 from hwopt.memory.timeline import KINDS, Peak, Timeline
@@ -101,8 +101,8 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         eval_peak_gib=eval_peak / GIB,
         reserve_gib=reserve,
         free_gib=free,
-        largest_train=trace.train.most_rows(shape.width, budget),
-        largest_eval=trace.eval.most_rows(shape.width, budget),
+        largest_train=trace.train.max_rows(shape.width, budget),
+        largest_eval=trace.eval.max_rows(shape.width, budget),
         largest_max_length=None
         if trace.one_width
         else min(trace.train.most_width(shape.rows, budget, most), trace.eval.most_width(plan.batch.eval, budget, most)),
@@ -184,7 +184,7 @@ def walk(
         for number in range(entry.choices):
             taken[entry.name] = number
             plan = replan(taken)
-            tried = most_rows(plan, lengths, cache)
+            tried = max_rows(plan, lengths, cache)
             if tried is not None and plan.batch.train > tried:
                 refused = f"; this card ran out with more than {tried} rows before"
                 continue

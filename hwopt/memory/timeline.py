@@ -129,7 +129,7 @@ class Scaled:
         """The same where only a part of some kinds (name -> share) lies on the device, and of what only the update uses."""
         return replace(self, base=self.base.spread(shares, in_update))
 
-    def most_rows(self, width: int, budget: float) -> int:
+    def max_rows(self, width: int, budget: float) -> int:
         """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""
         return largest(lambda rows: self.at(rows, width).peak().bytes <= budget)
 

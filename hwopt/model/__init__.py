@@ -1,1 +1,1 @@
-"""A model before it trains: its config, the facts that plugins ask for, its weights on disk."""
+"""A model before training: its config, its facts for plugins, its weights on disk, and the trust in its code."""

@@ -1,4 +1,4 @@
-"""Attention masks of transformers' models: what they would compute although the run knows the answer."""
+"""Attention masks of transformers' models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_search_for_packed_rows() -> Iterator[None]:
-    """Without a mask transformers' decoders look for packed rows in every forward, and so wait for the device. There are none."""
+def skip_packed_row_search() -> Iterator[None]:
+    """Context in which transformers' decoders do not search their inputs for packed rows.
+
+    Without a mask they do so in every forward pass, which waits for the device. hwopt passes a mask when rows are packed.
+    """
     from transformers import masking_utils
 
     search = masking_utils.find_packed_sequence_indices

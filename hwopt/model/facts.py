@@ -1,4 +1,4 @@
-"""What probing needs to know of a model, from its config alone: built on the meta device, no weights, cached on disk."""
+"""Facts about a model for the plugins' probes, from its config alone: built on the meta device, no weights, cached on disk."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.model.config import reason_of
+from hwopt.model.attention_mask import skip_packed_row_search
+from hwopt.model.config import config_error_text
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-from hwopt.model.attention_mask import no_search_for_packed_rows
 
 AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Everything a plugin may ask of a model before it exists."""
+    """What plugins can know about a model before it is built."""
 
     name: str
     model_type: str
@@ -38,43 +38,43 @@ class ModelFacts:
     hidden_size: int
     vocab_size: int
     max_positions: int | None
-    """The longest input in tokens, None where the architecture has no limit."""
+    """The longest input in tokens; None if the architecture has no limit."""
     is_decoder: bool
-    """Attends to the left only."""
+    """Causal: a token attends only to the tokens before it."""
     supports_sdpa: bool
     supports_flash: bool
     supports_checkpointing: bool
     attention_dropout: float
     prebuilt_mask: bool = False
-    """Takes a four-dimensional mask as it is (the class builds its masks with transformers.masking_utils)."""
-    packs: bool = False
-    """Tells documents of one row apart: takes position ids, and makes its masks of them or takes a prebuilt one."""
+    """Accepts a four-dimensional attention mask unchanged (the class builds its masks with transformers.masking_utils)."""
+    supports_packing: bool = False
+    """Keeps packed documents of a row apart: accepts position ids, and derives masks from them or accepts a prebuilt mask."""
     logit_transform: str | None = None
-    """Causal language models: what they do to their logits behind the output layer, or why nobody can tell; None: nothing."""
+    """Causal language models: how logits change after the output layer, or why that is unknown; None if they do not."""
 
 
 LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
-"""Config keys that say how logits are changed: final_logit_softcapping, logit_scale, logits_scaling …"""
+"""Config keys that change logits: final_logit_softcapping, logit_scale, logits_scaling …"""
 
 
-MODULES = 200_000
-"""The largest models have a tenth of them."""
+MAX_MODULES = 200_000
+"""Ten times as many as the largest models have."""
 
 
 @contextmanager
-def counting_modules() -> Iterator[None]:
-    """Raises InputError where a model of more modules is built than any has: it would take hours."""
+def module_limit() -> Iterator[None]:
+    """Context that raises InputError when a model with more than MAX_MODULES modules is built, which would take hours."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
-    made = 0
+    count = 0
 
-    def count(*_: Any) -> None:
-        nonlocal made
-        made += 1
-        if made > MODULES:
-            raise InputError(f"model: has more than {MODULES:,} modules; its config asks for too many layers or experts")
+    def check(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise InputError(f"model: more than {MAX_MODULES:,} modules; the config has too many layers or experts")
 
-    hook = register_module_module_registration_hook(count)
+    hook = register_module_module_registration_hook(check)
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def counting_modules() -> Iterator[None]:
 
 
 def is_decoder(config: PretrainedConfig) -> bool:
-    """Whether the architecture attends to the left only: it generates text and fills no masks."""
+    """Whether the architecture is causal: it generates text and is not made for masked language modelling."""
     import transformers
 
     fills_masks = type(config) in transformers.AutoModelForMaskedLM._model_mapping
@@ -92,8 +92,8 @@ def is_decoder(config: PretrainedConfig) -> bool:
     return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
 
 
-def own_class(config: PretrainedConfig, kind: str) -> type | None:
-    """The class that a trusted model brings for the task `kind`; None for those of transformers."""
+def remote_class(config: PretrainedConfig, kind: str) -> type | None:
+    """The class in a trusted model's own code for the task `kind`; None if the model uses a class of transformers."""
     name = str(getattr(config, "name_or_path", ""))
     reference = (getattr(config, "auto_map", None) or {}).get(AUTO_CLASSES[kind])
     if reference is None or not is_trusted(name):
@@ -102,23 +102,23 @@ def own_class(config: PretrainedConfig, kind: str) -> type | None:
 
     try:
         found: type = get_class_from_dynamic_module(reference, name)
-    except Exception as error:  # a stranger's module
-        raise InputError(f"model.name: {name!r}: its own code cannot be used: {type(error).__name__}: {error}") from error
+    except Exception as error:  # custom code can raise anything
+        raise InputError(f"model.name: {name!r}: cannot use its custom code: {type(error).__name__}: {error}") from error
     return found
 
 
 def model_class(config: PretrainedConfig, kind: str) -> type:
-    """The class of transformers that solves the task `kind` with this architecture."""
+    """The model class for the task `kind` and this architecture. Raises InputError if there is none."""
     import transformers
 
     mapping = getattr(transformers, AUTO_CLASSES[kind])._model_mapping
-    if (own := own_class(config, kind)) is not None:
-        return own
+    if (custom := remote_class(config, kind)) is not None:
+        return custom
     if type(config) not in mapping:
         raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
     if kind == "causal-lm" and not is_decoder(config):
         raise InputError(
-            f"model: {config.model_type!r} is an encoder: it sees the words that it should predict. "
+            f"model: {config.model_type!r} is an encoder: it attends to the tokens that it should predict. "
             "Choose a decoder (gpt2, llama, gemma …) or task.kind = 'text-classification'"
         )
     found = mapping[type(config)]
@@ -126,28 +126,29 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     return chosen
 
 
-def facts_of(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
-    """Facts of the architecture `config` with the head for `kind`; `cache` is a folder, None looks nothing up."""
+def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
+    """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache."""
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
     identity = json.dumps([config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path:
-        # written by another version, cut short, or not to be looked at: found again
+        # a cache file that is incomplete, of another version or not accessible is computed again
         with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-    facts = _look(config, kind, name)
+    facts = _inspect_model(config, kind, name)
     if path:
-        with contextlib.suppress(OSError):  # facts are quickly found again; data says where the cache cannot be written
+        with contextlib.suppress(OSError):  # computing facts is fast; the token store reports a cache that is not writable
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_suffix(f".{os.getpid()}")  # ranks may look at the same time
+            staged = path.with_suffix(f".{os.getpid()}")  # several ranks may write at the same time
             staged.write_text(json.dumps(asdict(facts)), encoding="utf-8")
             staged.replace(path)
     return facts
 
 
-def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
+def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
+    """Build the model on the meta device, and read its facts from the object, its class and its source."""
     import inspect
     import sys
 
@@ -156,16 +157,16 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
     cls: Any = model_class(config, kind)
     text = config.get_text_config()
     try:
-        with torch.device("meta"), counting_modules():
+        with torch.device("meta"), module_limit():
             model = cls(config)
-    except Exception as error:  # every architecture fails in its own way
-        said = reason_of(error, config.to_diff_dict())
-        raise InputError(f"model: {cls.__name__} cannot be built from its config: {said}") from error
+    except Exception as error:  # every architecture raises its own errors
+        reason = config_error_text(error, config.to_diff_dict())
+        raise InputError(f"model: cannot build {cls.__name__} from its config: {reason}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
     decoder = is_decoder(config)
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= 2  # their position ids begin behind the padding index
+        positions -= 2  # their position ids start after the padding index
     prebuilt_mask = not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
     takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
     dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
@@ -183,41 +184,41 @@ def _look(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
         supports_flash=bool(getattr(cls, "_supports_flash_attn", False)),
         supports_checkpointing=bool(getattr(cls, "supports_gradient_checkpointing", False)),
         attention_dropout=float(next((getattr(text, key) for key in dropouts if getattr(text, key, None) is not None), 0.0)),
-        # a window would be lost: such models make a second mask from the two-dimensional one
+        # models with a sliding window need the two-dimensional mask to make their second mask
         prebuilt_mask=prebuilt_mask,
-        packs=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
+        supports_packing=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
         logit_transform=logit_transform(model) if kind == "causal-lm" else None,
     )
 
 
 def logit_transform(model: Any) -> str | None:
-    """What `model`, on the meta device, does to the logits behind its output layer; None where it gives them as they are.
+    """How `model` (on the meta device) changes logits after its output layer, or why that is unknown; None if it does not.
 
-    A forward pass shows it: the layer's own output must come out at the end. Config keys can only give it a name.
+    Compares the output of a forward pass with the output of the layer. Config keys are used only to name the change.
     """
     import torch
 
     layer = model.get_output_embeddings()
     if layer is None:
-        return "it has no output layer of its own"
-    made: list[Any] = []
-    hook = layer.register_forward_hook(lambda module, inputs, output: made.append((output, output._version)))
+        return "it has no output layer"
+    outputs: list[Any] = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: outputs.append((output, output._version)))
     token = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    why = ""
-    with torch.no_grad(), no_search_for_packed_rows(), warnings.catch_warnings():
+    problem = ""
+    with torch.no_grad(), skip_packed_row_search(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for dtype in (torch.float32, torch.bfloat16):  # some mixtures of experts have no product in the first
-            made.clear()
+        for dtype in (torch.float32, torch.bfloat16):  # some mixtures of experts do not support float32
+            outputs.clear()
             try:
                 logits = model.to(dtype)(input_ids=token, use_cache=False).logits
-            except Exception as error:  # some models read values, which nothing here has
-                why = why or f"{type(error).__name__}: {truncate(str(error), 80)}"
+            except Exception as error:  # meta tensors have no values, which some models read
+                problem = problem or f"{type(error).__name__}: {truncate(str(error), 80)}"
                 continue
             hook.remove()
-            if len(made) == 1 and logits is made[0][0] and logits._version == made[0][1]:
+            if len(outputs) == 1 and logits is outputs[0][0] and logits._version == outputs[0][1]:
                 return None
             text = vars(model.config.get_text_config())
             named = [f"{key} = {value}" for key, value in text.items() if LOGIT_KEYS.match(key) and value is not None]
-            return f"its logits are changed behind the output layer ({', '.join(named) or 'in its forward'})"
+            return f"it changes its logits after the output layer ({', '.join(named) or 'in its forward'})"
     hook.remove()
-    return f"what happens to its logits behind the output layer cannot be seen ({why})"
+    return f"its logits after the output layer are unknown ({problem})"

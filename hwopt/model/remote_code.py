@@ -1,24 +1,26 @@
-"""Models whose own code may be run: those named behind `--trust-remote-code` on the command line of this process, and no others.
+"""The models whose custom code may run: those given to `--trust-remote-code` on the command line of this process.
 
-Kept for the process alone and stored nowhere, so that neither a job file nor a run folder can switch it on.
+The list lives in memory only and is never saved, so that no job file or run folder can allow code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_named: set[str] = set()
+_trusted: set[str] = set()
 
 
 def trust_only(names: Iterable[str]) -> None:
-    """From here on, the models `names`."""
-    _named.clear()
-    _named.update(names)
+    """Trust the models `names`, and no others."""
+    _trusted.clear()
+    _trusted.update(names)
 
 
 def is_trusted(name: str | None) -> bool:
-    return name in _named
+    """Whether the custom code of the model `name` may run."""
+    return name in _trusted
 
 
-def trusted() -> list[str]:
-    return sorted(_named)
+def trusted_models() -> list[str]:
+    """The names of all trusted models, sorted."""
+    return sorted(_trusted)

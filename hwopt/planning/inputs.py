@@ -16,10 +16,10 @@ from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document, parse_assignment
 from hwopt.data.demo import demo_document
 from hwopt.data.sources import locate
-from hwopt.hardware.device import gib_of
+from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
 from hwopt.plugin.registry import Registry
-from hwopt.system.paths import kind_of
+from hwopt.system.paths import path_kind
 
 
 def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
@@ -33,11 +33,11 @@ def refuse_mistakes(profiles: Sequence[str], job: Path | None, assignments: Sequ
     found = given_job(job, assignments)
     if found is not None and (model := found.job.model.name) is not None:
         with found.placing():
-            nowhere = kind_of(Path(model), "model.name:") == "nothing"
+            nowhere = path_kind(Path(model), "model.name:") == "missing"
         if nowhere and hub_is_out_of_reach():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
-        gib_of(memory_limit)
+        parse_memory_limit(memory_limit)
 
 
 def refuse_missing_data(path: Path | None, assignments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from hwopt.errors import FolderInUseError, InputError, StorageError
 from hwopt.saving.reader import in_folder, quarantine
 from hwopt.system.atomic_folder import write_json
-from hwopt.system.paths import kind_of, refuse_bytes
+from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import truncate
 
 LOCK = ".lock"
@@ -34,7 +34,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it, StorageError
     where nothing can be written.
     """
-    refuse_bytes(str(output_dir), "--output-dir")
+    refuse_non_utf8(str(output_dir), "--output-dir")
     if not (there := nearest_there(output_dir)).is_dir():
         raise InputError(f"--output-dir {output_dir}: {there} is a file; give a folder")
     if name is None:
@@ -59,7 +59,7 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
 
 def nearest_there(path: Path) -> Path:
     """`path`, or the first of the folders above it that is there."""
-    return next(each for each in (path, *path.absolute().parents) if kind_of(each, "--output-dir") != "nothing")
+    return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "missing")
 
 
 def writable(folder: Path) -> Path:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from hwopt.errors import InputError, StorageError
-from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, size_of, staged
-from hwopt.system.paths import kind_of
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, folder_bytes, repair_interrupted_write, staged
+from hwopt.system.paths import path_kind
 from hwopt.text import listing
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def in_folder(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest first, whole or not."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and kind_of(path) == "folder"]
+    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and path_kind(path) == "folder"]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
@@ -95,7 +95,7 @@ def best_folders(folder: Path) -> dict[int, Path]:
 
 
 def left_halfway(folder: Path) -> list[Path]:
-    """The folders of a run folder whose writing a process did not survive; `storage.recover` puts them right."""
+    """The folders of a run folder whose writing a process did not survive; `storage.repair_interrupted_write` puts them right."""
     left = (re.fullmatch(r"\.((checkpoint|best)-\d{1,12}|final)\.(partial|old)", path.name) for path in folder.glob(".*"))
     return [folder / name for name in sorted({match[1] for match in left if match})]
 
@@ -125,7 +125,7 @@ def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None
     One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole, now or before.
     """
     for target in left_halfway(folder):
-        recover(target)
+        repair_interrupted_write(target)
     why = ""
     for path in in_folder(folder):
         wrong = find_corruption(path)
@@ -148,7 +148,7 @@ def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
         return
     source = best_folder(checkpoint.folder.parent, step)
     if source.is_dir() and not find_corruption(source):
-        with staged(best_folder(folder, step), size_of(source)) as copy:
+        with staged(best_folder(folder, step), folder_bytes(source)) as copy:
             shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
@@ -165,7 +165,7 @@ def quarantine(path: Path, mark: str = "damaged") -> Path:
 
 def checkpoint_in(path: Path) -> Path:
     """The checkpoint that `--resume-from path` means: itself, or the newest of a run folder. Raises InputError otherwise."""
-    is_folder = kind_of(path, "--resume-from") == "folder"
+    is_folder = path_kind(path, "--resume-from") == "folder"
     if is_folder and NAME.fullmatch(path.name):
         return path
     if is_folder and (found := in_folder(path)):
@@ -180,7 +180,7 @@ def read_metadata(folder: Path) -> Mapping[str, Any]:
 
     For what must be known before anything is built; whoever trains verifies it.
     """
-    for path in [folder, *in_folder(folder)] if kind_of(folder) == "folder" else []:
+    for path in [folder, *in_folder(folder)] if path_kind(folder) == "folder" else []:
         try:
             content = json.loads((path / STATE).read_text(encoding="utf-8"))
             if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):

@@ -1,7 +1,7 @@
-"""Folders that are whole or not there: written beside their place, listed, renamed once everything is on the disk.
+"""Write folders atomically: into a temporary sibling folder, with a manifest, renamed after fsync.
 
-A folder is whole when its manifest lists exactly the files that lie in it, with their sizes and SHA-256. A process that is killed
-at any moment, or a disk that is full, leaves the folder that was there before; what is left half-done `recover` puts away.
+A folder is valid if its manifest lists exactly the files in it, with their sizes and SHA-256. If the process is killed or the
+disk is full, the previous folder stays; `repair_interrupted_write` removes the leftovers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hwopt.errors import StorageError, is_disk_full
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the manifest; a reader refuses one that it does not know."""
+"""Format of the manifest; other formats are rejected."""
 GIB = 2**30
-LEFT_BY_DESKTOPS = ("Thumbs.db", "desktop.ini")
-"""And files whose names begin with a dot. None is ever read."""
+OS_FILES = ("Thumbs.db", "desktop.ini")
+"""Ignored, like hidden files such as .DS_Store."""
 
 
 @contextmanager
-def staged(target: Path, needs: float) -> Iterator[Path]:
-    """A folder to write into that becomes `target` when the block ends well, and vanishes when it does not.
+def staged(target: Path, needed_bytes: float) -> Iterator[Path]:
+    """A temporary folder to write into. It becomes `target` if the block succeeds and is deleted if the block raises.
 
-    What `target` was before goes only when the new one is whole and in its place. Raises StorageError where it cannot be written,
-    which says the bytes that it `needs`.
+    The previous `target` is deleted only after the new one is complete and in place. Raises StorageError if writing fails; the
+    message shows `needed_bytes`.
     """
-    staging, old = beside(target)
+    staging, old = temporary_siblings(target)
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
@@ -45,53 +45,53 @@ def staged(target: Path, needs: float) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         staging.rename(target)
-        to_disk(target.parent)
+        fsync(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:
         if not (isinstance(error, OSError | SafetensorError) or is_disk_full(error)):
             raise
-        raise StorageError(said(target, error, needs, size_of(staging))) from error
+        raise StorageError(write_error_message(target, error, needed_bytes, folder_bytes(staging))) from error
     finally:
-        with suppress(OSError):  # as the next run does
-            recover(target)
+        with suppress(OSError):  # the next run tries again
+            repair_interrupted_write(target)
 
 
-def beside(target: Path) -> tuple[Path, Path]:
-    """(where `target` is written, where what it was before goes)"""
+def temporary_siblings(target: Path) -> tuple[Path, Path]:
+    """(folder that `target` is written into, folder that the previous `target` is moved to)."""
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.old")
 
 
-def recover(target: Path) -> None:
-    """Put away what a process that was killed while it wrote `target` has left behind."""
-    staging, old = beside(target)
+def repair_interrupted_write(target: Path) -> None:
+    """Restore the previous `target` and delete temporary folders after a process was killed while writing `target`."""
+    staging, old = temporary_siblings(target)
     if old.exists() and not target.exists():
         old.rename(target)
-    for left in (staging, old):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (staging, old):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of `folder`, with everything in it on the disk."""
+    """Write the manifest of `folder`, then fsync all its files and folders."""
     files = {}
     for path in files_in(folder):
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        to_disk(path)
+        fsync(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8")
-    to_disk(manifest)
-    for place in sorted({path.parent for path in files_in(folder)} | {folder}):
-        to_disk(place)
+    fsync(manifest)
+    for subfolder in sorted({path.parent for path in files_in(folder)} | {folder}):
+        fsync(subfolder)
 
 
 def find_corruption(folder: Path) -> str:
-    """What is wrong with a folder that `staged` has written; "" where it is whole."""
+    """The first defect of a folder that `staged` wrote, or "" if the folder is valid."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         listed = {str(name): (int(facts["bytes"]), str(facts["sha256"])) for name, facts in manifest["files"].items()}
         if manifest["format"] != FORMAT:
-            return f"{MANIFEST} is of format {manifest['format']}, and this version reads {FORMAT}"
+            return f"{MANIFEST} has format {manifest['format']}; this version of hwopt reads format {FORMAT}"
     except FileNotFoundError:
-        return f"it has no {MANIFEST}"
+        return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     try:
@@ -100,24 +100,24 @@ def find_corruption(folder: Path) -> str:
             if name not in found:
                 return f"{name} is missing"
             if name not in listed:
-                return f"{name} is not listed in its {MANIFEST}"
+                return f"{name} is not listed in {MANIFEST}"
             size, checksum = listed[name]
             if found[name].stat().st_size != size:
                 return f"{name} has {found[name].stat().st_size:,} bytes instead of {size:,}"
             if sha256(found[name]) != checksum:
-                return f"{name} was changed"
+                return f"{name} does not match its SHA-256 in {MANIFEST}"
     except OSError as error:
-        return f"it cannot be read ({error})"
+        return f"the folder cannot be read ({error})"
     return ""
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files below `folder` but its manifest, and what desktops, tools and network file systems leave where somebody looks."""
+    """All files in `folder` and its subfolders, sorted, except the manifest. Hidden files and OS_FILES are ignored."""
     found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
-    return sorted(path for path in found if not hidden(path.relative_to(folder)) and path.name not in LEFT_BY_DESKTOPS)
+    return sorted(path for path in found if not is_hidden(path.relative_to(folder)) and path.name not in OS_FILES)
 
 
-def hidden(path: Path) -> bool:
+def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -126,36 +126,36 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; Windows cannot be asked about folders."""
+def fsync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk. Windows has no fsync for folders."""
     if path.is_dir() and os.name == "nt":
         return
-    number = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def size_of(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_in(folder) if path.is_file()) if folder.is_dir() else 0
 
 
-def said(path: Path, error: Exception, needs: float, written: int) -> str:
-    """The message of a write that failed after so many bytes of those that it needs."""
+def write_error_message(path: Path, error: Exception, needed: float, written: int) -> str:
+    """The message for a write that failed after `written` of `needed` bytes."""
     message = f"{path} could not be written: {getattr(error, 'strerror', None) or error}"
     if is_disk_full(error):
         free = shutil.disk_usage(path.parent).free
-        message += f" (it needs {needs / GIB:.3f} GiB, {written / GIB:.3f} of them were written; {free / GIB:.3f} GiB are free)"
-        if free > needs > 0:
-            return f"{message}. There is room: what is used up is the number of files (df -i) or a quota. Raise it and run again."
+        message += f" (needs {needed / GIB:.3f} GiB, {written / GIB:.3f} GiB were written, {free / GIB:.3f} GiB are free)"
+        if free > needed > 0:
+            return f"{message}. The limit on the number of files (df -i) or a disk quota is reached. Raise it and run again."
     if getattr(error, "errno", None) == errno.EFBIG:
-        return f"{message}. Raise the limit on the size of a file (ulimit -f), and run again."
+        return f"{message}. The file is larger than the limit on file sizes (ulimit -f). Raise it and run again."
     return f"{message}. Free some space and run again."
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` whole or not at all."""
+    """Write `content` to the file `path` atomically. Raises StorageError."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write at the same time
     try:
         with open(staging, "w", encoding="utf-8") as file:

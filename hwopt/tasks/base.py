@@ -15,10 +15,10 @@ from hwopt.config.job import Job
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import check_vocabulary
-from hwopt.data.tokenizer_training import vocabulary_of
+from hwopt.data.tokenizer_training import job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.facts import AUTO_CLASSES
-from hwopt.model.weights import load_trained
+from hwopt.model.weights import load_weights
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Task:
         model = (
             self._random(job, config, prepared, model_kwargs)
             if job.model.name is None
-            else load_trained(
+            else load_weights(
                 getattr(transformers, AUTO_CLASSES[self.kind]),
                 job.model.name,
                 job.model.revision,
@@ -149,7 +149,7 @@ class Task:
         import transformers
 
         tokenizer = prepared.tokenizer
-        if vocabulary_of(job) is None:
+        if job_vocab_size(job) is None:
             config.get_text_config().vocab_size = len(tokenizer)
         # an embedding's padding row is fixed at zero without a gradient: only a token that is nothing else may have it
         apart = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.unk_token_id)

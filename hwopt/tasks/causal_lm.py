@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
-from hwopt.data.tables import columns
-from hwopt.data.token_store import TokenStore, fingerprint, held_out_of, split_rows
+from hwopt.data.tables import text_columns
+from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
 from hwopt.data.tokenizer import CHUNK, Encoded, Limit
-from hwopt.data.tokenizer_training import identity
+from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
 from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import drop_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
+from hwopt.tasks.preparation import add_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ class Texts:
 
 def _texts(rows: Rows, names: Sequence[str]) -> Texts:
     """Every row that has a text."""
-    texts = columns(rows, names)
+    texts = text_columns(rows, names)
     return Texts(rows.places, rows.left_out, texts).take(rows.kept())
 
 
@@ -71,7 +71,7 @@ class CausalLM(Task):
         fraction = job.data.eval_fraction
         if fraction is not None and len(train.texts[0]) == 1 and job.data.prompt is None:
             text = train.texts[0][0]
-            at = len(text) - held_out_of(len(text), fraction, rows.source)
+            at = len(text) - held_out_count(len(text), fraction, rows.source)
             train, held_out = replace(train, texts=[[text[:at]]]), replace(train, texts=[[text[at:]]])
         elif fraction is not None:
             kept, held = split_rows(len(train.texts[0]), fraction, seed, rows.source)
@@ -129,7 +129,7 @@ def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenSt
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
     settings = [FORMAT, CausalLM.kind, pairs, limit.max_length if pairs else block]
-    key = fingerprint(settings, identity(tokenizer), *texts)
+    key = fingerprint(settings, tokenizer_fingerprint(tokenizer), *texts)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
         if pairs:
@@ -145,7 +145,7 @@ def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenSt
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    drop_tokenless_rows(store, samples.places, samples.left_out)
+    add_tokenless_rows(store, samples.places, samples.left_out)
     if pairs:
         without = {sample for sample, _ in store.meta["left_out"]}
         limit.check(store.lengths, samples.places.take([s for s in range(len(texts[0])) if s not in without]))

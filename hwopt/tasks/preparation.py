@@ -29,7 +29,7 @@ def read_sources(job: Job) -> tuple[Rows, Rows | None]:
     return train, None
 
 
-def drop_tokenless_rows(store: TokenStore, places: Places, left_out: BadRows) -> None:
+def add_tokenless_rows(store: TokenStore, places: Places, left_out: BadRows) -> None:
     """What tokenising, now or when the store was made, has left out of the samples at `places`."""
     for sample, why in store.meta["left_out"]:
         left_out.add(places.numbers[sample], why)

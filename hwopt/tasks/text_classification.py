@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
-from hwopt.data.tables import column_of, columns, strings
+from hwopt.data.tables import find_column, string_values, text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, split_rows
 from hwopt.data.tokenizer import Limit, encode, uses_token_types
-from hwopt.data.tokenizer_training import identity
+from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
 from hwopt.model.facts import is_decoder
 from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import drop_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
+from hwopt.tasks.preparation import add_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -118,14 +118,14 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     import pyarrow as pa
 
     table, source = rows.table, rows.source
-    column = column_of(table, name, source)
+    column = find_column(table, name, source)
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
         raise DataError(f"{source}: column {name!r} holds {kind}; labels are strings or whole numbers")
     classes = class_names(table, name)
-    values: list[Any] = list(strings(column, rows, name)) if text else column.to_pylist()
+    values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     for row, value in enumerate(values):
         odd = rows.odd.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
@@ -180,7 +180,7 @@ def _order(labels: list[str], classes: list[str] | None, config: PretrainedConfi
 
 def _samples(rows: Rows, job: Job) -> Samples:
     """Every row that has a text and a label."""
-    texts, labels = columns(rows, job.data.text), read_labels(rows, job.data.label)
+    texts, labels = text_columns(rows, job.data.text), read_labels(rows, job.data.label)
     kept = rows.kept()
     whole = Samples(rows.places, rows.left_out, texts, labels)
     return whole.take(kept)
@@ -207,7 +207,7 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
 
     numbers = {name: number for number, name in enumerate(names)}
     settings = [FORMAT, TextClassification.kind, types, limit.max_length, len(samples.texts)]
-    key = fingerprint(settings, identity(tokenizer), list(names), *samples.texts, samples.labels)
+    key = fingerprint(settings, tokenizer_fingerprint(tokenizer), list(names), *samples.texts, samples.labels)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
         found = encode(tokenizer, samples.texts, limit, samples.places, types)
@@ -229,7 +229,7 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    drop_tokenless_rows(store, samples.places, samples.left_out)
+    add_tokenless_rows(store, samples.places, samples.left_out)
     without = {sample for sample, _ in store.meta["left_out"]}
     places = samples.places.take([sample for sample in range(len(samples.labels)) if sample not in without])
     limit.check(store.lengths, places)  # another model may take less

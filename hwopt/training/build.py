@@ -17,7 +17,7 @@ from hwopt.distributed.data_parallel import DataParallelEngine, first_rank_first
 from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB
-from hwopt.model.attention_mask import no_search_for_packed_rows
+from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
@@ -67,7 +67,7 @@ def build(
         for step in plan.recipe.prepared_steps:
             step(run)
         if plan.recipe.collate is None:
-            stack.enter_context(no_search_for_packed_rows())
+            stack.enter_context(skip_packed_row_search())
         yield run
         accelerator.free_memory()  # engines are taken down while their ranks can still be reached
         accelerator.end_training()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from hwopt.data.collate import Collate, StepDataset, cut_in_order, received
+from hwopt.data.collate import Collate, StepDataset, as_is, cut_in_order
 from hwopt.data.samplers import EvalSampler, StepSampler
 from hwopt.data.step_batch import StepBatch, Widths
 from hwopt.errors import PluginError, StorageError, WorkerDiedError
@@ -25,7 +25,7 @@ def build_loaders(run: Run) -> None:
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
     padding = padding_of(run)
     cut = recipe.cut or cut_in_order
-    padded = padding(cut=cut, most_rows=sizes.train)
+    padded = padding(cut=cut, max_rows=sizes.train)
     train = StepSampler(
         lengths=prepared.train.lengths,
         counts=prepared.train.counts,
@@ -41,9 +41,7 @@ def build_loaders(run: Run) -> None:
     run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
     if prepared.eval is not None:
         evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
-        run.eval_loader = make_loader(
-            run, StepDataset(prepared.eval, padding(cut=cut_in_order, most_rows=sizes.eval)), evaluation
-        )
+        run.eval_loader = make_loader(run, StepDataset(prepared.eval, padding(cut=cut_in_order, max_rows=sizes.eval)), evaluation)
 
 
 def padding_of(run: Run) -> Callable[..., Collate]:
@@ -67,7 +65,7 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
         sampler=sampler,
         batch_size=None,  # the sampler's items are whole steps
         worker_init_fn=signals.in_worker,
-        collate_fn=received,
+        collate_fn=as_is,
         generator=torch.Generator(),  # or the loader would draw from the global one
         **dict(run.recipe.loader),
     )

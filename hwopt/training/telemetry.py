@@ -23,7 +23,7 @@ from hwopt.training.interval import Counts, Interval
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
     from hwopt.training.run import Run
-from hwopt.hardware.monitor import gpu_monitor, peak_memory_gib
+from hwopt.hardware.monitor import gpu_utilization_reader, peak_memory_gib
 from hwopt.training.listener import Row
 
 
@@ -57,7 +57,7 @@ class Telemetry:
         self.started = self.logged = time.perf_counter()
         self.messages: list[str] = []
         self.stop_error: NonFiniteError | None = None
-        self.monitor = gpu_monitor(self.run.device)
+        self.monitor = gpu_utilization_reader(self.run.device)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
 

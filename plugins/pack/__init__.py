@@ -179,7 +179,7 @@ class Pack(Plugin):
 
     def probe(self, context: Context) -> Decision:
         model = context.model
-        if not model.packs:
+        if not model.supports_packing:
             why = "takes no position ids" if model.is_decoder else "takes no position ids and mask of its own for each document"
             return Decision.skip(f"{model.architecture} {why}: documents in one row would see each other")
         if model.is_decoder and context.job.task.kind == "text-classification":

@@ -31,8 +31,8 @@ class PackedCollate:
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
         longest = max(lengths)
-        tokens = self.padded.most_rows * longest
-        about_two = tokens // -(-self.padded.most_rows // 2)
+        tokens = self.padded.max_rows * longest
+        about_two = tokens // -(-self.padded.max_rows // 2)
         width = tokens if self.flat else max(self.width or about_two, longest)
         return self.filled(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
 
@@ -50,14 +50,14 @@ class PackedCollate:
         samples: Sequence[Mapping[str, np.ndarray]],
         counts: Sequence[int],
         rows: Sequence[Sequence[int]],
-        most_rows: int,
+        max_rows: int,
     ) -> StepBatch:
-        """`rows` of documents, `most_rows` of them in a micro-batch."""
+        """`rows` of documents, `max_rows` of them in a micro-batch."""
         filled = [sum(len(samples[i]["input_ids"]) for i in row) for row in rows]
         parts: list[Part] = []
         start = 0
-        for first in range(0, len(rows), most_rows):
-            number = min(most_rows, len(rows) - first)
+        for first in range(0, len(rows), max_rows):
+            number = min(max_rows, len(rows) - first)
             width = self.padded.widths.of(max(filled[first : first + number]))
             parts.append(Part(start, first, number, width))
             start += number * width

@@ -14,7 +14,7 @@ import pytest
 
 from hwopt import api
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import IN_A_ROW, BadRows
+from hwopt.data.bad_rows import MAX_CONSECUTIVE, BadRows
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Prepared
@@ -124,9 +124,9 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
 
 def test_a_hundred_in_a_row(tmp_path: Path) -> None:
     rows = [good(number) for number in range(400)]
-    fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + IN_A_ROW - 1)))
-    assert len(prepare(fine, tmp_path).train) == 400 - IN_A_ROW + 1
-    source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + IN_A_ROW)))
+    fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
+    assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
+    source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
     with pytest.raises(DataError, match=r"train\.jsonl:150: the 100th row in a row that cannot be used \(.*is it the right file"):
         prepare(source, tmp_path)
 

@@ -11,7 +11,7 @@ import pytest
 
 from hwopt.api import run_folder
 from hwopt.errors import InputError
-from hwopt.system.paths import refuse_bytes
+from hwopt.system.paths import refuse_non_utf8
 from hwopt.testing import finished
 
 C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -70,7 +70,7 @@ def test_names_that_are_not_utf_8(folder: Path) -> None:
     planned = finished([sys.executable, "-m", "hwopt", "plan", os.fsencode(odd / "job.toml"), "--profile", "prof 🦜.toml"], odd)
     assert planned.returncode == 0, planned.stderr
     assert "BertForSequenceClassification" in planned.stdout
-    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': is not a name in UTF-8; give it another name"):
+    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': the name is not UTF-8; rename the file"):
         run_folder(Path(odd.name), None, "run")
 
 
@@ -88,6 +88,6 @@ def test_what_the_screen_cannot_show(capfdbinary: pytest.CaptureFixture[bytes]) 
 
 
 def test_refuse_bytes() -> None:
-    refuse_bytes("träin 🦜.csv", "data:")
-    with pytest.raises(InputError, match=r"data: 'a\\udcff': is not a name in UTF-8; give it another name"):
-        refuse_bytes("a\udcff", "data:")
+    refuse_non_utf8("träin 🦜.csv", "data:")
+    with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; rename the file"):
+        refuse_non_utf8("a\udcff", "data:")

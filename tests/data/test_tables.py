@@ -9,7 +9,7 @@ import pytest
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
-from hwopt.data.tables import columns, read_rows
+from hwopt.data.tables import read_rows, text_columns
 from hwopt.errors import DataError
 
 
@@ -63,7 +63,7 @@ def test_txt_is_one_row(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path) -> None:
     table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode(), "label": [0, 1, 0]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert columns(read_rows(str(tmp_path / "a.parquet")), ["text"]) == [["a", "b", "a"]]
+    assert text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]) == [["a", "b", "a"]]
 
 
 def test_datasets_folders(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def rows_of(table: pa.Table, strict: bool = True) -> Rows:
 
 def test_columns() -> None:
     rows = rows_of(pa.table({"premise": ["a", None], "number": [1, 2], "text": ["x", "y"]}))
-    assert columns(rows, ["text"]) == [["x", "y"]]
+    assert text_columns(rows, ["text"]) == [["x", "y"]]
     with pytest.raises(
         DataError, match=r"t\.csv: has no column 'premises'\. Did you mean 'premise'\? It has: premise, number, text"
     ):
-        columns(rows, ["premises"])
+        text_columns(rows, ["premises"])
     with pytest.raises(DataError, match=r"t\.csv: row 2: 'premise' has no value"):
-        columns(rows, ["premise"])
+        text_columns(rows, ["premise"])
     with pytest.raises(DataError, match=r"t\.csv: column 'number' holds int64, not text"):
-        columns(rows, ["number"])
+        text_columns(rows, ["number"])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.token_store import TokenStore, fingerprint, split_rows, write_folder
+from hwopt.data.token_store import TokenStore, fingerprint, split_rows, write_cache_folder
 from hwopt.errors import DataError, StorageError
 
 
@@ -93,9 +93,9 @@ def test_a_store_is_made_once_and_again_when_it_is_broken(tmp_path: Path) -> Non
     (folder / "labels.npy").write_bytes(b"cut short")
     assert TokenStore.cached(folder, counted).row(0)["labels"] == 100
     (folder / "meta.json").write_text("{")
-    assert TokenStore.cached(folder, counted).is_whole()
+    assert TokenStore.cached(folder, counted).is_complete()
     (folder / "input_ids.npy").unlink()
-    assert TokenStore.cached(folder, counted).is_whole()
+    assert TokenStore.cached(folder, counted).is_complete()
     assert len(made) == 5
     assert sorted(file.name for file in folder.parent.iterdir()) == [".s.left-over", "s"]
 
@@ -106,16 +106,16 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StorageError, match=r"cannot write the cache \(No space left on device\); set HWOPT_CACHE"):
-        write_folder(tmp_path / "cache" / "s", full)
+        write_cache_folder(tmp_path / "cache" / "s", full)
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_two_writers_at_once(tmp_path: Path) -> None:
     def slow(staged: Path) -> None:
-        write_folder(tmp_path / "s", lambda other: (other / "a").write_text("first") and None)
+        write_cache_folder(tmp_path / "s", lambda other: (other / "a").write_text("first") and None)
         (staged / "a").write_text("second")
 
-    write_folder(tmp_path / "s", slow)
+    write_cache_folder(tmp_path / "s", slow)
     assert (tmp_path / "s" / "a").read_text() == "second"
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
 from hwopt.data.tokenizer import Limit, check_vocabulary, choose_padding, encode, load_tokenizer
-from hwopt.data.tokenizer_training import identity, planned_config, train_bpe, train_wordpiece, trained_tokenizer
+from hwopt.data.tokenizer_training import planned_config, tokenizer_fingerprint, train_bpe, train_wordpiece, trained_tokenizer
 from hwopt.errors import DataError, InputError
 
 TEXTS = ["The cat sat on the mat.", "A dog, a cat and a crow!", "Où est le chat?", "cats & dogs\nsat"] * 3
@@ -75,7 +75,7 @@ def test_sizes() -> None:
 def test_trained_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = encoder(tmp_path)
     monkeypatch.setattr("hwopt.data.tokenizer_training.train_wordpiece", None)
-    assert identity(encoder(tmp_path)) == identity(first)
+    assert tokenizer_fingerprint(encoder(tmp_path)) == tokenizer_fingerprint(first)
 
 
 def test_saved_beside_a_model_it_opens_as_it_was(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_saved_beside_a_model_it_opens_as_it_was(tmp_path: Path) -> None:
 
 def test_identity_ignores_what_a_call_leaves_behind(tmp_path: Path) -> None:
     tokenizer = encoder(tmp_path)
-    before = identity(tokenizer)
+    before = tokenizer_fingerprint(tokenizer)
     tokenizer("a cat", truncation=True, max_length=3, padding="max_length")
-    assert identity(tokenizer) == before
+    assert tokenizer_fingerprint(tokenizer) == before
     tokenizer.add_tokens(["snowman"])
-    assert identity(tokenizer) != before
+    assert tokenizer_fingerprint(tokenizer) != before
 
 
 def test_models_without_token_types_get_none(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software, given_memory, has_kernels
-from hwopt.hardware.device import GIB, Hardware, described, limited
+from hwopt.hardware.detect import cgroup_memory, detect, detect_software, has_kernels
+from hwopt.hardware.device import GIB, Hardware, described, with_memory_limit
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
@@ -59,20 +59,20 @@ def test_which_builds_carry_a_card(capability: tuple[int, int], built: list[str]
 
 def test_a_memory_limit() -> None:
     card = described("RTX 3090", (8, 6), 24)
-    assert limited(card, "8GiB").memory_gib == limited(card, "8 GiB").free_memory_gib == 8
-    assert limited(card, "8589.934592MB").memory_gib == 8
-    assert limited(card, "8GiB").memory_limit_gib == 8
+    assert with_memory_limit(card, "8GiB").memory_gib == with_memory_limit(card, "8 GiB").free_memory_gib == 8
+    assert with_memory_limit(card, "8589.934592MB").memory_gib == 8
+    assert with_memory_limit(card, "8GiB").memory_limit_gib == 8
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "more than the 24"), ("8gib", "unit")],
+    [("8", "unit"), ("eight GiB", "unit"), ("0GiB", "above 0"), ("32GiB", "exceeds the 24"), ("8gib", "unit")],
 )
-def test_limits_that_cannot_be_held_to(limit: str, expected: str) -> None:
+def test_memory_limit_rejects_invalid_sizes(limit: str, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
-        limited(described("RTX 3090", (8, 6), 24), limit)
+        with_memory_limit(described("RTX 3090", (8, 6), 24), limit)
     with pytest.raises(InputError):
-        limited(Hardware("cpu", "a CPU", 64, 64), limit)
+        with_memory_limit(Hardware("cpu", "a CPU", 64, 64), limit)
 
 
 def test_detecting_this_machine() -> None:
@@ -83,8 +83,8 @@ def test_detecting_this_machine() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_a_container_may_use(version: int, tmp_path: Path) -> None:
-    """The tightest of the groups that the process is in; files that are cached count as free."""
+def test_container_memory_is_the_smallest_cgroup_limit(version: int, tmp_path: Path) -> None:
+    """Cached files count as free."""
     own, groups = tmp_path / "cgroup", tmp_path / "groups"
     own.write_text("0::/pod/box\n" if version == 2 else "5:cpu:/\n4:memory:/pod/box\n0::/\n")
     names = ("max", "current", "inactive_file") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
@@ -93,5 +93,5 @@ def test_what_a_container_may_use(version: int, tmp_path: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         for name, value in ((names[0], most), (names[1], 5 * GIB), ("stat", f"anon 7\n{names[2]} {GIB}\n")):
             (place / f"memory.{name}").write_text(str(value))
-    assert given_memory(groups, own) == (32 * GIB, 4 * GIB)
-    assert given_memory(groups, tmp_path / "nothing") == (None, 0)
+    assert cgroup_memory(groups, own) == (32 * GIB, 4 * GIB)
+    assert cgroup_memory(groups, tmp_path / "nothing") == (None, 0)

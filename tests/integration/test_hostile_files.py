@@ -30,7 +30,7 @@ from hwopt.data.token_store import TokenStore
 from hwopt.errors import DataError, InputError
 from hwopt.memory.tracer import kept
 from hwopt.model.config import load_config
-from hwopt.model.facts import facts_of
+from hwopt.model.facts import model_facts
 from hwopt.report.terminal import Terminal, say, table
 from hwopt.testing import TINY_BERT, finished, write_samples
 
@@ -389,10 +389,10 @@ def test_spoiled_caches_are_made_anew(content: bytes | None, folder: Path) -> No
     if content is None:
         content = pickle.dumps(Payload(trace))
     config = load_config(None, TINY_BERT)
-    made = facts_of(config, "text-classification", "a model", Path("models"))
+    made = model_facts(config, "text-classification", "a model", Path("models"))
     (file,) = Path("models").iterdir()
     file.write_bytes(content)
-    assert facts_of(config, "text-classification", "a model", Path("models")) == made
+    assert model_facts(config, "text-classification", "a model", Path("models")) == made
     Path("trace.npz").write_bytes(content)
     assert kept(Path("trace.npz"), dict) == {}
     np.savez("trace.npz", **{"train.base/x": np.array([Payload(trace)], dtype=object)})

@@ -502,7 +502,7 @@ def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
         if code == 6:
             assert status(run)["exit_code"] == 6
             said = status(run)["message"]
-            assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} of them were written; |and )\d+\.\d{3} GiB are free", said), said
+            assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} GiB were written, |and )\d+\.\d{3} GiB are free", said), said
         done = max((step for step, _ in logged_steps(run)), default=0)
         # the one that was being written is lost; training goes on beside it until the next one is due
         newest = newest_whole(run)

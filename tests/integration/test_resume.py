@@ -476,7 +476,7 @@ def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     recorder = Recorder()
     api.execute(make_plan(whole), run, recorder, cache=whole / "cache", resume=True)
-    assert "checkpoint-6 is not whole: model.safetensors was changed" in recorder.warnings[0]
+    assert "checkpoint-6 is not whole: model.safetensors does not match its SHA-256" in recorder.warnings[0]
     assert (run / "checkpoint-6.damaged").is_dir()
     assert same(run, whole / "run")
 

@@ -112,7 +112,7 @@ def test_any_size_follows_from_two(hardware: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_most_rows_fit_and_one_more_does_not(width: int, budget: float) -> None:
     scaled = tiny_trace().train
-    most = scaled.most_rows(width, budget)
+    most = scaled.max_rows(width, budget)
     assert most == 0 or scaled.at(most, width).peak().bytes <= budget
     assert scaled.at(most + 1, width).peak().bytes > budget
 

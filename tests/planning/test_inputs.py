@@ -16,7 +16,7 @@ from hwopt.config.validation import _fields_at
 from hwopt.errors import DataError, InputError, StorageError, is_gated
 from hwopt.memory.tracer import kept
 from hwopt.model.config import load_config
-from hwopt.model.facts import facts_of
+from hwopt.model.facts import model_facts
 from hwopt.planning.inputs import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
 from hwopt.plugin.registry import Registry
 from hwopt.runs.folder import run_folder
@@ -94,23 +94,23 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.toml").write_text('[model]\nname = "private/model"\n[data]\ntrain = "rows.jsonl"\n')
-    with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot be looked at: Permission denied"):
+    with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot access: Permission denied"):
         refuse_mistakes(["cpu"], None, [], None)
-    with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot be looked at: Permission denied"):
+    with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot access: Permission denied"):
         refuse_mistakes(["cpu"], None, ["model.name=private/m"], None)
     Path("other.toml").write_text('[model]\nname = "."\n[data]\ntrain = "private"\n')
-    with pytest.raises(DataError, match=r"data 'private/.*': cannot be looked at: Permission denied"):
+    with pytest.raises(DataError, match=r"data 'private/.*': cannot access: Permission denied"):
         refuse_missing_data(Path("other.toml"), [])
     for path in (locked / "run", locked / "run" / "checkpoint-5"):
-        with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot be looked at: Permission denied"):
+        with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot access: Permission denied"):
             checkpoint_in(path)
 
 
 def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
-    assert facts_of(config, "text-classification", "a model", locked / "models").parameters > 0
+    assert model_facts(config, "text-classification", "a model", locked / "models").parameters > 0
     assert kept(locked / "trace.npz", dict) == {}
-    with pytest.raises(StorageError, match=r"private/.*: the cache cannot be looked at .* set HWOPT_CACHE"):
+    with pytest.raises(StorageError, match=r"private/.*: cannot access the cache .* set HWOPT_CACHE"):
         find_job(None, [], locked)
 
 
@@ -128,10 +128,10 @@ def special(kind: str, path: Path) -> None:
     ("kind", "said"),
     [
         ("folder", "is a folder"),
-        ("pipe", "is no regular file"),
-        ("loop", "cannot be looked at"),
+        ("pipe", "is not a regular file"),
+        ("loop", "cannot access"),
         ("lost", r"is a link that leads nowhere \('nowhere\.toml'\)"),
-        ("device", "is no regular file"),
+        ("device", "is not a regular file"),
     ],
 )
 def test_what_goes_by_the_name_of_a_job_is_meant(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

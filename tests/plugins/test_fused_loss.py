@@ -21,7 +21,7 @@ from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measured
 from hwopt.memory.tracer import traced
 from hwopt.model.config import load_config
-from hwopt.model.facts import ModelFacts, facts_of
+from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import FusedLoss, in_chunks, liger_cross_entropy, linear_cross_entropy
@@ -411,7 +411,7 @@ def test_skips():
         (SIZES | {"model_type": "cohere"}, "logit_scale = 0.0625"),
         (SIZES | {"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling = 8.0"),
         (GEMMA | {"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0"),
-        (SIZES | {"model_type": "biogpt"}, "cannot be seen"),
+        (SIZES | {"model_type": "biogpt"}, "are unknown"),
         (GEMMA, None),
         (TINY_LLAMA, None),
         (GPT2, None),
@@ -421,7 +421,7 @@ def test_skips():
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_what_models_do_to_their_logits(config, seen, tmp_path):
-    facts = [facts_of(load_config(None, config), "causal-lm", "tiny", tmp_path) for _ in range(2)]
+    facts = [model_facts(load_config(None, config), "causal-lm", "tiny", tmp_path) for _ in range(2)]
     assert facts[0] == facts[1], "the second one is from the cache"
     if seen is None:
         assert facts[0].logit_transform is None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
 from hwopt.plugin.guard import raise_plugin_error
 from hwopt.system import atomic_folder as storage
-from hwopt.system.atomic_folder import MANIFEST, find_corruption, recover, staged, write_json
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, repair_interrupted_write, staged, write_json
 
 FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/adapter.safetensors": b"more" * 100, "empty": b""}
 
@@ -60,7 +60,7 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
     at = int(place * len(before))
     path.write_bytes(before[:at] + bytes([before[at] ^ flip]) + before[at + 1 :])
     try:
-        # white space of the manifest may become other white space, which says the same
+        # changed white space in the manifest has no effect
         assert find_corruption(whole) or (name == MANIFEST and before[at : at + 1].isspace())
     finally:
         path.write_bytes(before)
@@ -104,7 +104,7 @@ def test_a_file_that_nobody_wrote_is_named(whole: Path) -> None:
         (b"", "cannot be read"),
         (b"[]", "cannot be read"),
         (b'{"format": 1, "files": {"config.json": 3}}', "cannot be read"),
-        (b'{"format": 2, "files": {}}', "is of format 2"),
+        (b'{"format": 2, "files": {}}', "has format 2"),
         (b"\xff\xfe", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
     ],
@@ -164,7 +164,7 @@ def every_call_of_a_process_that_dies(folder: Path, calls: range) -> None:
         target = folder / str(call) / "checkpoint-1"
         write(target, b"old")
         code = killed_at(target, call)
-        recover(target)
+        repair_interrupted_write(target)
         marks.add(mark_of(target))
         assert [path.name for path in target.parent.iterdir()] == [target.name]
         if code == 0:
@@ -209,9 +209,9 @@ def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
             counted = failing(call, OSError(28, "No space left on device"), patched)
             said = message_of(target)
-        assert not said or f"{target} could not be written: No space left on device (it needs " in said
+        assert not said or f"{target} could not be written: No space left on device (needs " in said
         assert not said or "GiB are free" in said
-        recover(target)
+        repair_interrupted_write(target)
         assert mark_of(target) in (b"old", b"new")
         if counted[0] < call:
             assert mark_of(target) == b"new"

@@ -53,5 +53,5 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     job = job_of(model={"name": str(tmp_path)})
     config = load_config(str(tmp_path), None)
     prepared = Prepared(None, None, None, ("a", "b"))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"model\.name: .* has no weights as safetensors, and hwopt opens no pickles"):
+    with pytest.raises(InputError, match=r"model\.name: .* has no weights in safetensors format, and hwopt does not"):
         make_task(job).load_model(job, config, prepared, {})

@@ -52,7 +52,7 @@ def cut_step(run: Run, groups: list[list[int]]) -> StepBatch:
     samples = tuple(range(sum(map(len, groups))))
     count = int(dataset.store.counts[list(samples)].sum())
     collate = dataset.collate.__class__(
-        cut=lambda lengths, rows: groups, most_rows=ROWS, pad_id=dataset.collate.pad_id, mask=dataset.collate.mask
+        cut=lambda lengths, rows: groups, max_rows=ROWS, pad_id=dataset.collate.pad_id, mask=dataset.collate.mask
     )
     return type(dataset)(dataset.store, collate)[Step(0, 0, samples, count)]
 
