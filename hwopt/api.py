@@ -30,7 +30,7 @@ from hwopt.planning.resolve import hardware_of_card
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
-from hwopt.runs.folder import folder_to_go_on_in, run_folder
+from hwopt.runs.folder import folder_for_resume, run_folder
 from hwopt.saving.reader import checkpoint_in
 from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
@@ -136,7 +136,7 @@ __all__ = [
     "checkpoint_says",
     "execute",
     "find_job",
-    "folder_to_go_on_in",
+    "folder_for_resume",
     "resolve",
     "run_folder",
     "spread_over_ranks",
