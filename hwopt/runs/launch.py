@@ -1,9 +1,9 @@
 """`hwopt run --processes N`: start the ranks with Accelerate's launcher, and print one message if they fail.
 
 Accelerate's launcher turns every exit code into 1 and prints its own traceback, and every rank would print the same message. So a
-rank reports its error to this process (`rank_errors`), which prints the cause and exits with its code, also found in
-`status.json`. The ranks run in sessions of their own: a signal from the terminal reaches this process only, which forwards it once,
-as SIGTERM. SIGINT would print a traceback in a rank that is still importing.
+rank reports its error to this process (`rank_errors`), which prints the cause, exits with its code and writes the code to
+`status.json`. The ranks run in sessions of their own: a signal from the terminal reaches this process only. This process forwards
+it once, as SIGTERM: SIGINT would print a traceback in a rank that is still importing.
 """
 
 from __future__ import annotations

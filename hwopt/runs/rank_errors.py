@@ -75,8 +75,8 @@ def reported_errors(failures: Mapping[int, ProcessFailure]) -> dict[int, RankErr
 def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) -> Outcome:
     """Return the error that made a launch fail.
 
-    In this order: the rank whose watchdog killed the others, a rank that died without a report, the first error that no other rank
-    caused, and a signal that a rank received.
+    In this order: the rank whose watchdog killed the others, a rank that died without a report, the first error that no other
+    rank caused, and a signal that a rank received.
     """
     errors = reported_errors(failures)
     first_death = min((failure.timestamp for failure in failures.values()), default=0)

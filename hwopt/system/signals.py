@@ -1,8 +1,8 @@
 """Handlers for SIGINT and SIGTERM that let a run finish its step and save.
 
 The handlers remember the first signal: Python discards an exception that a handler raises inside a callback (for example while
-torch forks a data-loading worker). A signal to the whole process group also kills the workers, so their death is an effect, not the
-cause. Inside `deferred()` the first signal only sets a flag, and a second signal ends the process. Outside, a signal raises.
+torch forks a data-loading worker). A signal to the whole process group also kills the workers, so their death is an effect, not
+the cause. Inside `deferred()` the first signal only sets a flag, and a second signal ends the process. Outside, a signal raises.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def record_remote_signal(code: int) -> None:
 
 @contextmanager
 def deferred(on_first_signal: Callable[[int], None] = lambda number: None) -> Iterator[None]:
-    """Inside the block, the first signal raises nothing: it calls `on_first_signal(number)`, and `received()` returns its code."""
+    """Inside the block, the first signal does not raise: it calls `on_first_signal(number)` and sets `received()`."""
     _on_first_signal.append(on_first_signal)
     try:
         yield
@@ -130,8 +130,8 @@ def exception_for(code: int) -> BaseException:
 def init_worker(worker: int) -> None:
     """Set up the signals of a data-loading worker (torch's `worker_init_fn`).
 
-    A signal to the process group also reaches the workers, and the run still needs their batches: a worker ignores SIGINT, and ends
-    `WORKER_GRACE_SECONDS` after SIGTERM. SIGUSR1 prints the worker's stack.
+    A signal to the process group also reaches the workers, and the run still needs their batches: a worker ignores SIGINT, and
+    ends `WORKER_GRACE_SECONDS` after SIGTERM. SIGUSR1 prints the worker's stack.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_worker_later)
