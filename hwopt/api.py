@@ -15,11 +15,11 @@ from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import limited
 from hwopt.memory import planner
-from hwopt.memory.advice import advised
+from hwopt.memory.advice import with_changes
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
-from hwopt.memory.measured import with_measured
-from hwopt.memory.sharding import Comparison, compared
+from hwopt.memory.measured import with_measurement
+from hwopt.memory.sharding import Comparison, compare_schemes
 from hwopt.model.config import load_config
 from hwopt.model.facts import facts_of
 from hwopt.model.remote_code import trusted
@@ -92,7 +92,7 @@ def resolve(
     plan = resolved({})
     if plan.chose:
         chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
-        plan = planner.walk(plan, resolved, cache, chosen_before)
+        plan = planner.resolve_choices(plan, resolved, cache, chosen_before)
     notes = [f"profile auto: {reason}"] if reason else []
     notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted()]
     job_name = job_file.document.name
@@ -119,15 +119,15 @@ def with_memory(
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", "plugins.batch.train"):
-            memory = with_measured(plan, memory, lengths.labels)
+            memory = with_measurement(plan, memory, lengths.labels)
     if not memory.fits:
-        memory = advised(plan, memory, registry or Registry(), replan, cache)
+        memory = with_changes(plan, memory, registry or Registry(), replan, cache)
     return replace(plan, memory=memory)
 
 
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
     """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
-    return compared(plan, ranks, cache or cache_folder())
+    return compare_schemes(plan, ranks, cache or cache_folder())
 
 
 __all__ = [

@@ -22,7 +22,7 @@ from hwopt.errors import (
 from hwopt.interop.accelerate import exports_of
 from hwopt.interop.launcher_environment import refuse_contradictions
 from hwopt.memory import planner
-from hwopt.memory.advice import advised
+from hwopt.memory.advice import with_changes
 from hwopt.memory.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
@@ -76,7 +76,7 @@ class MemoryLimits(Listener):
         self.cache = cache
 
     def ran_out_of_memory(self, run: Run, rows: int) -> None:
-        planner.held(run.plan, self.cache, rows)
+        planner.record_oom(run.plan, self.cache, rows)
 
 
 class Execution:
@@ -183,7 +183,7 @@ def advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
         memory = plan.memory or planner.plan_memory(plan, cache)
-        changes = advised(plan, memory, Registry(), replan, cache).changes
+        changes = with_changes(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
     sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the back-off tried single rows already
