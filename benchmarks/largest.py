@@ -94,13 +94,13 @@ def step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     import torch
 
     from hwopt.memory.dry_run import Shape
-    from hwopt.memory.measured import measured
+    from hwopt.memory.measured import measure_peak
 
     plan, _ = planned(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * 2**30 / total))
-    print(f"measured peak {measured(plan, Shape(plan.batch.train, options.length), 2) / 2**30:.2f} GiB")
+    print(f"measured peak {measure_peak(plan, Shape(plan.batch.train, options.length), 2) / 2**30:.2f} GiB")
 
 
 def main() -> None:

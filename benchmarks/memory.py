@@ -117,9 +117,9 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured bytes of a training step and an evaluation."""
     from hwopt import api
     from hwopt.memory.dry_run import Shape
-    from hwopt.memory.measured import measured
-    from hwopt.memory.planner import bucket_bytes, held_part, training_step
-    from hwopt.memory.tracer import traced
+    from hwopt.memory.measured import measure_peak
+    from hwopt.memory.planner import bucket_bytes, on_one_device, training_step
+    from hwopt.memory.tracer import trace_plan
 
     rows, width = shape_of(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
@@ -130,7 +130,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
     began = time.perf_counter()
-    trace, beside = held_part(plan, traced(plan, width, 2)), bucket_bytes(plan)
+    trace, beside = on_one_device(plan, trace_plan(plan, width, 2)), bucket_bytes(plan)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
     step = training_step(plan, Shape(rows, width), trace, 2, None)
@@ -138,7 +138,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
         # torch's profiler does not see what another thread releases (gloo's, of what it has reduced), which then counts for
         # ever; of two readings the smaller has lost less
-        found[f"measured_{what}"] = min(measured(plan, Shape(rows, width), 2, what) for _ in range(2))
+        found[f"measured_{what}"] = min(measure_peak(plan, Shape(rows, width), 2, what) for _ in range(2))
     return found
 
 

@@ -15,11 +15,11 @@ from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import with_memory_limit
 from hwopt.memory import planner
-from hwopt.memory.advice import advised
+from hwopt.memory.advice import with_changes
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
-from hwopt.memory.measured import with_measured
-from hwopt.memory.sharding import Comparison, compared
+from hwopt.memory.measured import with_measurement
+from hwopt.memory.sharding import Comparison, compare_schemes
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import trusted_models
@@ -30,7 +30,7 @@ from hwopt.planning.resolve import hardware_of_card
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
-from hwopt.runs.folder import folder_to_go_on_in, run_folder
+from hwopt.runs.folder import folder_for_resume, run_folder
 from hwopt.saving.reader import checkpoint_in
 from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
@@ -92,7 +92,7 @@ def resolve(
     plan = resolved({})
     if plan.chose:
         chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
-        plan = planner.walk(plan, resolved, cache, chosen_before)
+        plan = planner.resolve_choices(plan, resolved, cache, chosen_before)
     notes = [f"profile auto: {reason}"] if reason else []
     notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
     job_name = job_file.document.name
@@ -119,15 +119,15 @@ def with_memory(
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", "plugins.batch.train"):
-            memory = with_measured(plan, memory, lengths.labels)
+            memory = with_measurement(plan, memory, lengths.labels)
     if not memory.fits:
-        memory = advised(plan, memory, registry or Registry(), replan, cache)
+        memory = with_changes(plan, memory, registry or Registry(), replan, cache)
     return replace(plan, memory=memory)
 
 
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
     """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
-    return compared(plan, ranks, cache or cache_folder())
+    return compare_schemes(plan, ranks, cache or cache_folder())
 
 
 __all__ = [
@@ -136,7 +136,7 @@ __all__ = [
     "checkpoint_says",
     "execute",
     "find_job",
-    "folder_to_go_on_in",
+    "folder_for_resume",
     "resolve",
     "run_folder",
     "spread_over_ranks",

@@ -145,18 +145,18 @@ def run_command(arguments: list[str]) -> int:
             error.show()
         return error.exit_code
     except click.Abort:  # what click makes of KeyboardInterrupt
-        from hwopt.runs.launch import leave_note
+        from hwopt.runs.rank_errors import report_error
 
-        leave_note(130, ENDINGS[130], secondhand=False)
+        report_error(130, ENDINGS[130])
         return 130
     except BaseException as error:
-        from hwopt.runs.launch import leave_note
+        from hwopt.runs.rank_errors import report_error
         from hwopt.system import signals
 
         code = signals.exit_code(error)
         message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {safe_str(error)}"))
         message = printable(message)
-        if not leave_note(code, message, secondhand=getattr(error, "secondhand", False)):
+        if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
             with contextlib.suppress(OSError):
                 click.echo(message, err=True)
         return code

@@ -53,14 +53,14 @@ def run(
     from hwopt.runs.folder import run_folder
     from hwopt.runs.launch import ranks_to_start, run_ranks
     from hwopt.saving.reader import checkpoint_in
-    from hwopt.system.ranks import rank_and_world, refuse_lost_ranks
+    from hwopt.system.ranks import rank_and_world, refuse_missing_rendezvous
 
     # a bad name, or one that is taken, is said before the work, not after; so are data that are missing
     run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
     if resume_from is not None:
         resume_from = checkpoint_in(resume_from)
     ranks = 1 if processes is None else ranks_to_start(processes, os.environ)
-    refuse_lost_ranks(os.environ)
+    refuse_missing_rendezvous(os.environ)
     rank, world_size = rank_and_world(os.environ)
     refuse_missing_data(job, assignments)
     if ranks > 1:
@@ -97,7 +97,7 @@ def run(
     if resume_from is None:
         folder = api.run_folder(output_dir, name, default, resume=resume, fresh=fresh)
     else:
-        folder = api.folder_to_go_on_in(resume_from, output_dir, name, default)
+        folder = api.folder_for_resume(resume_from, output_dir, name, default)
     if resume and name is None and plan.chose:
         before = api.checkpoint_says(folder)
         plan = resolved()
@@ -108,7 +108,7 @@ def run(
         show_plan(console, plan)
         show_forecast(console, plan)
     screen = Screen(console)
-    signals.listen()
+    signals.install_handlers()
     try:
         api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh)
     finally:

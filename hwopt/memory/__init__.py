@@ -1,1 +1,1 @@
-"""The memory planner: whether a plan fits its device, and what to change where it does not."""
+"""The memory planner: predicts whether a plan fits its device, and suggests changes if it does not."""

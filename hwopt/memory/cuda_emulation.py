@@ -1,8 +1,13 @@
-"""What a CUDA device does otherwise than a CPU where memory is concerned, done on fake CPU tensors.
+"""Makes fake CPU tensors use memory as tensors of a CUDA device do.
 
-Fake CUDA tensors need a CUDA build of torch, and a plan is made on any machine. Four differences matter: which operations
-autocast computes in fp32 and so copies, the attention kernel (flash and memory-efficient keep no score matrix), dropout's mask
-of a byte, and optimizers that work on all tensors at once. Process-wide while it lasts: for a child process.
+Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any machine. Four differences matter:
+
+* the operations that autocast computes in fp32 and so copies;
+* the attention kernel: flash and memory-efficient attention store no score matrix;
+* dropout's mask of one byte;
+* optimizers that work on all tensors at once.
+
+The emulation affects the whole process, so use a child process.
 Source: torch's aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp,
 cuda/attention_backward.cu); its notes on CUDA semantics, "cuBLAS workspaces".
 """
@@ -24,40 +29,41 @@ from hwopt.hardware.device import Hardware
 aten = torch.ops.aten
 
 GRANULARITY = 512
-"""torch's caching allocator rounds sizes up to this, in bytes."""
+"""Bytes to which torch's caching allocator rounds sizes up."""
 
-FULL_PRECISION = (
+AUTOCAST_TO_FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "rms_norm", "group_norm"),
     *("nll_loss", "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "logsumexp", "cdist", "dist"),
     *("binary_cross_entropy_with_logits", "cosine_similarity", "prod", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "sum"),
 )
-"""Operations that CUDA's autocast computes in fp32; the CPU's computes most of them in whatever comes."""
+"""Operations that autocast computes in fp32 on CUDA, but most of them in the input's dtype on a CPU."""
 
 
-OF_TWO_TENSORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
+BINARY_OPERATORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
 
 
-def allocates_like(hardware: Hardware) -> int:
+def allocation_granularity(hardware: Hardware) -> int:
+    """Return the number of bytes to whose multiples the allocator rounds sizes up."""
     return GRANULARITY if hardware.device_type == "cuda" else 1
 
 
-def cublas_workspace(hardware: Hardware) -> int:
-    """Bytes that torch holds for cuBLAS once the first product has run (its documented default sizes)."""
+def cublas_workspace_bytes(hardware: Hardware) -> int:
+    """Return the bytes that torch allocates for cuBLAS at the first matrix product (documented default sizes)."""
     if hardware.compute_capability is None:
         return 0
     return 32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)
 
 
 @contextmanager
-def as_on(hardware: Hardware) -> Iterator[None]:
-    """Fake CPU tensors inside the block behave like tensors of `hardware`."""
+def emulated(hardware: Hardware) -> Iterator[None]:
+    """Make fake CPU tensors inside the block behave like tensors of `hardware`."""
     if hardware.device_type != "cuda":
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    for name in FULL_PRECISION:
+    for name in AUTOCAST_TO_FP32:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet), overload or "default")
         library.impl(name, partial(in_full_precision, op), "AutocastCPU")
@@ -83,12 +89,14 @@ def _widened(value: Any) -> Any:
     return value.float() if half else value
 
 
-def dropout(plain: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA's fused dropout, which keeps a mask of one byte an element."""
+def dropout(
+    original: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Fused dropout of CUDA, which stores a mask of one byte per element."""
     if not training or not 0 < p < 1:
-        return plain(input, p, training, inplace)
-    kept: Tensor = aten.native_dropout(input, p, True)[0]
-    return kept
+        return original(input, p, training, inplace)
+    out: Tensor = aten.native_dropout(input, p, True)[0]
+    return out
 
 
 def attention(
@@ -102,18 +110,18 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention with the kernel that `hardware` would take."""
+    """`scaled_dot_product_attention` with the kernel that torch would choose on `hardware`."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
-    kernel = kernel_for(hardware, query, key, attn_mask is not None, dropout_p)
+    kernel = attention_kernel(hardware, query, key, attn_mask is not None, dropout_p)
     if kernel == "flash":
         size = query.shape[-1]
         padded = [torch.nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (query, key, value)]
         out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return _first(out, size)
+        return _unpadded(out, size)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         additive = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = additive.masked_fill_(attn_mask.logical_not(), -torch.inf)
@@ -123,32 +131,32 @@ def attention(
                 attn_mask = torch.nn.functional.pad(attn_mask, (0, -attn_mask.shape[-1] % 16))[..., : key.shape[-2]]
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         out = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
-        return _first(out[0], value.shape[-1])
+        return _unpadded(out[0], value.shape[-1])
     out = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    return _first(out[0], value.shape[-1])
+    return _unpadded(out[0], value.shape[-1])
 
 
-def _first(out: Tensor, size: int) -> Tensor:
+def _unpadded(out: Tensor, size: int) -> Tensor:
     return out if out.shape[-1] == size else out[..., :size]
 
 
-def kernel_for(hardware: Hardware, query: Tensor, key: Tensor, masked: bool, dropout_p: float) -> str:
-    """The first of the enabled kernels, in the order of preference that is set, whose conditions hold."""
+def attention_kernel(hardware: Hardware, query: Tensor, key: Tensor, masked: bool, dropout_p: float) -> str:
+    """Return the first enabled kernel, in the configured order of preference, that supports the inputs."""
     from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
     size, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
     grouped = query.shape[1] != key.shape[1]
     no_wide_heads = hardware.compute_capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     wide = no_wide_heads and query.requires_grad and (192 < size <= 224 or (size > 224 and dropout_p > 0))
-    able = {
+    supported = {
         SDPBackend.FLASH_ATTENTION: bool(hardware.can("flash_attention")) and half and not masked and size <= 256 and not wide,
         SDPBackend.EFFICIENT_ATTENTION: bool(hardware.can("efficient_attention")) and not grouped,
     }
     names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
     for backend in _cur_sdpa_kernel_backends(with_priority=True):
-        if able.get(backend, False):
+        if supported.get(backend, False):
             return names[backend]
         if backend == SDPBackend.MATH:
             break
@@ -156,14 +164,17 @@ def kernel_for(hardware: Hardware, query: Tensor, key: Tensor, masked: bool, dro
 
 
 def flash_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
-    """The fp32 sum of the query's gradients and the row sums."""
+    """Return the bytes of the query's fp32 gradient accumulator and of the row sums."""
     rows, heads, length, size = query.shape
     rounded = ceil(length / 128) * 128
     return rows * heads * rounded * (ceil(size / 32) * 32 + 1) * 4
 
 
 def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
-    """Row sums, and for half precision the gradients' sums in fp32 (of keys and values where heads do not fit registers)."""
+    """Return the bytes of the row sums and, in half precision, of the fp32 gradient accumulators.
+
+    Keys and values have an accumulator only for head sizes above 128.
+    """
     rows, heads, length, size = query.shape
     sums = rows * heads * length * 4
     if query.dtype == torch.float32:
@@ -171,8 +182,8 @@ def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> i
     return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
 
 
-def promoted(one: Any, other: Any, **_: Any) -> int:
-    """Copies of operands in the dtype that both have in common, which a CPU's kernels make whole and CUDA's in registers."""
+def promotion_copies(one: Any, other: Any, **_: Any) -> int:
+    """Return the bytes of operands copied to the common dtype. CPU kernels copy whole tensors, CUDA kernels use registers."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return 0
     common = torch.result_type(one, other)
@@ -180,9 +191,9 @@ def promoted(one: Any, other: Any, **_: Any) -> int:
 
 
 def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
-    """What kernels of `hardware` allocate inside, by operator."""
+    """Return functions for the bytes that kernels of `hardware` allocate internally, by operator."""
     if hardware.device_type != "cuda":
-        return dict.fromkeys(OF_TWO_TENSORS, promoted)
+        return dict.fromkeys(BINARY_OPERATORS, promotion_copies)
     return {
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,

@@ -1,7 +1,7 @@
-"""Rehearsal: one optimizer step of a plan's own recipe on made-up samples, on fake tensors or on real ones.
+"""Dry run: one optimizer step of a plan's recipe with dummy samples, on fake or on real tensors.
 
-The very loop, engine and recipe run, so that a plugin that nobody here has heard of is counted. The optimizer's state is made
-first, as every step after the first one has it; where a step has several micro-batches, the gradients of earlier ones are there.
+The recipe and the engine of the plan run, so that the memory of any plugin is counted. The optimizer's state is created first, as
+it exists in every step after the first. If a step has several micro-batches, the gradients of earlier ones are created too.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from hwopt.training.run import Run
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a micro-batch: rows, and tokens of the longest one."""
+    """The shape of a micro-batch: rows, and tokens of the longest row."""
 
     rows: int
     width: int
 
 
 class FakeAccelerator:
-    """What `build` needs of an Accelerator, without its processes and devices."""
+    """The part of an Accelerator that `build` uses, without processes and devices."""
 
     scaler = None
 
@@ -60,7 +60,7 @@ class FakeAccelerator:
         self.device, self.precision = device, precision
 
     def prepare_model(self, model: Any, evaluation_mode: bool = False) -> Any:
-        """The model under autocast with fp32 outputs, as Accelerate's `prepare_model` makes it."""
+        """Return the model under autocast with fp32 outputs, as Accelerate's `prepare_model` does."""
         if self.precision not in ("fp16", "bf16"):
             return model
         from accelerate.utils import convert_outputs_to_fp32
@@ -71,8 +71,8 @@ class FakeAccelerator:
         return model
 
 
-def spec_of(plan: Plan) -> MemorySpec:
-    """The sums and stand-ins of the plan's plugins, in their order."""
+def memory_spec(plan: Plan) -> MemorySpec:
+    """Return the memory facts and stand-ins that the plan's plugins declare (`Plugin.memory`)."""
     spec = MemorySpec(plan.model.parameters, plan.model.parameters)
     for entry in plan.applied():
         with plugin_guard(entry.who, "memory()"):
@@ -80,29 +80,29 @@ def spec_of(plan: Plan) -> MemorySpec:
     return spec
 
 
-def recipe_on_fakes(plan: Plan) -> Recipe:
-    """The plan's recipe written anew, with stand-ins for what fake tensors cannot run."""
+def fake_recipe(plan: Plan) -> Recipe:
+    """Return the plan's recipe, written again with stand-ins for what fake tensors cannot run."""
     recipe = write_recipe(plan.entries, plan.context)
     if recipe.schedule is None:
-        recipe.schedule = constant  # the library's take a second to import
-    for slot, stand_in in spec_of(plan).stand_ins.items():
+        recipe.schedule = constant_schedule  # transformers' schedules take a second to import
+    for slot, stand_in in memory_spec(plan).stand_ins.items():
         with recipe.written_by(recipe.author_of(slot)):
             setattr(recipe, slot, stand_in)
     return recipe
 
 
-def constant(step: int, total: int) -> float:
+def constant_schedule(step: int, total: int) -> float:
     return 1.0
 
 
 @contextmanager
-def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *, real: bool = False) -> Iterator[Run]:
-    """A run of `recipe` without data and weights, up to its engine. It is no subject of evidence, and compiles nothing.
+def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *, real: bool = False) -> Iterator[Run]:
+    """Yield a run of `recipe` without data and weights, built up to its engine. Compiles nothing and collects no evidence.
 
-    `real`: an engine that the recipe brings gets the Accelerator that it was made for.
+    With `real`, an engine of the recipe gets a real Accelerator.
     """
     with ExitStack() as stack:
-        for enter in recipe.process if real or recipe.engine is None else []:  # an engine's are for its ranks
+        for enter in recipe.process if real or recipe.engine is None else []:  # the contexts of an engine need its ranks
             stack.enter_context(guarded_context(enter))
         accelerator: Any = FakeAccelerator(device, recipe.accelerator.get("mixed_precision", "no"))
         if real and recipe.engine is not None:
@@ -121,17 +121,17 @@ def rehearsing(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
             accelerator=accelerator,
             prepared=Prepared(rows, None, tokenizer, names),
         )
-        adopt_model(run, made_up_model(run))
+        adopt_model(run, dummy_model(run))
         build_optimizer(run)
-        run.scaler = None  # a number more; its overflow check reads the host
+        run.scaler = None  # its memory is one number, and its overflow check reads the device
         run.engine = (recipe.engine or Engine)(run)
         if recipe.collate is None:
             stack.enter_context(skip_packed_row_search())
         yield run
 
 
-def made_up_model(run: Run) -> Any:
-    """The plan's architecture with made-up weights."""
+def dummy_model(run: Run) -> Any:
+    """Return the plan's model with constant weights."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -150,12 +150,12 @@ def made_up_model(run: Run) -> Any:
         model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(0.01)  # what memory holds may not be finite, and the update would then be left out
+            parameter.fill_(0.01)  # uninitialized memory may not be finite, and the update would be skipped
     return model
 
 
-def micro_batch_of(run: Run, shape: Shape, *, training: bool, times: int = 1) -> StepBatch:
-    """One micro-batch of samples of `shape.width` tokens, the last one a token shorter, so that padding is there; or several."""
+def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1) -> StepBatch:
+    """Return a step batch of `times` micro-batches of `shape`. The last sample is one token shorter, so that there is padding."""
     rows, width = shape.rows, shape.width
     lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
@@ -175,8 +175,8 @@ def micro_batch_of(run: Run, shape: Shape, *, training: bool, times: int = 1) ->
     return batch
 
 
-def state_first(run: Run, tracker: Tracker | None = None) -> None:
-    """Give the optimizer its state, as after the first step."""
+def make_optimizer_state(run: Run, tracker: Tracker | None = None) -> None:
+    """Create the optimizer's state, as after the first step."""
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -186,8 +186,8 @@ def state_first(run: Run, tracker: Tracker | None = None) -> None:
         tracker.label(state, "optimizer_state")
 
 
-def label_weights(run: Run, tracker: Tracker) -> None:
-    """Tell apart what building has left behind, and have gradients told apart as they come."""
+def label_storages(run: Run, tracker: Tracker) -> None:
+    """Label weights and masters, and the gradients when they are allocated."""
     own = list(run.inner_model.parameters())
     known = {id(parameter) for parameter in own}
     stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -196,22 +196,22 @@ def label_weights(run: Run, tracker: Tracker) -> None:
     for parameter in own:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients"))
-    tracker.zeros.append(run.engine.found_inf)  # every update is made
+    tracker.zeros.append(run.engine.found_inf)  # no update is skipped
     run.engine.on_gradients = [*run.engine.on_gradients, lambda run: tracker.label((p.grad for p in stepped), "gradients")]
 
 
-def train_step(run: Run, batch: StepBatch, several: bool, tracker: Tracker | None = None) -> None:
-    """Forward, backward and update with one micro-batch; `several`: it is not the first one of its step."""
-    if several:
-        earlier_gradients(run, tracker)
+def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: Tracker | None = None) -> None:
+    """Run forward, backward and update with one micro-batch, the first of its step unless `accumulates`."""
+    if accumulates:
+        add_earlier_gradients(run, tracker)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
     run.engine.finish()
 
 
-def earlier_gradients(run: Run, tracker: Tracker | None) -> None:
-    """As after the first micro-batch of a step."""
-    if own := getattr(run.engine, "earlier_gradients", None):
-        own()
+def add_earlier_gradients(run: Run, tracker: Tracker | None) -> None:
+    """Create the gradients that exist after the first micro-batch of a step."""
+    if create := getattr(run.engine, "earlier_gradients", None):
+        create()
         return
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
@@ -221,8 +221,8 @@ def earlier_gradients(run: Run, tracker: Tracker | None) -> None:
 
 
 @torch.no_grad()
-def evaluation(run: Run, batch: StepBatch) -> None:
-    """Forward and loss of one evaluation batch."""
+def evaluation_step(run: Run, batch: StepBatch) -> None:
+    """Run forward and loss of one evaluation batch."""
     with evaluating(run):
         for micro_batch, _ in batch.micro_batches():
             outputs = run.inner_model(**micro_batch.inputs)

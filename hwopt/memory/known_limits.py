@@ -1,6 +1,6 @@
-"""What a card really held: rows that the planner chose and a run then tried, kept for the next run on the same card.
+"""The largest micro-batch that fitted a card, recorded when a planned size ran out of memory, for the next plan.
 
-One small JSON file a card, driver, recipe and length under the cache folder; whoever cannot read or write it does without.
+There is one small JSON file per card, driver, recipe and length in the cache folder. Errors in reading or writing it are ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from hwopt.data.token_store import fingerprint
 from hwopt.hardware.device import Hardware
 from hwopt.memory.lengths import Lengths, largest_micro_batch
-from hwopt.memory.tracer import identity
+from hwopt.memory.tracer import trace_key
 from hwopt.planning.plan import Plan
 
 
-def driver(hardware: Hardware) -> str:
-    """The version of NVIDIA's driver; "" where there is none to ask."""
+def driver_version(hardware: Hardware) -> str:
+    """Return the version of NVIDIA's driver; "" without one."""
     if hardware.device_type != "cuda":
         return ""
     import pynvml
@@ -30,26 +30,27 @@ def driver(hardware: Hardware) -> str:
         return ""
 
 
-def place(plan: Plan, lengths: Lengths, cache: Path) -> Path:
+def limit_file(plan: Plan, lengths: Lengths, cache: Path) -> Path:
+    """Return the file for this card, driver, recipe and length."""
     hardware = plan.hardware
     _, width = largest_micro_batch(plan, lengths.longest)
-    card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, driver(hardware)]
-    any_rows = replace(plan, batch=replace(plan.batch, train=1))  # the rows are what is asked for
-    return cache / "tried" / f"{fingerprint(card, identity(any_rows, width, lengths.labels))}.json"
+    card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, driver_version(hardware)]
+    any_rows = replace(plan, batch=replace(plan.batch, train=1))  # one file for every number of rows
+    return cache / "tried" / f"{fingerprint(card, trace_key(any_rows, width, lengths.labels))}.json"
 
 
-def remember(plan: Plan, lengths: Lengths, cache: Path, rows: int) -> None:
-    """Micro-batches of `rows` rows went through, and larger ones did not."""
-    path = place(plan, lengths, cache)
+def record_limit(plan: Plan, lengths: Lengths, cache: Path, rows: int) -> None:
+    """Record that micro-batches of `rows` rows fit and larger ones do not."""
+    path = limit_file(plan, lengths, cache)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
-def max_rows(plan: Plan, lengths: Lengths, cache: Path) -> int | None:
-    """The most rows that this card took the last time; None where it took all that were planned, or nobody tried."""
+def recorded_limit(plan: Plan, lengths: Lengths, cache: Path) -> int | None:
+    """Return the recorded number of rows; None if no planned size ran out of memory."""
     try:
-        found = json.loads(place(plan, lengths, cache).read_text(encoding="utf-8"))["rows"]
+        found = json.loads(limit_file(plan, lengths, cache).read_text(encoding="utf-8"))["rows"]
     except (OSError, ValueError, KeyError):
         return None
     return found if isinstance(found, int) and found > 0 else None

@@ -1,4 +1,4 @@
-"""The lengths that a plan is made for: those of the job's texts where they can be read, else the longest that is allowed."""
+"""The lengths that a plan is made for: those of the job's texts if they can be read, else the longest allowed length."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
 
-LENGTH = 512
-"""Tokens, where neither the data nor the job nor the model says anything."""
-LABELS = 2
+DEFAULT_LENGTH = 512
+"""Tokens, if neither the data nor the job nor the model gives a length."""
+DEFAULT_LABELS = 2
 
 
 @dataclass(frozen=True)
 class Lengths:
+    """Token counts of the samples, and the number of labels."""
+
     train: NDArray[np.int32] | None
-    """Tokens of each training sample; None where the data was not read."""
+    """Tokens of each training sample; None if the data was not read."""
     longest: int
-    """Of a training or evaluation sample."""
+    """Tokens of the longest training or evaluation sample."""
     labels: int
     source: str
-    """Where `longest` comes from, in words."""
+    """Where `longest` comes from, for the reader of a report."""
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
-    """Reads and tokenises the job's data as a run would, or finds it under `cache`; never raises for what the data is like."""
+    """Return the lengths of the job's data, tokenized as in a run or loaded from `cache`. Raises nothing for bad data."""
     job, model = plan.job, plan.job.model
     try:
         config = load_config(model.name, model.config, model.revision)
         prepared = make_task(job).prepare(job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
     except HwoptError as error:
-        allowed = job.data.max_length or min(plan.model.max_positions or LENGTH, LENGTH)
-        return Lengths(None, allowed, LABELS, f"the most that is allowed; the data was not read: {error}")
+        allowed = job.data.max_length or min(plan.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+        return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; the data could not be read: {error}")
     stores = [store for store in (prepared.train, prepared.eval) if store is not None]
     longest = max(int(store.lengths.max()) for store in stores)
     cut = sum(store.meta["cut"] for store in stores)
-    source = "the longest text" + (f"; {cut:,} longer ones are cut" if cut else "")
-    return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or LABELS, source)
+    source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
+    return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or DEFAULT_LABELS, source)
 
 
 def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
-    """(rows, width) of the largest micro-batch that the recipe's cut makes of a rank's share of the longest samples."""
+    """Return (rows, width) of the largest micro-batch into which the recipe splits a rank's share of the longest samples."""
     width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(longest)
     share = -(-plan.batch.step // plan.world_size)
     cut = plan.recipe.cut or cut_in_order
     return max(len(group) for group in cut([width] * share, plan.batch.train)), width
 
 
-def share_cut(lengths: Lengths, max_length: int) -> float | None:
-    """The share of training texts that are longer than `max_length`."""
+def truncated_fraction(lengths: Lengths, max_length: int) -> float | None:
+    """Return the fraction of training texts longer than `max_length`; None if the data was not read."""
     return None if lengths.train is None else float((lengths.train > max_length).mean())

@@ -1,7 +1,7 @@
-"""Measured tier: the same step on real tensors, on the device that is there, against the allocator's own book.
+"""Measured tier: run the same step on real tensors on this machine's device, and read the allocator's statistics.
 
-On CUDA `max_memory_allocated`; on a CPU every allocation of torch's allocator as its profiler reports it. Weights are random,
-which changes no size. What lives outside the allocator (the device's context, libraries) is no part of it, here as in a trace.
+On CUDA these are `max_memory_allocated`; on a CPU, the allocations that torch's profiler reports. Weights are constant, which
+does not change their size. Memory outside the allocator (the CUDA context, libraries) is not included, as in a trace.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB
-from hwopt.memory.dry_run import Shape, evaluation, micro_batch_of, rehearsing, state_first, train_step
-from hwopt.memory.tracer import has_several
+from hwopt.memory.dry_run import Shape, dry_run_of, dummy_micro_batch, evaluation_step, make_optimizer_state, train_step
+from hwopt.memory.tracer import accumulates_gradients
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
@@ -24,43 +24,47 @@ from hwopt.planning.resolve import write_recipe
 STEP = "hwopt.step"
 
 
-def measured(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
-    """Peak bytes of one training step ("train") or evaluation ("eval") with a micro-batch of `shape`, weights and state included.
+def measure_peak(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
+    """Return the peak bytes of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
 
-    Raises torch.OutOfMemoryError where the device has not as much.
+    Raises torch.OutOfMemoryError if the device has less memory.
     """
     device = torch.device(plan.hardware.device_type)
-    book = cuda_peak if device.type == "cuda" else cpu_peak
+    peak_of = cuda_peak if device.type == "cuda" else cpu_peak
 
-    def everything(begin: Callable[[], None]) -> None:
+    def run_step(start_measuring: Callable[[], None]) -> None:
         recipe = write_recipe(plan.entries, plan.context)
-        with rehearsing(plan, recipe, labels, device, real=True) as run:
-            own = recipe.engine is not None  # it keeps earlier gradients and its state in its own way, and makes them in a step
-            if not own:
-                state_first(run)
-            several = has_several(plan)
-            times = 2 if own and several else 1
-            batch = micro_batch_of(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)
-            if own:
-                train_step(run, micro_batch_of(run, shape, training=True).to(device), several=False)
-            step = (lambda: evaluation(run, batch)) if what == "eval" else (lambda: train_step(run, batch, several and not own))
-            step()  # what libraries allocate once
+        with dry_run_of(plan, recipe, labels, device, real=True) as run:
+            own_engine = recipe.engine is not None  # it creates earlier gradients and its state in a real step
+            if not own_engine:
+                make_optimizer_state(run)
+            accumulates = accumulates_gradients(plan)
+            times = 2 if own_engine and accumulates else 1
+            batch = dummy_micro_batch(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)
+            if own_engine:
+                train_step(run, dummy_micro_batch(run, shape, training=True).to(device), accumulates=False)
+            step = (
+                (lambda: evaluation_step(run, batch))
+                if what == "eval"
+                else (lambda: train_step(run, batch, accumulates and not own_engine))
+            )
+            step()  # libraries allocate some memory only once
             gc.collect()
-            begin()
+            start_measuring()
             step()
 
-    return book(everything)
+    return peak_of(run_step)
 
 
-def with_measured(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
-    """`memory` with peaks that this device was asked for instead of predicted ones; what they differ by counts as temporary.
+def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
+    """Return `memory` with measured peaks instead of predicted ones; the difference counts as temporary.
 
-    Raises InputError for a device that is not here, torch.OutOfMemoryError where it has not as much.
+    Raises InputError for a device that this machine does not have, torch.OutOfMemoryError if the device has less memory.
     """
     if plan.hardware.source == "described":
-        raise InputError(f"--measure: {plan.hardware.name} is not here to be measured; add --hardware detected")
-    peak = measured(plan, Shape(memory.rows, memory.width), labels) / GIB
-    evaluation = measured(plan, Shape(plan.batch.eval, memory.width), labels, "eval") / GIB
+        raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
+    peak = measure_peak(plan, Shape(memory.rows, memory.width), labels) / GIB
+    evaluation = measure_peak(plan, Shape(plan.batch.eval, memory.width), labels, "eval") / GIB
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(
         memory,
@@ -69,7 +73,7 @@ def with_measured(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
         parts=parts,
         peak_gib=peak,
         eval_peak_gib=evaluation,
-        note=f"{memory.tier}, they were {memory.peak_gib:.3f} and {memory.eval_peak_gib or 0:.3f} GiB",
+        note=f"predicted ({memory.tier}): {memory.peak_gib:.3f} GiB training, {memory.eval_peak_gib or 0:.3f} GiB evaluation",
     )
 
 
@@ -88,19 +92,19 @@ def cpu_peak(work: Callable[[Callable[[], None]], None]) -> int:
         with record_function(STEP):
             pass
 
-    gc.collect()  # what is freed in between would count against what is held
+    gc.collect()  # earlier garbage must not be released during the measurement
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
         work(mark)
     return highest_after(STEP, profiler.kineto_results.events())
 
 
 def highest_after(mark: str, events: Any) -> int:
-    """The most bytes held at once since the event called `mark`, by the allocations and releases in `events`."""
+    """Return the most bytes allocated at once after the event named `mark`."""
     started = next(event.start_ns() for event in events if event.name() == mark)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = most = 0
+    allocated = most = 0
     for at, change in changes:
-        held += change
+        allocated += change
         if at >= started:
-            most = max(most, held)
+            most = max(most, allocated)
     return most

@@ -1,8 +1,9 @@
-"""Roofline: how long a step would take on the profile's card, predicted from its facts and the traced operations, never measured.
+"""Roofline: predicts the time of a step on the profile's card from the card's facts and the traced operations. Not measured.
 
-Each operation takes as long as its arithmetic at the card's peak or its bytes at the card's bandwidth, whichever is longer.
-The fast end of the range has both at 100 %; the slow end at what ordinary kernels reach, and no less than the host needs for all.
-Source: Williams et al. 2009, "Roofline"; peaks and bandwidth are the profile's [card].
+Each operation takes the longer of its arithmetic at the card's peak and its bytes at the card's bandwidth. The fast end of the
+range assumes 100 % of both. The slow end assumes what ordinary kernels reach, and at least the time in which the host starts
+them.
+Source: Williams et al. 2009, "Roofline"; peak and bandwidth are in the profile's [card].
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from hwopt.planning.memory_plan import Prediction
 from hwopt.planning.plan import Plan
 
 SLOW_COMPUTE = 0.4
-"""Of the peak: large half-precision products reach 0.5 to 0.8, small ones much less."""
+"""Fraction of the peak. Large half-precision products reach 0.5 to 0.8, small ones much less."""
 SLOW_MEMORY = 0.6
+"""Fraction of the bandwidth."""
 HOST_SECONDS = 8e-6
-"""To start one operation from Python."""
-STEPS = 16
-"""Step batches that are looked at for the mean."""
+"""Time to start one operation from Python."""
+SAMPLED_STEPS = 16
+"""Step batches over which the mean is taken."""
 
 
-def predict(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Prediction | None:
-    """None for a device whose facts nobody has stated: a CPU, or another card than the profile's."""
+def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Prediction | None:
+    """Return the predicted times; None for a CPU or for another card than the profile's."""
     card, hardware = plan.profile.card, plan.hardware
-    known = any(peaks_of(plan).values()) and card.memory_bandwidth_gbps and hardware.device_type == "cuda"
+    known = any(card_peaks(plan).values()) and card.memory_bandwidth_gbps and hardware.device_type == "cuda"
     if not known or not (hardware.source == "described" or any(part in hardware.name for part in card.match)):
         return None
     steps = sampled_steps(plan, lengths, train.width)
@@ -39,9 +41,9 @@ def predict(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Pre
     for step in steps:
         for shape in step:
             if shape not in cost:
-                cost[shape] = seconds_of(plan, train.at(*shape), update=False)
+                cost[shape] = operation_seconds(plan, train.at(*shape), update=False)
             seconds += cost[shape]
-        seconds += seconds_of(plan, train.base, update=True)
+        seconds += operation_seconds(plan, train.base, update=True)
     seconds /= len(steps)
     low, high = float(seconds[0]), float(seconds[1])
     if lengths is None:
@@ -51,30 +53,33 @@ def predict(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Pre
     return Prediction((low, high), (low * per_epoch, high * per_epoch), (low * total, high * total))
 
 
-def peaks_of(plan: Plan) -> dict[str, float]:
-    """Dense TFLOP/s by precision, of those that the profile states."""
+def card_peaks(plan: Plan) -> dict[str, float]:
+    """Return the dense TFLOP/s by precision that the profile states."""
     return {name: peak for name, peak in plan.profile.card.dense_tflops.model_dump().items() if peak}
 
 
 def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> list[list[tuple[int, int]]]:
-    """(rows, width) of the micro-batches of some step batches of a rank: random ones of the data, or one of the longest rows."""
+    """Return (rows, width) of the micro-batches of some step batches of one rank.
+
+    The samples are random ones of the data, or without data all of `width` tokens.
+    """
     share = ceil(plan.batch.step / plan.world_size)
     cut = plan.recipe.cut or cut_in_order
     widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
     random = np.random.Generator(np.random.Philox(0))
     found = []
-    for _ in range(1 if lengths is None else STEPS):
+    for _ in range(1 if lengths is None else SAMPLED_STEPS):
         chosen = [width] * share if lengths is None else [widths.of(int(n)) for n in random.choice(lengths, share)]
         found.append([(len(group), max(chosen[row] for row in group)) for group in cut(chosen, plan.batch.train)])
     return found
 
 
-def seconds_of(plan: Plan, timeline: Timeline, update: bool) -> NDArray[np.float64]:
-    """(fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
+def operation_seconds(plan: Plan, timeline: Timeline, update: bool) -> NDArray[np.float64]:
+    """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
     part = slice(timeline.update, None) if update else slice(0, timeline.update)
-    flops, moved, dtypes = timeline.flops[part], timeline.moved()[part], timeline.dtypes[part]
+    flops, moved, dtypes = timeline.flops[part], timeline.bytes_moved()[part], timeline.dtypes[part]
     facts = plan.profile.card
-    peaks = peaks_of(plan)
+    peaks = card_peaks(plan)
     slowest = min(peaks.values())
     names = {"float16": "fp16", "bfloat16": "bf16", "float32": "tf32" if timeline.tf32 else "fp32"}
     peak = np.array([peaks.get(names.get(str(dtype), "fp32"), slowest) for dtype in dtypes]) * 1e12

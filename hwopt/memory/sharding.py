@@ -1,8 +1,8 @@
-"""Parallel: memory a rank and volume a step of each way to spread a plan over its ranks, side by side.
+"""Compares the ways to shard a plan over its ranks: memory per rank, and bytes sent per step.
 
-The traced step is the plan's own; of what a scheme spreads each rank holds its part in it, and the update works on that part, so
-that the highest point may be another one. Where weights are spread, the largest layer is whole while it is computed (Zhao et al.
-2023, arXiv:2304.11277). Without a trace: the states alone.
+Each scheme is applied to the plan's traced step: a rank holds its shard of what the scheme shards, and the update works on that
+shard, so the peak may move. With sharded weights, the largest layer is gathered while it is computed (Zhao et al. 2023,
+arXiv:2304.11277). Without a trace, only the states are compared.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.hardware.device import GIB
 from hwopt.memory import closed_form
 from hwopt.memory.communication import Ranks, Scheme, Volume, schemes_for, volume
-from hwopt.memory.dry_run import spec_of
+from hwopt.memory.dry_run import memory_spec
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.timeline import KINDS, Peak, Timeline
-from hwopt.memory.tracer import NotTraceable, Trace, traced
+from hwopt.memory.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
@@ -30,21 +30,21 @@ STATES = ("weights", "gradients", "optimizer_state", "masters")
 
 
 @dataclass(frozen=True)
-class Spread:
-    """One scheme: memory in GiB, on a rank."""
+class SchemeMemory:
+    """Memory per rank and communication of one scheme."""
 
     name: str
     spread_over: int
-    """Ranks that have one of everything between them."""
+    """Number of ranks that together hold one copy of the sharded parts."""
     states_gib: dict[str, float]
     """Closed form: weights, gradients, optimizer state and masters."""
     peak_gib: float
-    """In a training step; the states and the largest layer where nothing was traced."""
+    """Peak of a training step; without a trace, the states and the largest layer."""
     eval_peak_gib: float | None
     margin_gib: float
     volume: Volume
     node_sends_bytes: float
-    """What leaves a node for the next one in an optimizer step, of all its ranks; as much comes in."""
+    """Bytes that all ranks of a node send to the next node in an optimizer step. The node receives as many."""
 
     @property
     def fits(self) -> bool:
@@ -62,12 +62,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
+    """All schemes for one number of ranks."""
+
     ranks: Ranks
     micro_batches: int
-    """Of an optimizer step, on a rank."""
+    """Micro-batches of an optimizer step on one rank."""
     tier: str
-    """Of the peaks."""
-    schemes: tuple[Spread, ...]
+    """The tier that predicted the peaks."""
+    schemes: tuple[SchemeMemory, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,36 +82,36 @@ class Comparison:
 
 
 def without_engine(plan: Plan) -> Plan:
-    """`plan` without the plugin that brings an engine and spreads by itself, if there is one."""
+    """Return `plan` without the plugin that brings a sharding engine, if there is one."""
     entries = tuple(entry for entry in plan.entries if entry.author != plan.recipe.author_of("engine"))
     if len(entries) == len(plan.entries):
         return plan
     return replace(plan, entries=entries, recipe=write_recipe(entries, plan.context))
 
 
-def compared(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
-    """Every scheme for a plan whose memory is known (`plan.memory`); one that the plan has itself is taken out of it first."""
+def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
+    """Return every scheme for a plan with `plan.memory`. The plan's own sharding plugin is removed first."""
     memory = plan.memory
-    assert memory is not None, "asked for"
+    assert memory is not None, "the plan was made with memory"
     plan = without_engine(plan)
     trace = trace_of(plan, memory, cache)
     steps = None
     if trace is not None:
         steps = trace.train.at(memory.rows, memory.width), trace.eval.at(plan.batch.eval, memory.width)
-    spec, micro_batches = spec_of(plan), plan.batch.accumulation(plan.world_size)
+    spec, micro_batches = memory_spec(plan), plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)
     rows = []
     for scheme in schemes_for(ranks):
         states = closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(ranks))
-        more = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if weights_are_spread(scheme, ranks) else 0)
+        gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if shards_weights(scheme, ranks) else 0)
         if steps is None:
-            peak, evaluation = sum(states.values()) + more, None
+            peak, evaluation = sum(states.values()) + gathered, None
         else:
-            train, held = peaks(scheme, ranks, *steps)
-            peak, evaluation = train.bytes + more, (held.bytes + more) / GIB
+            train, evaluating = peaks_per_rank(scheme, ranks, *steps)
+            peak, evaluation = train.bytes + gathered, (evaluating.bytes + gathered) / GIB
         sent = volume(scheme, spec, ranks, micro_batches)
         rows.append(
-            Spread(
+            SchemeMemory(
                 name=scheme.name,
                 spread_over=scheme.spread_over(ranks),
                 states_gib={kind: size / GIB for kind, size in states.items()},
@@ -124,27 +126,27 @@ def compared(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
 
 
 def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
-    """The one that the planner has made."""
+    """Return the trace that the planner made, or None."""
     if memory.tier != "closed form":
         with suppress(NotTraceable):
-            return traced(plan, memory.width, lengths_of(plan, cache).labels, cache / "memory")
+            return trace_plan(plan, memory.width, lengths_of(plan, cache).labels, cache / "memory")
     return None
 
 
-def weights_are_spread(scheme: Scheme, ranks: Ranks) -> bool:
+def shards_weights(scheme: Scheme, ranks: Ranks) -> bool:
     return scheme.stage == 3 and scheme.spread_over(ranks) > 1
 
 
 def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
-    """Bytes of the weights and gradients of the largest part that is gathered at once: the embedding, or a layer."""
+    """Return the bytes of weights and gradients of the largest part that is gathered at once: the embedding or a layer."""
     embedding = min(model.vocab_size * model.hidden_size, spec.parameters)
     layer = max(embedding, (spec.parameters - embedding) / max(model.layers, 1))
     return layer * (spec.weight_bytes + spec.gradient_bytes * spec.trained / spec.parameters)
 
 
-def peaks(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Peak, Peak]:
-    """(training, evaluation) on a rank, before what is gathered for a moment."""
+def peaks_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Peak, Peak]:
+    """Return the (training, evaluation) peak of a rank, without the temporarily gathered layer."""
     over = scheme.spread_over(ranks)
     parts = closed_form.sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
-    shares = dict.fromkeys(KINDS, 1.0) | parts
-    return train.spread(shares, 1 / over).peak(), evaluation.spread(shares).peak()
+    fractions = dict.fromkeys(KINDS, 1.0) | parts
+    return train.with_fractions(fractions, 1 / over).peak(), evaluation.with_fractions(fractions).peak()

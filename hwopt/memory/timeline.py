@@ -1,8 +1,8 @@
-"""Timeline: what one step allocates and frees, in order, and the peak that follows for micro-batches of any size.
+"""Timeline: what one step allocates and frees, in order, and the peak memory for micro-batches of any size.
 
-A step does the same operations whatever the size of its micro-batch, so the bytes of each storage are a constant, or go with the
-rows, with the width, or with its square (a score matrix). A second trace tells which; after that a peak is a sum along the list
-of events, and the largest micro-batch that fits is found in milliseconds.
+A step runs the same operations for every size of micro-batch. So the bytes of each storage are constant, or proportional to the
+rows, to the width, or to the width squared (a score matrix). A second trace tells which. After that a peak is a sum over the
+events, and the largest micro-batch that fits is found in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("weights", "gradients", "optimizer_state", "masters", "activations", "temporary")
-"""What a storage is for. Temporary: made in the backward pass or the optimizer's step, gradients apart."""
+"""What a storage is for. Temporary: allocated in the backward pass or the optimizer's step, except gradients."""
 
-MOST = 1 << 20
-"""Rows or tokens; nobody asks for more."""
+LIMIT = 1 << 20
+"""The largest number of rows or tokens that is searched."""
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest point of a timeline."""
+    """The point of a timeline at which most memory is allocated."""
 
     bytes: int
     parts: dict[str, int]
@@ -33,58 +33,62 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    events: NDArray[np.int64]  # (events,) storage number + 1 where one is allocated, its negative where it is freed
+    events: NDArray[np.int64]  # (events,) storage number + 1 for an allocation, its negative for a release
     sizes: Numbers  # (storages,) bytes
     kinds: NDArray[np.int64]  # (storages,) index into KINDS
     operands: NDArray[np.int64]  # (operands of all operations,) storage numbers, read or written
-    ends: NDArray[np.int64]  # (operations,) where each one's operands end
+    ends: NDArray[np.int64]  # (operations,) index behind the last operand of each
     flops: Numbers  # (operations,)
-    dtypes: NDArray[np.str_]  # (operations,) of the first operand
+    dtypes: NDArray[np.str_]  # (operations,) dtype of the first operand
     update: int
-    """The first operation of the optimizer's update."""
+    """Index of the first operation of the optimizer's update."""
     tf32: bool
-    """Whether fp32 products may take TF32."""
+    """Whether fp32 matrix products may use TF32."""
     granularity: int
-    """The allocator rounds every size up to a multiple of it, in bytes."""
+    """The allocator rounds every size up to a multiple of this number of bytes."""
 
     def peak(self) -> Peak:
+        """Return the peak memory, in bytes by kind."""
         number = np.abs(self.events) - 1
         signed = np.sign(self.events) * (np.ceil(self.sizes / self.granularity) * self.granularity)[number]
-        held = np.cumsum(signed)
-        at = int(held.argmax())
+        allocated = np.cumsum(signed)
+        at = int(allocated.argmax())
         by_kind = np.bincount(self.kinds[number[: at + 1]], weights=signed[: at + 1], minlength=len(KINDS))
-        return Peak(int(held[at]), {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+        return Peak(int(allocated[at]), {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
 
-    def moved(self) -> Numbers:
-        """Bytes that each operation reads and writes."""
+    def bytes_moved(self) -> Numbers:
+        """Return the bytes that each operation reads and writes."""
         summed = np.concatenate([[0.0], np.cumsum(self.sizes[self.operands])])
         return np.diff(summed[np.concatenate([[0], self.ends])])
 
-    def spread(self, shares: Mapping[str, float], in_update: float | None = None) -> Timeline:
-        """With `shares` of the sizes by kind, and `in_update` of those of all that is used in the optimizer's update only."""
-        share = np.array([shares.get(kind, 1.0) for kind in KINDS])[self.kinds]
-        if in_update is not None:
+    def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Timeline:
+        """Return the timeline of one rank that holds a fraction of each kind.
+
+        `update_fraction` applies to storages that only the optimizer's update uses.
+        """
+        share = np.array([fractions.get(kind, 1.0) for kind in KINDS])[self.kinds]
+        if update_fraction is not None:
             before, there = np.split(self.operands, self.ends[self.update - 1 : self.update])
             storages = np.arange(len(self.sizes))
-            share = np.where(np.isin(storages, there) & ~np.isin(storages, before), in_update, share)
+            share = np.where(np.isin(storages, there) & ~np.isin(storages, before), update_fraction, share)
         return replace(self, sizes=self.sizes * share)
 
     def same_program(self, other: Timeline) -> bool:
-        """The same operations on the same storages; what autograd frees at once it frees in any order."""
+        """Whether both ran the same operations on the same storages. Releases may differ in order."""
         ours, theirs = (timeline.events[timeline.events > 0] for timeline in (self, other))
         return np.array_equal(ours, theirs) and np.array_equal(self.operands, other.operands)
 
 
 @dataclass(frozen=True)
 class Powers:
-    """How values go with rows and width: of each entry, the power of either."""
+    """The powers of rows and width to which each value is proportional."""
 
-    of_rows: Numbers
-    of_width: Numbers
+    rows_power: Numbers
+    width_power: Numbers
 
     @classmethod
-    def between(cls, base: Numbers, other: Numbers, rows: float, width: float) -> Powers:
-        """The powers that bring `base` nearest to `other`, where rows and width are `rows` and `width` times as many."""
+    def fit(cls, base: Numbers, other: Numbers, rows: float, width: float) -> Powers:
+        """Return the powers that best explain `other`, traced with `rows` times the rows and `width` times the width."""
         known = (base > 0) & (other > 0)
         found = np.log(np.divide(other, base, out=np.ones_like(base), where=known), where=known, out=np.zeros_like(base))
         pairs = np.array([(a, b) for a in (0, 1) for b in (0, 1, 2)], np.float64)
@@ -92,7 +96,8 @@ class Powers:
         return cls(pairs[nearest, 0], pairs[nearest, 1])
 
     def factor(self, rows: float, width: float) -> Numbers:
-        factor: Numbers = rows**self.of_rows * width**self.of_width
+        """Return the factor of each value for `rows` times the rows and `width` times the width."""
+        factor: Numbers = rows**self.rows_power * width**self.width_power
         return factor
 
 
@@ -108,39 +113,39 @@ class Scaled:
 
     @classmethod
     def fit(cls, base: Timeline, rows: int, width: int, other: Timeline, other_rows: int, other_width: int) -> Scaled:
-        """Raises ValueError where the two did not run the same operations, or the second is no such function of the first."""
+        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
         if not base.same_program(other):
-            raise ValueError("other sizes run other operations")
+            raise ValueError("a second size runs other operations")
         ratios = other_rows / rows, other_width / width
-        sizes = Powers.between(base.sizes, other.sizes, *ratios)
-        scaled = cls(base, rows, width, sizes, Powers.between(base.flops, other.flops, *ratios))
+        sizes = Powers.fit(base.sizes, other.sizes, *ratios)
+        scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios))
         if not np.isclose(scaled.at(other_rows, other_width).peak().bytes, other.peak().bytes, rtol=0.01):
-            raise ValueError("the sizes do not go with powers of rows and width")
+            raise ValueError("the sizes are not powers of rows and width")
         return scaled
 
     def at(self, rows: int, width: int) -> Timeline:
-        """The timeline of micro-batches of `rows` x `width` tokens."""
+        """Return the timeline of a micro-batch of `rows` x `width` tokens."""
         ratios = rows / self.rows, width / self.width
         return replace(
             self.base, sizes=self.base.sizes * self.sizes.factor(*ratios), flops=self.base.flops * self.flops.factor(*ratios)
         )
 
-    def held(self, shares: Mapping[str, float], in_update: float | None = None) -> Scaled:
-        """The same where only a part of some kinds (name -> share) lies on the device, and of what only the update uses."""
-        return replace(self, base=self.base.spread(shares, in_update))
+    def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Scaled:
+        """Return the same with the base timeline's `with_fractions`."""
+        return replace(self, base=self.base.with_fractions(fractions, update_fraction))
 
     def max_rows(self, width: int, budget: float) -> int:
-        """The most rows of `width` tokens whose peak is within `budget` bytes; 0 where not even one is."""
+        """Return the most rows of `width` tokens whose peak is within `budget` bytes; 0 if one row is too many."""
         return largest(lambda rows: self.at(rows, width).peak().bytes <= budget)
 
-    def most_width(self, rows: int, budget: float, most: int = MOST) -> int:
-        """The longest rows, in tokens, whose peak is within `budget` bytes; 0 where none is."""
-        return largest(lambda width: self.at(rows, width).peak().bytes <= budget, most)
+    def max_width(self, rows: int, budget: float, limit: int = LIMIT) -> int:
+        """Return the largest width, in tokens, whose peak is within `budget` bytes; 0 if one token is too many."""
+        return largest(lambda width: self.at(rows, width).peak().bytes <= budget, limit)
 
 
-def largest(fits: Callable[[int], bool], most: int = MOST) -> int:
-    """The largest whole number from 0 to `most` that fits, where all smaller ones do."""
-    low, high = 0, most + 1
+def largest(fits: Callable[[int], bool], limit: int = LIMIT) -> int:
+    """Return the largest number from 0 to `limit` that fits, if every smaller one fits (bisection)."""
+    low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

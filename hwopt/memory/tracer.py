@@ -1,8 +1,8 @@
-"""Traced tier: a step of the plan's recipe on fake tensors. No GPU, no weights, no data; activations included.
+"""Traced tier: run a step of the plan's recipe on fake tensors. Needs no GPU, weights or data, and counts activations.
 
-In a child process, since emulating a card changes torch for the whole process, and kept on disk under all that it depends on.
-The whole depth of the model is traced: BERT-base takes half a second, a decoder of a billion parameters one and a half, so that
-nothing has to be extended from fewer layers (docs/decisions/0006-whole-depth-traced.md).
+The trace runs in a child process, because emulating a card changes torch for the whole process. It is cached on disk under a
+hash of everything that it depends on. All layers are traced, not extrapolated from a few. BERT-base takes half a second, a
+decoder of a billion parameters one and a half (docs/decisions/0006-whole-depth-traced.md).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.memory import cuda_emulation as card
 from hwopt.memory.dry_run import (
     Shape,
-    evaluation,
-    label_weights,
-    micro_batch_of,
-    recipe_on_fakes,
-    rehearsing,
-    state_first,
+    dry_run_of,
+    dummy_micro_batch,
+    evaluation_step,
+    fake_recipe,
+    label_storages,
+    make_optimizer_state,
     train_step,
 )
 from hwopt.memory.timeline import Scaled, Timeline
@@ -43,46 +43,45 @@ from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
 FORMAT = 2
-"""Of the files in the cache; counts up with every change of what a trace says."""
+"""Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
-"""That are traced; any other number follows."""
-SECONDS = 300.0
-"""A trace that takes longer is given up."""
+"""Rows of the traced micro-batch; the trace is then scaled to any other number."""
+TIMEOUT_SECONDS = 300.0
 
 
 class NotTraceable(Exception):
-    """Fake tensors cannot run this recipe; says why."""
+    """Fake tensors cannot run this recipe. The message says why."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A training step and an evaluation, as functions of rows and, unless `one_width`, of the width."""
+    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the width."""
 
     train: Scaled
     eval: Scaled
-    one_width: bool
+    fixed_width: bool
 
 
-def traced(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Trace:
-    """The trace of `plan` around rows of `width` tokens, from `cache` where an equal one was made. Raises NotTraceable."""
-    path = None if cache is None else cache / f"{identity(plan, width, labels)}.npz"
-    return arranged(kept(path, lambda: in_children(plan, width, labels)), width)
+def trace_plan(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Trace:
+    """Return the trace of `plan` for rows of about `width` tokens, from `cache` if it is there. Raises NotTraceable."""
+    path = None if cache is None else cache / f"{trace_key(plan, width, labels)}.npz"
+    return fit_trace(cached_timelines(path, lambda: trace_in_children(plan, width, labels)), width)
 
 
-def traced_at(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) -> Timeline:
-    """A training step of that very shape: a plugin's collate may lay out few rows otherwise than many. Raises NotTraceable."""
-    path = None if cache is None else cache / f"{identity(plan, shape.width, labels, shape.rows)}-exact.npz"
-    return kept(path, lambda: Child(plan, labels, "exact", shape).answer())["train.exact"]
+def trace_exact_shape(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) -> Timeline:
+    """Return a training step of exactly `shape`, for a collate that lays out few rows differently. Raises NotTraceable."""
+    path = None if cache is None else cache / f"{trace_key(plan, shape.width, labels, shape.rows)}-exact.npz"
+    return cached_timelines(path, lambda: Child(plan, labels, "exact", shape).answer())["train.exact"]
 
 
-def kept(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
-    """What is in `path`, or what `make` makes, put there."""
+def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
+    """Load the timelines in `path`, or make them and save them there."""
     if path is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # none yet, or cut short
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # no file, or an incomplete one
             return load(path)
     found = make()
     if path is not None:
-        with contextlib.suppress(OSError):  # quickly made again
+        with contextlib.suppress(OSError):  # the cache is optional
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_suffix(f".{os.getpid()}.npz")
             save(staged, found)
@@ -90,8 +89,8 @@ def kept(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str
     return found
 
 
-def identity(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
-    """Of all that a trace depends on."""
+def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
+    """Return the cache key: a hash of everything that a trace depends on."""
     model, training = plan.job.model, plan.training
     config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
     decided = [
@@ -101,43 +100,43 @@ def identity(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
     ]
     job = [plan.job.task.kind, len(plan.job.data.text), labels, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.compute_capability]
-    ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold its rank's part
-    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, has_several(plan), ranks]
+    ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
+    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
     return fingerprint(
-        [FORMAT, rows, vars(second(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
+        [FORMAT, rows, vars(second_shape(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
     )
 
 
 def only_sizes(plan: Plan, author: str) -> bool:
-    """Whether a plugin sets numbers of rows and nothing else, which a trace does not depend on."""
+    """Whether a plugin sets only numbers of rows, on which a trace does not depend."""
     written = plan.recipe.written_by_author(author)
     return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
 
 
-def has_several(plan: Plan) -> bool:
-    """Whether a step has more than one micro-batch, so that gradients are there while the next one runs."""
+def accumulates_gradients(plan: Plan) -> bool:
+    """Whether a step has several micro-batches, so that gradients of the first are in memory while the next one runs."""
     return plan.batch.accumulation(plan.world_size) > 1
 
 
-def second(width: int) -> Shape:
-    """Another shape to trace, whose ratios to the first one no two pairs of powers share.
+def second_shape(width: int) -> Shape:
+    """Return the second shape to trace. No two pairs of powers (rows, width) give the same ratio to the first shape.
 
-    The width is near the first: models change what they do at some lengths (a sliding window).
+    Its width is close to the first: some models run other operations above a certain length (a sliding window).
     """
     other = width - max(1, width // 256) * 32 if width >= 64 else max(width // 2, 1)
     return Shape(7 * ROWS, other if other < width else 2 * width)
 
 
-def arranged(found: dict[str, Timeline], width: int) -> Trace:
-    """Raises NotTraceable where the traces are no functions of their shapes."""
-    for one_width, name, shape in ((False, "other", second(width)), (True, "taller", Shape(7 * ROWS, width))):
+def fit_trace(found: dict[str, Timeline], width: int) -> Trace:
+    """Return the traces as functions of the shape. Raises NotTraceable if they are not."""
+    for fixed_width, name, shape in ((False, "other", second_shape(width)), (True, "taller", Shape(7 * ROWS, width))):
         with contextlib.suppress(ValueError, KeyError):
             train, evaluate = (
                 Scaled.fit(found[f"{what}.base"], ROWS, width, found[f"{what}.{name}"], shape.rows, shape.width)
                 for what in ("train", "eval")
             )
-            return Trace(train, evaluate, one_width)
-    raise NotTraceable("a step's operations depend on the number of rows in ways that nobody can foresee")
+            return Trace(train, evaluate, fixed_width)
+    raise NotTraceable("the operations of a step change with the number of rows")
 
 
 def save(path: Path, found: dict[str, Timeline]) -> None:
@@ -160,9 +159,12 @@ def load(path: Path) -> dict[str, Timeline]:
     }
 
 
-def in_children(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
-    """Training and evaluation at two shapes side by side, by "train.base" and the like; at a third where those two differ."""
-    children = [Child(plan, labels, "base", Shape(ROWS, width)), Child(plan, labels, "other", second(width))]
+def trace_in_children(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
+    """Trace training and evaluation at two shapes in parallel, and at a third if the two ran other operations.
+
+    Returns the timelines by "train.base", "eval.other" and so on.
+    """
+    children = [Child(plan, labels, "base", Shape(ROWS, width)), Child(plan, labels, "other", second_shape(width))]
     found = children[0].answer() | children[1].answer()
     if not all(found[f"{what}.base"].same_program(found[f"{what}.other"]) for what in ("train", "eval")):
         found |= Child(plan, labels, "taller", Shape(7 * ROWS, width)).answer()
@@ -170,24 +172,25 @@ def in_children(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
 
 
 class Child:
-    """`timelines` in a process of its own: forked where the system can, since it has all modules then."""
+    """Runs `timelines` in a child process, forked if the system supports it: a forked child has all modules loaded."""
 
     def __init__(self, plan: Plan, labels: int, name: str, shape: Shape) -> None:
         forks = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.receiver, sender = context.Pipe(duplex=False)
-        bare = plan if forks else replace(plan, recipe=type(plan.recipe)())  # its callables do not pickle; they are written anew
-        self.process = context.Process(target=_report, args=(sender, bare, labels, name, shape), daemon=True)
+        # the recipe's callables cannot be pickled; the child writes the recipe again
+        picklable = plan if forks else replace(plan, recipe=type(plan.recipe)())
+        self.process = context.Process(target=_report, args=(sender, picklable, labels, name, shape), daemon=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             self.process.start()
         sender.close()
 
     def answer(self) -> dict[str, Timeline]:
-        """Raises NotTraceable with the child's error, or where it is dead or takes too long."""
+        """Return the timelines. Raises NotTraceable with the child's error, or if the child died or timed out."""
         try:
-            if not self.receiver.poll(SECONDS):
-                raise NotTraceable(f"it took more than {SECONDS:g} seconds")
+            if not self.receiver.poll(TIMEOUT_SECONDS):
+                raise NotTraceable(f"tracing took more than {TIMEOUT_SECONDS:g} seconds")
             answer = self.receiver.recv()
         except EOFError:
             raise NotTraceable("the tracing process died") from None
@@ -201,8 +204,8 @@ class Child:
 
 
 def _report(sender: Any, plan: Plan, labels: int, name: str, shape: Shape) -> None:
-    gc.freeze()  # the parent's garbage may be a process group, which would wait for threads that a forked process does not have
-    torch.set_num_threads(1)  # nor any of these
+    gc.freeze()  # collecting the parent's process group would wait for threads that a forked process does not have
+    torch.set_num_threads(1)  # a forked process has no thread pool either
     warnings.simplefilter("ignore")
     try:
         answer: Any = timelines(plan, labels, name, shape)
@@ -213,51 +216,51 @@ def _report(sender: Any, plan: Plan, labels: int, name: str, shape: Shape) -> No
 
 
 def timelines(plan: Plan, labels: int, name: str, shape: Shape) -> dict[str, Timeline]:
-    """A training step and an evaluation at `shape`; changes torch while it runs."""
-    with stepping_on_fakes(plan, labels) as (train, evaluate):
+    """Trace a training step and an evaluation at `shape`. Changes torch for the whole process meanwhile."""
+    with fake_step_functions(plan, labels) as (train, evaluate):
         return {f"train.{name}": train(shape), f"eval.{name}": evaluate(shape)}
 
 
-Stepping = Callable[[Shape], Timeline]
+StepFunction = Callable[[Shape], Timeline]
 
 
 @contextlib.contextmanager
-def stepping_on_fakes(plan: Plan, labels: int) -> Iterator[tuple[Stepping, Stepping]]:
-    """(a training step, an evaluation) of the plan's recipe on fake tensors of its hardware, of any shape."""
-    tracker = Tracker(card.workspaces(plan.hardware), card.allocates_like(plan.hardware))
+def fake_step_functions(plan: Plan, labels: int) -> Iterator[tuple[StepFunction, StepFunction]]:
+    """Yield (training step, evaluation): functions that run the recipe on fake tensors of a shape and return the timeline."""
+    tracker = Tracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware))
     with (
-        card.as_on(plan.hardware),
+        card.emulated(plan.hardware),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         tracker,
-        rehearsing(plan, recipe_on_fakes(plan), labels, torch.device("cpu")) as run,
+        dry_run_of(plan, fake_recipe(plan), labels, torch.device("cpu")) as run,
     ):
-        held = torch.empty(card.cublas_workspace(plan.hardware), dtype=torch.uint8)
-        tracker.label([held], "temporary")
-        label_weights(run, tracker)
-        state_first(run, tracker)
-        phases(run, tracker)
+        workspace = torch.empty(card.cublas_workspace_bytes(plan.hardware), dtype=torch.uint8)
+        tracker.label([workspace], "temporary")
+        label_storages(run, tracker)
+        make_optimizer_state(run, tracker)
+        label_phases(run, tracker)
 
-        def follow(step: Callable[[Any, Any], None], shape: Shape) -> Timeline:
-            gc.collect()  # what is garbage already is no part of the step
-            tracker.restart()
-            with tracker.making("activations"), no_garbage_collection():
-                batch = micro_batch_of(run, shape, training=step is not evaluation)
+        def trace(step: Callable[[Any, Any], None], shape: Shape) -> Timeline:
+            gc.collect()  # earlier garbage is not part of the step
+            tracker.reset()
+            with tracker.new_storages_are("activations"), garbage_collection_off():
+                batch = dummy_micro_batch(run, shape, training=step is not evaluation_step)
                 batch = replace(batch, buffers={key: tracker.from_tensor(value) for key, value in batch.buffers.items()})
                 tracker.add(batch.buffers.values())
                 step(run, batch)
                 return tracker.timeline()
 
         gc.collect()
-        gc.freeze()  # or every collection would walk through all modules again
-        train = partial(train_step, tracker=tracker, several=has_several(plan))
+        gc.freeze()  # otherwise every collection scans all modules
+        train = partial(train_step, tracker=tracker, accumulates=accumulates_gradients(plan))
         try:
-            yield partial(follow, train), partial(follow, evaluation)
+            yield partial(trace, train), partial(trace, evaluation_step)
         finally:
             gc.unfreeze()
 
 
 def apply_in_place(module: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """`Module._apply`, behind `to` and its like, without swapping parameters: fake ones have references that forbid it."""
+    """`Module._apply` (called by `to` and `half`) without swapping parameters, which the references to fake tensors forbid."""
     for part in module.modules() if recurse else [module]:
         for parameter in part._parameters.values():
             if parameter is not None:
@@ -269,8 +272,8 @@ def apply_in_place(module: Any, function: Callable[[Any], Any], recurse: bool = 
 
 
 @contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Its times depend on what else the process has done; the order of events must not."""
+def garbage_collection_off() -> Iterator[None]:
+    """Disable garbage collection: its timing depends on earlier work, and the order of events must not."""
     gc.disable()
     try:
         yield
@@ -278,17 +281,17 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def phases(run: Any, tracker: Tracker) -> None:
-    """What backward and update make is temporary, unless it is told apart."""
+def label_phases(run: Any, tracker: Tracker) -> None:
+    """Label what backward and update allocate as temporary; gradients and state get their own label."""
     backward, finish = run.engine.backward, run.engine.finish
 
-    def watched_backward(*args: Any) -> None:
-        with tracker.making("temporary"):
+    def labelled_backward(*args: Any) -> None:
+        with tracker.new_storages_are("temporary"):
             backward(*args)
 
-    def watched_finish() -> None:
-        tracker.updates()
-        with tracker.making("temporary"):
+    def labelled_finish() -> None:
+        tracker.begin_update()
+        with tracker.new_storages_are("temporary"):
             finish()
 
-    run.engine.backward, run.engine.finish = watched_backward, watched_finish
+    run.engine.backward, run.engine.finish = labelled_backward, labelled_finish

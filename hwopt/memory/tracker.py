@@ -1,8 +1,8 @@
-"""Tracker: makes tensors fake, and writes down every storage that is allocated and freed, and the work of every operation.
+"""Tracker: a fake tensor mode that records every storage allocated and freed, and the work of every operation.
 
-It sees operations below autograd: what autograd keeps for the backward pass stays alive and so is counted, what a kernel
-allocates inside is not seen (hwopt.memory.card adds the known cases).
-Source: torch.distributed._tools.mem_tracker does the same with module hooks and a mode of its own, and takes ten times as long.
+It sees the operations below autograd. A tensor that autograd saves for the backward pass stays alive and so is counted. Memory
+that a kernel allocates internally is not seen; hwopt.memory.cuda_emulation adds the known cases.
+Source: torch.distributed._tools.mem_tracker does the same with module hooks and its own mode, and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Workspace = Callable[..., int]
 
 
 class Tracker(FakeTensorMode):
+    """Records one timeline; `reset` starts a new one."""
+
     def __init__(self, workspaces: Mapping[Any, Workspace] | None = None, granularity: int = 1) -> None:
-        """`workspaces`: operator -> (its arguments) -> bytes that its kernel allocates inside and frees again."""
+        """`workspaces`: operator -> function of its arguments that returns the bytes that its kernel allocates and frees."""
         super().__init__(allow_non_fake_inputs=True)
         self.workspaces = workspaces or {}
         self.granularity = granularity
@@ -45,20 +47,20 @@ class Tracker(FakeTensorMode):
         self.dtypes: list[str] = []
         self.update = 0
         self._inside = False
-        self._numbers: dict[int, int] = {}  # address of a living storage -> its number
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._alive: dict[int, Any] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping dynamo out costs more than the rest
+        return False  # nothing is compiled here, and disabling dynamo for each operation is slow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is LOCAL_SCALAR and isinstance(args[0], FakeTensor):
-            return self.made_up(args[0])
-        if self._inside:  # what a fake implementation does on its way, unless its result is known already
+            return self.read_value(args[0])
+        if self._inside:  # operations inside a fake implementation are not counted
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
         try:
@@ -69,19 +71,19 @@ class Tracker(FakeTensorMode):
         found = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         self.add(found)
         if (inside := self.workspaces.get(func)) is not None:
-            self.passing(inside(*args, **kwargs))
+            self.add_workspace(inside(*args, **kwargs))
         if len(self.sizes) > before or func._schema.is_mutable:  # not a view
-            self._count(func, args, kwargs, out, found)
+            self._record(func, args, kwargs, out, found)
         return out
 
-    def made_up(self, tensor: Tensor) -> float | bool:
-        """The value of a fake tensor that somebody reads: a count or factor of 1, False, and 0 for those in `zeros`."""
+    def read_value(self, tensor: Tensor) -> float | bool:
+        """Return the value of a fake tensor that the code reads: 1 for a float, False otherwise, and 0 for those in `zeros`."""
         if any(tensor is zero or tensor._base is zero for zero in self.zeros):
             return 0.0
         return 1.0 if tensor.dtype.is_floating_point else False
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of `tensors` that are new, as the present kind."""
+        """Count the new storages of `tensors` as `self.kind`."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -90,30 +92,30 @@ class Tracker(FakeTensorMode):
                 self._numbers[key] = number
                 self._alive[number] = weakref.ref(storage, partial(self._freed, key, number))
 
-    def passing(self, size: int) -> None:
-        """A workspace of `size` bytes that is allocated and freed at once."""
+    def add_workspace(self, size: int) -> None:
+        """Record a workspace of `size` bytes that is allocated and freed at once."""
         number = self._new(size)
         self.kinds[number] = KINDS.index("temporary")
         self.events.append(-number - 1)
 
     def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """The storages of `tensors` are `kind`, from their beginning."""
+        """Set the kind of the storages of `tensors`, from their allocation on."""
         for tensor in tensors:
             if tensor is not None:
                 self.add([tensor])
                 self.kinds[self._numbers[tensor.untyped_storage()._cdata]] = KINDS.index(kind)
 
     @contextmanager
-    def making(self, kind: str) -> Iterator[None]:
-        """New storages inside the block are of this kind."""
-        before, self.kind = self.kind, kind
+    def new_storages_are(self, kind: str) -> Iterator[None]:
+        """Set the kind of storages that are allocated inside the block."""
+        previous, self.kind = self.kind, kind
         try:
             yield
         finally:
-            self.kind = before
+            self.kind = previous
 
-    def restart(self) -> None:
-        """Forget the past: what is alive now becomes the beginning of the timeline."""
+    def reset(self) -> None:
+        """Start a new timeline that begins with the storages that are alive."""
         alive = sorted(self._alive)
         renumbered = {number: place for place, number in enumerate(alive)}
         self.sizes = [self.sizes[number] for number in alive]
@@ -128,11 +130,12 @@ class Tracker(FakeTensorMode):
         }
         self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
 
-    def updates(self) -> None:
-        """From here on operations belong to the optimizer's update."""
+    def begin_update(self) -> None:
+        """Count the following operations as the optimizer's update."""
         self.update = len(self.ends)
 
     def timeline(self) -> Timeline:
+        """Return what was recorded since `reset`."""
         return Timeline(
             np.array(self.events, np.int64),
             np.array(self.sizes, np.float64),
@@ -158,7 +161,7 @@ class Tracker(FakeTensorMode):
             self._numbers.pop(key, None)
             self.events.append(-number - 1)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
         counter = flop_registry.get(func._overloadpacket)
         used = {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in (*read, *made)}

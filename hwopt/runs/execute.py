@@ -22,14 +22,14 @@ from hwopt.errors import (
 from hwopt.interop.accelerate import exports_of
 from hwopt.interop.launcher_environment import refuse_contradictions
 from hwopt.memory import planner
-from hwopt.memory.advice import advised
+from hwopt.memory.advice import with_changes
 from hwopt.memory.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
-from hwopt.runs.status import status_code, steps_done, summary_of, write_status
+from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, in_folder
 from hwopt.system import signals
@@ -65,7 +65,7 @@ def execute(
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals.listening())
+        stack.enter_context(signals.temporary_handlers())
         return Execution(plan, folder, cache or cache_folder(), listener, stack).run(resume, fresh, replan)
 
 
@@ -76,7 +76,7 @@ class MemoryLimits(Listener):
         self.cache = cache
 
     def ran_out_of_memory(self, run: Run, rows: int) -> None:
-        planner.held(run.plan, self.cache, rows)
+        planner.record_oom(run.plan, self.cache, rows)
 
 
 class Execution:
@@ -106,12 +106,14 @@ class Execution:
                 with reporting(run):
                     summary = train(run)
             if (code := signals.received()) is not None:  # while the end was written
-                raise signals.ending(code)
+                raise signals.exception_for(code)
             self.set_status(0, "done")
             return summary
         except AlreadyComplete as complete:
-            complete.run.say(f"{self.folder} is complete, after step {steps_done(self.folder):,}: see {self.folder / 'final'}")
-            return summary_of(self.folder)
+            complete.run.say(
+                f"{self.folder} is complete, after step {completed_steps(self.folder):,}: see {self.folder / 'final'}"
+            )
+            return read_summary(self.folder)
         except BaseException as raised:
             error = self.to_user_error(raised)
             written = self.record_outcome(error)
@@ -152,7 +154,7 @@ class Execution:
             return ""
         own = self.own
         done = "before the first step"
-        if own is not None and own.step and steps_done(own.folder) >= own.total_steps:
+        if own is not None and own.step and completed_steps(own.folder) >= own.total_steps:
             done = "after the last step: final/ is complete"
         elif own is not None and own.step:
             saved = checkpoint_folder(own.folder, own.step).is_dir()  # the folder exists once it is complete
@@ -181,7 +183,7 @@ def advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
         memory = plan.memory or planner.plan_memory(plan, cache)
-        changes = advised(plan, memory, Registry(), replan, cache).changes
+        changes = with_changes(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""
     sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the back-off tried single rows already

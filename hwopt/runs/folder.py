@@ -1,4 +1,4 @@
-"""The folder of a run: its name, who owns it while it is trained, and where a run goes on."""
+"""The folder of a run: its name, the lock of the process that trains in it, and the folder in which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -23,79 +23,91 @@ from hwopt.text import truncate
 
 LOCK = ".lock"
 OWNER = ".owner.json"
-RESERVED = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
-"""Names that Windows keeps for devices."""
+WINDOWS_DEVICES = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
 
 
 def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool = False, fresh: bool = False) -> Path:
-    """The folder of a run, not made yet unless it goes on there.
+    """Return the folder of a run, without creating it.
 
-    Without a name a new run takes the first free number behind `default`, and one that goes on the last one taken. Raises
-    InputError for a name that leaves `output_dir` or is taken, FolderInUseError where another process trains in it, StorageError
-    where nothing can be written.
+    Without a name, a new run gets the first free name of `default`, `default-2` …, and a resumed or fresh run the last used one.
+    Raises InputError if the name is not valid or exists already, FolderInUseError if another process trains in the folder, and
+    StorageError if the folder cannot be created.
     """
     refuse_non_utf8(str(output_dir), "--output-dir")
-    if not (there := nearest_there(output_dir)).is_dir():
-        raise InputError(f"--output-dir {output_dir}: {there} is a file; give a folder")
+    if not (existing := nearest_existing(output_dir)).is_dir():
+        raise InputError(f"--output-dir {output_dir}: {existing} is a file; give a folder")
     if name is None:
-        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
-        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
-        free = next(number for number, each in enumerate(names) if not os.path.lexists(output_dir / each))
-        return writable(output_dir / names[max(0, free - 1) if resume or fresh else free])
-    plain = unicodedata.normalize("NFKC", name)  # some systems take a wide "／" for a slash
-    fit = plain.isprintable() and not re.search(r'[<>:"/\\|?*]', plain) and plain.strip(" .") == plain
-    fit = fit and name.isprintable() and 0 < len(name.encode()) <= 120
-    if not fit or plain.startswith(("-", "~")) or RESERVED.fullmatch(plain.split(".")[0].strip()):
-        raise InputError(
-            f"--name {truncate(name)}: is no plain folder name; use letters, digits, '-', '_' and '.', without '/' or '..'"
-        )
+        return require_creatable(numbered_folder(output_dir, default, last_used=resume or fresh))
+    refuse_bad_name(name)
     folder = output_dir / name
-    if folder.exists() and trained_here(folder):
-        raise in_use(folder)
+    if folder.exists() and in_use_on_this_host(folder):
+        raise folder_in_use_error(folder)
     if os.path.lexists(folder) and not (resume or (fresh and folder.is_dir())):
-        raise taken(folder)
-    return writable(folder)
+        raise folder_exists_error(folder)
+    return require_creatable(folder)
 
 
-def nearest_there(path: Path) -> Path:
-    """`path`, or the first of the folders above it that is there."""
+def numbered_folder(output_dir: Path, default: str, *, last_used: bool) -> Path:
+    """Return the first free folder of `default`, `default-2` …, or the one before it."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
+    free = next(index for index, each in enumerate(names) if not os.path.lexists(output_dir / each))
+    return output_dir / names[max(0, free - 1) if last_used else free]
+
+
+def refuse_bad_name(name: str) -> None:
+    """Raise InputError if `name` is not a folder name that every operating system accepts."""
+    plain = unicodedata.normalize("NFKC", name)  # some file systems read a full-width "／" as a slash
+    valid = plain.isprintable() and not re.search(r'[<>:"/\\|?*]', plain) and plain.strip(" .") == plain
+    valid = valid and name.isprintable() and 0 < len(name.encode()) <= 120
+    if not valid or plain.startswith(("-", "~")) or WINDOWS_DEVICES.fullmatch(plain.split(".")[0].strip()):
+        raise InputError(
+            f"--name {truncate(name)}: not a valid folder name. Use letters, digits, '-', '_' and '.', without '/' or '..'"
+        )
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent that exists."""
     return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "missing")
 
 
-def writable(folder: Path) -> Path:
-    """`folder`. Raises StorageError where it is not there and cannot be made, before the work that would be lost."""
-    there = nearest_there(folder)
-    if there != folder and not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"{folder} cannot be made: nothing can be written in {there}; give another --output-dir")
+def require_creatable(folder: Path) -> Path:
+    """Return `folder`. Raises StorageError if it does not exist and cannot be created, before any work is lost."""
+    existing = nearest_existing(folder)
+    if existing != folder and not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(f"{folder} cannot be created: no permission to write in {existing}. Give another --output-dir")
     return folder
 
 
-def folder_to_go_on_in(checkpoint: Path, output_dir: Path, name: str | None, default: str) -> Path:
-    """Where a run from `checkpoint` goes on: in its own folder if it is the newest there, else in one of its own."""
+def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, default: str) -> Path:
+    """Return the folder in which a run from `checkpoint` continues.
+
+    The checkpoint's own folder if `checkpoint` is the newest one there, else a new folder.
+    """
     own = checkpoint.absolute().parent
     if name is None and in_folder(own)[:1] == [checkpoint.absolute()]:
         return own
     folder = run_folder(output_dir, name, default, resume=True) if name else run_folder(output_dir, None, default)
     if folder.exists() and folder.absolute() != own:
-        raise taken(folder)
+        raise folder_exists_error(folder)
     return folder
 
 
-def taken(folder: Path) -> InputError:
-    if in_folder(folder):
-        return InputError(
-            f"--name {folder.name}: {folder} holds checkpoints. To go on from the newest: --resume; to begin anew and keep the "
-            "old folder beside it: --fresh; or give another --name"
-        )
-    return InputError(f"--name {folder.name}: {folder} exists; give another name, go on in it with --resume, or use --fresh")
+def folder_exists_error(folder: Path) -> InputError:
+    """Return the error for a new run whose folder exists already."""
+    content = " with checkpoints" if in_folder(folder) else ""
+    return InputError(
+        f"--name {folder.name}: {folder} exists{content}. Continue its run with --resume, or give another --name. "
+        "Or start again with --fresh, which keeps the old folder under another name"
+    )
 
 
 @contextmanager
-def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterator[Path]:
-    """`folder`, made where it is not there, and this process's own until the block or the process ends.
+def lock_run_folder(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterator[Path]:
+    """Create `folder` and keep other processes from training in it, until the block or the process ends.
 
-    A `fresh` run leaves what was in it under another name beside it. Raises FolderInUseError where another process has it,
-    InputError where a new run would overwrite an old one, StorageError where it cannot be made.
+    With `fresh`, an existing folder is renamed first. Raises FolderInUseError if another process trains in the folder, InputError
+    if a new run would overwrite an old one, StorageError if the folder cannot be created.
     """
     if fresh and folder.exists():
         with locked(folder):
@@ -103,28 +115,27 @@ def owned(folder: Path, *, resume: bool = False, fresh: bool = False) -> Iterato
     with locked(folder):
         try:
             if not resume and not set(os.listdir(folder)) <= {LOCK}:
-                raise taken(folder)
-            began = psutil.Process().create_time()
-            who = {"pid": os.getpid(), "host": platform.node(), "began": began}
-            write_json(folder / OWNER, who | {"folder": os.path.realpath(folder)})
+                raise folder_exists_error(folder)
+            owner = {"pid": os.getpid(), "host": platform.node(), "began": psutil.Process().create_time()}
+            write_json(folder / OWNER, owner | {"folder": os.path.realpath(folder)})
             yield folder
         finally:
             with suppress(OSError):
                 (folder / OWNER).unlink(missing_ok=True)
-                (folder / LOCK).unlink()  # whoever waits for it takes another; Windows keeps it
+                (folder / LOCK).unlink()  # a process that waits creates a new one; Windows keeps the file
             with suppress(OSError):
-                folder.rmdir()  # where it was never begun
+                folder.rmdir()  # removes the folder only if the run wrote nothing
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The lock is the system's, and so ends with the process that holds it, however that ends."""
+    """Create `folder` and hold its lock. The system releases the lock when the process ends, even if it is killed."""
     lock = FileLock(folder / LOCK, timeout=0, is_singleton=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise in_use(folder) from None
+        raise folder_in_use_error(folder) from None
     except (OSError, NotImplementedError) as error:
         raise StorageError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -133,17 +144,18 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def trained_here(folder: Path) -> bool:
-    """Whether a process of this machine trains in `folder`, without plugin_hook for the lock, which would keep others from it."""
-    owner = owner_of(folder)
-    if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copy of the folder
+def in_use_on_this_host(folder: Path) -> bool:
+    """Whether a process of this host trains in `folder`. Does not take the lock, which would block other processes."""
+    owner = read_owner(folder)
+    if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copied folder
         return False
     with suppress(psutil.Error, ValueError, TypeError):
         return bool(psutil.Process(int(owner["pid"])).create_time() == owner["began"])
     return False
 
 
-def owner_of(folder: Path) -> dict[str, Any]:
+def read_owner(folder: Path) -> dict[str, Any]:
+    """Return pid, host and start time of the process that trains in `folder`; {} without a readable file."""
     try:
         owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,9 +163,10 @@ def owner_of(folder: Path) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and {"pid", "host", "began"} <= owner.keys() else {}
 
 
-def in_use(folder: Path) -> FolderInUseError:
-    owner = owner_of(folder)
-    who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+def folder_in_use_error(folder: Path) -> FolderInUseError:
+    """Return the error for a folder in which another process trains."""
+    owner = read_owner(folder)
+    trainer = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
     return FolderInUseError(
-        f"{folder} is in use: {who} trains there. Wait until it has ended, end it (kill, once: it saves), or give another --name"
+        f"{folder} is in use: {trainer} trains there. Wait until it ends, stop it (`kill` once: it saves), or give another --name"
     )

@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from hwopt.runs.launch import leave_note
+from hwopt.runs.rank_errors import report_error
 from hwopt.system import signals
-from hwopt.system.watchdog import Watchdog, end_the_others
+from hwopt.system.watchdog import SECOND_SIGNAL, Watchdog, kill_workers_and_local_ranks
 from hwopt.training.listener import Listener
 from hwopt.training.run import Run
 
@@ -23,7 +23,7 @@ class HangWatch(Listener):
 
     def watch(self, run: Run) -> None:
         """Prepare for `run`, which is built. From now on a second signal ends the process."""
-        self.stack.enter_context(signals.leaving(self.leave))
+        self.stack.enter_context(signals.before_forced_exit(self.leave))
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         first = run.step
         self.watchdog = Watchdog(run.training.hang_timeout, run.folder, run.rank, self.leave, launcher, lambda: run.step == first)
@@ -40,11 +40,11 @@ class HangWatch(Listener):
         if self.watchdog is not None:
             self.watchdog.heartbeat()
 
-    def leave(self, code: int, message: str = "ended at once by a second signal") -> None:
+    def leave(self, code: int, message: str = SECOND_SIGNAL) -> None:
         """Write how the process ends, and end the other processes of the run. The caller then ends this one."""
         self.set_status(code, message)
         text = f"error: {message}"
-        if not leave_note(code, text, secondhand=False, kills=True):
+        if not report_error(code, text, killed_others=True):
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode())
-        end_the_others()
+        kill_workers_and_local_ranks()

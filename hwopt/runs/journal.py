@@ -1,4 +1,4 @@
-"""The files of a run folder: job.toml, profile.toml, plan.json, evidence.json, metrics.jsonl, status.json."""
+"""Writes the files of a run folder: job.toml, profile.toml, plan.json, evidence.json, metrics.jsonl, status.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from hwopt.errors import StorageError
+from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence as observe
 from hwopt.training.listener import Listener, Row
@@ -18,19 +19,18 @@ from hwopt.training.listener import Listener, Row
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
     from hwopt.training.run import Run
-from hwopt.runs.status import SUMMARY, write_status
 
 
 class Journal(Listener):
-    """Writes the run folder; only the main rank has one."""
+    """Listener of rank 0 that writes the run folder."""
 
     def started(self, run: Run) -> None:
         folder = run.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
-            (folder / SUMMARY).unlink(missing_ok=True)  # it says that the run is complete
-            keep_rows(folder / "metrics.jsonl", run.step, evaluated)
+            (folder / SUMMARY).unlink(missing_ok=True)  # its presence marks a complete run
+            drop_rows_after(folder / "metrics.jsonl", run.step, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
         except OSError as error:
@@ -55,32 +55,33 @@ class Journal(Listener):
         write_json(run.folder / SUMMARY, summary)
 
 
-def keep_rows(path: Path, step: int, evaluated: int) -> None:
-    """Where a run goes on, the rows of what is made again go, and what a killed process has written of a line.
+def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
+    """Remove the rows that a resumed run writes again, and an incomplete last line.
 
-    That is what comes behind `step`, and evaluations behind the step `evaluated`: of a signal's checkpoint, the step before.
+    Removes log rows after `step`, and evaluation rows after the step `evaluated`: a checkpoint saved at a signal may have skipped
+    the evaluation of its step.
     """
     if not path.exists():
         return
-    kept = []
+    rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             if row["step"] <= (evaluated if any(key.startswith("eval_") for key in row) else step):
-                kept.append(line if line.endswith("\n") else f"{line}\n")
+                rows.append(line if line.endswith("\n") else f"{line}\n")
     staging = path.with_suffix(".partial")
-    staging.write_text("".join(kept), encoding="utf-8")
+    staging.write_text("".join(rows), encoding="utf-8")
     staging.replace(path)
 
 
 def job_table(plan: Plan) -> dict[str, Any]:
-    """The job as it was run, every default written out: `hwopt run job.toml` repeats it."""
+    """Return the job with every default written out, so that `hwopt run job.toml` repeats the run."""
     table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
     return table | {"training": plan.training.model_dump(mode="json", exclude_none=True)}
 
 
 def profile_table(plan: Plan) -> dict[str, Any]:
-    """The profile with its parents merged in and every option written out, as it was resolved."""
+    """Return the resolved profile: its parents merged, every option written out."""
     content = plan.profile.content.model_dump(
         mode="json", exclude={"extends", "plugins", "claims", "training"}, exclude_none=True
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hwopt.distributed.data_parallel import ended_with
 from hwopt.errors import HwoptError, InputError, StorageError
-from hwopt.runs.folder import owned
+from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
-from hwopt.runs.status import steps_done
+from hwopt.runs.status import completed_steps
 from hwopt.saving.compatibility import changed_since, refuse_another_run
 from hwopt.saving.reader import Checkpoint, bring_best, in_folder, latest_valid, load_checkpoint
 from hwopt.training.run import Run
@@ -33,7 +33,7 @@ def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Pa
     error: HwoptError | AlreadyComplete | None = None
     if run.is_main:
         try:
-            stack.enter_context(owned(run.folder, resume=resume is not False, fresh=fresh))
+            stack.enter_context(lock_run_folder(run.folder, resume=resume is not False, fresh=fresh))
             found = select_checkpoint(run, resume)
             if found is not None and found.folder.parent.absolute() != run.folder.absolute():
                 bring_best(found, run.folder)
@@ -60,7 +60,7 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
     found = newest_or_asked_for(run, resume)
     if found is not None:
         refuse_another_run(found, run.facts)
-    done = steps_done(run.folder) if (run.folder / "final").is_dir() else 0
+    done = completed_steps(run.folder) if (run.folder / "final").is_dir() else 0
     complete = done > 0
     if complete and (found is None or resume is True) and done >= run.total_steps:
         raise AlreadyComplete(run)

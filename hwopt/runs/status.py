@@ -1,4 +1,4 @@
-"""`status.json` and `summary.json` of a run folder."""
+"""`status.json` (exit code and message) and `summary.json` (final metrics) of a run folder."""
 
 from __future__ import annotations
 
@@ -7,44 +7,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.system.atomic_folder import write_json
-from hwopt.training.listener import Row
 
 if TYPE_CHECKING:
-    pass
-
+    from hwopt.training.listener import Row
 
 SUMMARY = "summary.json"
 
 
 def write_status(folder: Path, exit_code: int | None, message: str) -> None:
-    """`exit_code` is None while the run goes on; launchers lose it, this file does not."""
+    """Write `status.json`. `exit_code` is None while the run trains. Launchers lose the exit code; this file keeps it."""
     write_json(folder / "status.json", {"exit_code": exit_code, "message": message})
 
 
 def status_code(folder: Path) -> int | None:
-    """The exit code in `status.json`; None while the run goes on, or where there is no such file."""
+    """Return the exit code in `status.json`; None while the run trains or without a readable file."""
     return read_status(folder)[0]
 
 
 def read_status(folder: Path) -> tuple[int | None, str]:
-    """Exit code and message of `status.json`; (None, "") where there is none that can be read."""
+    """Return the exit code and the message of `status.json`; (None, "") without a readable file."""
     try:
-        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-        code, message = found["exit_code"], found["message"]
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        code, message = status["exit_code"], status["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""
     return (code if isinstance(code, int) else None), str(message)
 
 
-def summary_of(folder: Path) -> Row:
-    """What a complete run has found; {} where there is nothing that can be read."""
+def read_summary(folder: Path) -> Row:
+    """Return the final metrics of a complete run; {} without a readable file."""
     try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
-def steps_done(folder: Path) -> int:
-    """Of a complete run; 0 where nobody can tell."""
-    return int(summary_of(folder).get("step", 0))
+def completed_steps(folder: Path) -> int:
+    """Return the number of steps of a complete run; 0 for a run without a summary."""
+    return int(read_summary(folder).get("step", 0))

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: which one came, whatever became of the exception that it raised.
+"""Handlers for SIGINT and SIGTERM that let a run finish its step and save.
 
-Python swallows what a handler raises inside a callback (while a data-loading worker is forked, say), and a signal to the whole
-group also kills the workers, whose death then looks like the cause. While a run is patient, the first signal only asks: the step
-is finished and saved. The second one ends the process at once.
+The handlers remember the first signal: Python discards an exception that a handler raises inside a callback (for example while
+torch forks a data-loading worker). A signal to the whole process group also kills the workers, so their death is an effect, not
+the cause. Inside `deferred()` the first signal only sets a flag, and a second signal ends the process. Outside, a signal raises.
 """
 
 from __future__ import annotations
@@ -21,147 +21,148 @@ from types import FrameType
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-ECHO = 1.0
-"""Seconds in which a launcher, or `timeout`, passes on what the process has got from the terminal as well."""
-LAST_STEP = 20.0
-"""Seconds that a data-loading process has left after SIGTERM."""
+DUPLICATE_SECONDS = 1.0
+"""A signal within so many seconds of the first is a copy of it: launchers and `timeout` forward what the terminal sent."""
+WORKER_GRACE_SECONDS = 20.0
+"""How long a data-loading worker lives after SIGTERM, so that the run can finish its step."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl(2)."""
+"""Constant of Linux's prctl(2)."""
 
 _received: list[tuple[int, float]] = []
-_heard: list[Callable[[int], None]] = []
-"""Who is patient at present, and wants to be told."""
-_leave: list[Callable[[int], None]] = []
+"""(signal number, monotonic time) of each signal since `install_handlers`."""
+_on_first_signal: list[Callable[[int], None]] = []
+_before_forced_exit: list[Callable[[int], None]] = []
 
 
-def listen() -> None:
-    """End the process by KeyboardInterrupt or SystemExit at either signal, and remember the first."""
+def install_handlers() -> None:
+    """Install the handlers for SIGINT and SIGTERM, except for a signal that is ignored, and forget earlier signals."""
     for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, _handle)
     _received.clear()
     if hasattr(os, "register_at_fork"):
-        # a child's signals must not be heard as this process's own
-        os.register_at_fork(after_in_child=_deaf)
+        os.register_at_fork(after_in_child=_detach_wakeup_fd)
 
 
-def _deaf() -> None:
+def _detach_wakeup_fd() -> None:
+    """In a forked child: a signal to the child must not wake the watchdog of its parent."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
 
-def listens() -> bool:
-    """Whether `listen` was called, so that signals of this process are for us."""
-    return any(signal.getsignal(number) is _end for number in EXIT_CODES)
+def handlers_installed() -> bool:
+    """Whether SIGINT or SIGTERM of this process is handled here."""
+    return any(signal.getsignal(number) is _handle for number in EXIT_CODES)
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Inside, a process that has no handlers of its own for the two listens, and then has none again: a script, a notebook."""
-    before = {number: signal.getsignal(number) for number in EXIT_CODES}
-    nobodys = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)  # ignored: of a job in a shell's background
-    main = threading.current_thread() is threading.main_thread()
-    if not main or any(handler not in nobodys for handler in before.values()):
+def temporary_handlers() -> Iterator[None]:
+    """Install the handlers inside the block if the process has none of its own, as in a script or a notebook."""
+    previous = {number: signal.getsignal(number) for number in EXIT_CODES}
+    defaults = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)  # a shell's background job ignores SIGINT
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or any(handler not in defaults for handler in previous.values()):
         yield
         return
-    listen()
+    install_handlers()
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        _received.clear()  # it has ended the run; whatever the process does next is not asked to end
+        _received.clear()  # the signal ended this run; the next run of the process starts without it
 
 
 @contextmanager
-def leaving(leave: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `leave(exit code)` is the last thing that a process does that a second signal ends."""
-    _leave.append(leave)
+def before_forced_exit(callback: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block, a second signal calls `callback(exit code)` before it ends the process."""
+    _before_forced_exit.append(callback)
     try:
         yield
     finally:
-        _leave.pop()
+        _before_forced_exit.pop()
 
 
 def received() -> int | None:
-    """The exit code of the first signal since `listen`; None where none came."""
+    """Return the exit code of the first signal since `install_handlers`, or None."""
     return EXIT_CODES[signal.Signals(_received[0][0])] if _received else None
 
 
-def heed(code: int) -> None:
-    """As if the signal of this exit code had come here: another rank has got it, and a launcher's echo comes after it."""
-    if listens() and not _received:
-        _received.append((next(number for number, of_it in EXIT_CODES.items() if of_it == code), time.monotonic()))
+def record_remote_signal(code: int) -> None:
+    """Record that another rank received the signal of this exit code: the launcher's copy is then not a second signal."""
+    if handlers_installed() and not _received:
+        number = next(number for number, exit_code in EXIT_CODES.items() if exit_code == code)
+        _received.append((number, time.monotonic()))
 
 
 @contextmanager
-def patience(heard: Callable[[int], None] = lambda number: None) -> Iterator[None]:
-    """Inside, the first signal does nothing but be `received`, and `heard`; whoever is patient ends by itself."""
-    _heard.append(heard)
+def deferred(on_first_signal: Callable[[int], None] = lambda number: None) -> Iterator[None]:
+    """Inside the block, the first signal does not raise: it calls `on_first_signal(number)` and sets `received()`."""
+    _on_first_signal.append(on_first_signal)
     try:
         yield
     finally:
-        _heard.pop()
+        _on_first_signal.pop()
 
 
-def acknowledge() -> None:
-    """Say what becomes of a signal. In its handler, where nothing may wait for a lock, and nothing may be raised."""
+def announce_stop() -> None:
+    """Print that the run stops after this step. Runs in a signal handler, so it takes no lock and raises nothing."""
     with suppress(OSError):
-        os.write(2, b"stopping: the step is finished and saved; another signal ends the run at once\n")
+        os.write(2, b"Stopping after this step, then saving. Signal again to exit now.\n")
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a process that `error` ends, where a signal may have come: it counts more than what fails because of it.
+    """Return the exit code of a process that `error` ends: the signal's code if a signal caused the error.
 
-    What is wrong by itself (a full disk, a loss that is not finite) is said all the same.
+    An error with a cause of its own (a full disk, a loss that is not finite) keeps its exit code after a signal.
     """
     code = exit_code_of(error)
-    itself = isinstance(error, HwoptError) and not isinstance(error, WorkerDiedError) and not error.secondhand
-    return code if itself else received() or code
+    own_cause = isinstance(error, HwoptError) and not isinstance(error, WorkerDiedError) and not error.secondhand
+    return code if own_cause else received() or code
 
 
-def ending(code: int) -> BaseException:
-    """What ends a process with the exit code of a signal."""
+def exception_for(code: int) -> BaseException:
+    """Return the exception that ends a process with the exit code of a signal."""
     return KeyboardInterrupt() if code == EXIT_CODES[signal.SIGINT] else SystemExit(code)
 
 
-def in_worker(worker: int) -> None:
-    """What a data-loading process does about signals: those to the whole group are for the run, which wants to end its step.
+def init_worker(worker: int) -> None:
+    """Set up the signals of a data-loading worker (torch's `worker_init_fn`).
 
-    At SIGTERM, which may also come from the run alone, there are some seconds left for that step. SIGUSR1 shows where the process
-    stands.
+    A signal to the process group also reaches the workers, and the run still needs their batches: a worker ignores SIGINT, and
+    ends `WORKER_GRACE_SECONDS` after SIGTERM. SIGUSR1 prints the worker's stack.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_worker)
+    signal.signal(signal.SIGTERM, _exit_worker_later)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=2)
-    if sys.platform == "linux":  # or one that hangs would outlive a run that was killed
+    if sys.platform == "linux":  # a worker that hangs would otherwise outlive a run that is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_worker(number: int, frame: FrameType | None) -> None:
-    if not hasattr(signal, "setitimer"):  # Windows, where SIGTERM cannot be heard either
+def _exit_worker_later(number: int, frame: FrameType | None) -> None:
+    if not hasattr(signal, "setitimer"):  # Windows
         os._exit(EXIT_CODES[signal.SIGTERM])
-    signal.setitimer(signal.ITIMER_REAL, LAST_STEP)  # SIGALRM ends it
+    signal.setitimer(signal.ITIMER_REAL, WORKER_GRACE_SECONDS)  # SIGALRM ends the worker
 
 
-def counts_as_second(number: int, before: list[tuple[int, float]]) -> bool:
-    """Add a signal to those `before`; whether it is a second one, and no echo of the first."""
+def is_second_signal(number: int, earlier: list[tuple[int, float]]) -> bool:
+    """Append the signal to `earlier`. Returns whether it is a second signal and not a forwarded copy of the first."""
     now = time.monotonic()
-    before.append((number, now))
-    return now - before[0][1] > ECHO
+    earlier.append((number, now))
+    return now - earlier[0][1] > DUPLICATE_SECONDS
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    second = counts_as_second(number, _received)
+def _handle(number: int, frame: FrameType | None) -> None:
+    second = is_second_signal(number, _received)
     code = EXIT_CODES[signal.Signals(number)]
-    if not _heard:
-        raise ending(code)
+    if not _on_first_signal:
+        raise exception_for(code)
     if len(_received) == 1:
-        for heard in _heard:
-            heard(number)
+        for on_first_signal in _on_first_signal:
+            on_first_signal(number)
     elif second:
-        for leave in _leave:
-            leave(code)
+        for callback in _before_forced_exit:
+            callback(code)
         os._exit(code)

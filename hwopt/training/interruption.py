@@ -15,9 +15,9 @@ def signals_acknowledged(run: Run) -> AbstractContextManager[None]:
 
     def acknowledge(number: int) -> None:
         if run.world_size == 1:  # launchers send ranks signals of their own, which no user asked for
-            signals.acknowledge()
+            signals.announce_stop()
 
-    return signals.patience(acknowledge)
+    return signals.deferred(acknowledge)
 
 
 def signalled(run: Run) -> int:
@@ -28,9 +28,9 @@ def signalled(run: Run) -> int:
 
 def stop(run: Run, code: int, checkpoints: Checkpointer) -> NoReturn:
     """Save the run and end it, because a signal asked for it. All ranks call it, and wait for the one that writes."""
-    signals.heed(code)
+    signals.record_remote_signal(code)
     checkpoints.save()
     checkpoints.writer.wait()
     run.engine.all_reduce_max(0)
     run.say(f"Stopped after step {run.step:,}, saved in {run.folder}. Resume with --resume")
-    raise signals.ending(code)
+    raise signals.exception_for(code)

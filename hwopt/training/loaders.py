@@ -64,7 +64,7 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
         dataset,
         sampler=sampler,
         batch_size=None,  # the sampler's items are whole steps
-        worker_init_fn=signals.in_worker,
+        worker_init_fn=signals.init_worker,
         collate_fn=as_is,
         generator=torch.Generator(),  # or the loader would draw from the global one
         **dict(run.recipe.loader),

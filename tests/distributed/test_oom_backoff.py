@@ -18,7 +18,7 @@ from hwopt import api
 from hwopt.config.profile import make_profile
 from hwopt.distributed.oom_backoff import QUIET_STEPS, OomBackoff
 from hwopt.errors import DoesNotFitError
-from hwopt.memory.known_limits import max_rows
+from hwopt.memory.known_limits import recorded_limit
 from hwopt.memory.lengths import lengths_of
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
@@ -231,10 +231,10 @@ def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> No
     assert "with the longest samples" in short.warnings[-1]
     assert short.samples == fixed.samples
     plan, cache = short.run.plan, tmp_path / "short" / "cache"
-    assert max_rows(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
+    assert recorded_limit(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
     smaller = replace(plan, batch=replace(plan.batch, train=6))
-    assert max_rows(smaller, lengths_of(plan, cache), cache) == 4
-    assert max_rows(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
+    assert recorded_limit(smaller, lengths_of(plan, cache), cache) == 4
+    assert recorded_limit(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
 
 
 def test_two_signs_in_a_row_are_a_shortage() -> None:

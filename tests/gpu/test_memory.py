@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hwopt.memory.dry_run import Shape
-from hwopt.memory.measured import measured
-from hwopt.memory.tracer import traced
+from hwopt.memory.measured import measure_peak
+from hwopt.memory.tracer import trace_plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 
 BERT = TINY_BERT | {
@@ -56,7 +56,7 @@ def test_predicted_is_what_cuda_allocates(config: dict[str, Any], width: int, ta
     job.job.model.config.clear()
     job.job.model.config.update(config)
     plan = plan_for(tiny_profile(**tables), job)
-    trace, rows = traced(plan, width, 2), max(1, 8192 // width)
+    trace, rows = trace_plan(plan, width, 2), max(1, 8192 // width)
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
         predicted = scaled.at(rows, width).peak().bytes
-        assert predicted == pytest.approx(measured(plan, Shape(rows, width), 2, what), rel=0.10), what
+        assert predicted == pytest.approx(measure_peak(plan, Shape(rows, width), 2, what), rel=0.10), what

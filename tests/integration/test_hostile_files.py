@@ -28,7 +28,7 @@ from hwopt.cli import run_command
 from hwopt.data.tables import read_rows
 from hwopt.data.token_store import TokenStore
 from hwopt.errors import DataError, InputError
-from hwopt.memory.tracer import kept
+from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.report.terminal import Terminal, say, table
@@ -394,9 +394,9 @@ def test_spoiled_caches_are_made_anew(content: bytes | None, folder: Path) -> No
     file.write_bytes(content)
     assert model_facts(config, "text-classification", "a model", Path("models")) == made
     Path("trace.npz").write_bytes(content)
-    assert kept(Path("trace.npz"), dict) == {}
+    assert cached_timelines(Path("trace.npz"), dict) == {}
     np.savez("trace.npz", **{"train.base/x": np.array([Payload(trace)], dtype=object)})
-    assert kept(Path("trace.npz"), dict) == {}
+    assert cached_timelines(Path("trace.npz"), dict) == {}
     assert not trace.exists()
 
 

@@ -847,7 +847,7 @@ VARIABLES: list[dict[str, str]] = [
     SECOND_OF_TWO,
     {**SECOND_OF_TWO, "MASTER_ADDR": "localhost"},
     {**SECOND_OF_TWO, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
-    {"RANK": "abc", "HWOPT_LAUNCH_NOTES": "/no/such/folder"},
+    {"RANK": "abc", "HWOPT_LAUNCH_FOLDER": "/no/such/folder"},
     {"ACCELERATE_MIXED_PRECISION": "fp7"},
     {"ACCELERATE_DYNAMO_BACKEND": "no-such"},
     {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "abc"},

@@ -79,7 +79,7 @@ class Work:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        signals.listen()
+        signals.install_handlers()
         quiet_transformers()  # a child that is killed would keep the lock of all progress bars
         disturb()
         self.run(name, rank, **options)
@@ -258,7 +258,7 @@ def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> No
         time.sleep(0.002)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGTERM)  # passed on by a launcher
-    time.sleep(1.5 * signals.ECHO)
+    time.sleep(1.5 * signals.DUPLICATE_SECONDS)
     os.kill(pid, signal.SIGTERM)
     assert ended(pid, within=20) == 143
     assert status(run)["exit_code"] == 143
@@ -345,15 +345,15 @@ def hold_when_owner(gate: int) -> None:
     """Whoever owns the folder waits until the others have been told."""
     from contextlib import contextmanager
 
-    real = execution.owned
+    real = execution.lock_run_folder
 
     @contextmanager
-    def owned(*arguments: Any, **named: Any) -> Iterator[Path]:
+    def lock_run_folder(*arguments: Any, **named: Any) -> Iterator[Path]:
         with real(*arguments, **named) as folder:
             os.read(gate, 1)
             yield folder
 
-    setattr(execution, "owned", owned)  # noqa: B010
+    setattr(execution, "lock_run_folder", lock_run_folder)  # noqa: B010
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])

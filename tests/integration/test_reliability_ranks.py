@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.errors import DataError, exit_code_of, worker_death
-from hwopt.runs.folder import owned
+from hwopt.runs.folder import lock_run_folder
 from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
@@ -354,8 +354,8 @@ def test_who_hangs_or_is_killed_ends_the_run(work: Work, undisturbed: Path, time
             if number == signal.SIGSTOP:
                 stacks = list(launch.run.glob("stacks-rank-*.txt"))
                 assert any("hwopt" in path.read_text() for path in stacks), who
-                assert "nothing has happened" in launch.output
-                assert "nothing has happened" in status(launch.run)["message"]
+                assert "no progress for" in launch.output
+                assert "no progress for" in status(launch.run)["message"]
             work.goes_on_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
     figures(
         "worker or rank killed or hung",
@@ -398,7 +398,7 @@ FEW = [("hwopt", 5), ("python -m hwopt", 4), ("--processes 2", 8), ("accelerate 
 def test_a_run_ends_alike_under_every_launcher(work: Work, cases: list[tuple[str, int]], figures: Figures) -> None:
     """The exit code is that of docs/exit-codes.md, but `accelerate launch` makes 1 of all; status.json keeps it."""
     for code in ENDINGS:
-        with owned(work.run("in-use"), resume=True):
+        with lock_run_folder(work.run("in-use"), resume=True):
             launches = {by: ends_with(work, by, code) for by, wanted in cases if wanted == code}
             for by, launch in launches.items():
                 assert launch.ended() == (1 if code and by == "accelerate launch" else code), (by, launch.output)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from hwopt import api
 from hwopt.errors import InputError, StorageError
 from hwopt.planning.plan import Plan
-from hwopt.runs.folder import owned, trained_here
+from hwopt.runs.folder import in_use_on_this_host, lock_run_folder
 from hwopt.saving import reader as resume
 from hwopt.saving import save_timing
 from hwopt.saving.plugin_state import named_by_class
@@ -420,7 +420,7 @@ def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path
 
 def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
-    with pytest.raises(InputError, match=r"holds checkpoints. To go on from the newest: --resume; to begin anew .*--fresh"):
+    with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache")
     assert resume.in_folder(run)[0].name == "checkpoint-6"
     api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
@@ -606,9 +606,9 @@ def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> Non
 
 
 def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:
-    with owned(tmp_path / "run"):
+    with lock_run_folder(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
-        assert trained_here(tmp_path / "run")
-        assert not trained_here(tmp_path / "copy")
-        with owned(tmp_path / "copy", resume=True):
-            assert trained_here(tmp_path / "copy")
+        assert in_use_on_this_host(tmp_path / "run")
+        assert not in_use_on_this_host(tmp_path / "copy")
+        with lock_run_folder(tmp_path / "copy", resume=True):
+            assert in_use_on_this_host(tmp_path / "copy")

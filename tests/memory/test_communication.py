@@ -29,9 +29,9 @@ from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB
 from hwopt.memory import closed_form
-from hwopt.memory.communication import DATA_PARALLEL, HYBRID, SCHEMES, Ranks, Scheme, over_nodes, schemes_for, volume
+from hwopt.memory.communication import DATA_PARALLEL, HYBRID, SCHEMES, Ranks, Scheme, schemes_for, split_by_node, volume
 from hwopt.memory.planner import plan_memory
-from hwopt.memory.sharding import compared, peaks
+from hwopt.memory.sharding import compare_schemes, peaks_per_rank
 from hwopt.memory.timeline import KINDS, Timeline
 from hwopt.plugin import MemorySpec
 from hwopt.report.sharding import show_parallel
@@ -214,7 +214,7 @@ def test_fsdp_of_torch_sends_what_the_formula_says(over: Ranks, frozen: int) -> 
     if over.nodes > 1:
         assert (counted.spread, counted.replicated) == pytest.approx((said.within, said.between))
     else:
-        assert over_nodes(counted.spread, over) == said
+        assert split_by_node(counted.spread, over) == said
 
 
 def test_the_highest_point_moves_where_states_are_spread() -> None:
@@ -232,7 +232,7 @@ def test_the_highest_point_moves_where_states_are_spread() -> None:
         tf32=False,
         granularity=1,
     )
-    found = {scheme.name: peaks(scheme, Ranks(10), timeline, timeline)[0].bytes for scheme in schemes_for(Ranks(10))}
+    found = {scheme.name: peaks_per_rank(scheme, Ranks(10), timeline, timeline)[0].bytes for scheme in schemes_for(Ranks(10))}
     assert found == {
         "data parallel": 100 + 100 + 400,
         "ZeRO-1": 100 + 50 + 100,
@@ -284,7 +284,7 @@ def test_plan_compares_what_the_ranks_could_do(tmp_path: Path) -> None:
 def test_without_a_trace_the_states_answer_and_it_is_said(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path), world_size=4)
     memory = replace(plan_memory(plan, tmp_path / "cache"), tier="closed form")
-    found = compared(replace(plan, memory=memory), Ranks(4), tmp_path / "cache")
+    found = compare_schemes(replace(plan, memory=memory), Ranks(4), tmp_path / "cache")
     assert found.tier == "closed form"
     by_name = {scheme.name: scheme for scheme in found.schemes}
     more = {name: spread.peak_gib - sum(spread.states_gib.values()) for name, spread in by_name.items()}

@@ -20,9 +20,9 @@ from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.memory import closed_form
 from hwopt.memory.dry_run import Shape
-from hwopt.memory.measured import measured
+from hwopt.memory.measured import measure_peak
 from hwopt.memory.planner import plan_memory
-from hwopt.memory.tracer import stepping_on_fakes, traced
+from hwopt.memory.tracer import fake_step_functions, trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -67,9 +67,9 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
 @pytest.mark.parametrize(("config", "plugins"), CASES, ids=[*map(str, range(len(CASES)))])
 def test_predicted_is_what_the_allocator_holds(config: dict[str, Any], plugins: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(tmp_path, config, plugins)
-    trace, rows = traced(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
+    trace, rows = trace_plan(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        predicted, real = scaled.at(rows, 64).peak().bytes, measured(plan, Shape(rows, 64), 2, what)
+        predicted, real = scaled.at(rows, 64).peak().bytes, measure_peak(plan, Shape(rows, 64), 2, what)
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
 
 
@@ -77,15 +77,15 @@ def test_predicted_is_what_the_allocator_holds(config: dict[str, Any], plugins: 
 def test_an_update_is_measured_too(tmp_path: Path) -> None:
     """Where it is the highest point; made-up weights must be finite, or it would be left out."""
     plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
-    trace = traced(plan, 16, 2)
+    trace = trace_plan(plan, 16, 2)
     predicted = trace.train.at(1, 16).peak()
     assert predicted.parts["temporary"] > 2 * 20_000 * 32 * 4
-    assert predicted.bytes == pytest.approx(measured(plan, Shape(1, 16), 2), rel=0.01)
+    assert predicted.bytes == pytest.approx(measure_peak(plan, Shape(1, 16), 2), rel=0.01)
 
 
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
-    with stepping_on_fakes(plan, 2) as (train, _):
+    with fake_step_functions(plan, 2) as (train, _):
         train(Shape(2, 16))  # what is made once and kept
         yield train
 
@@ -94,7 +94,7 @@ def steps(plan: Plan) -> Iterator[Any]:
 @pytest.mark.parametrize("hardware", [None, described("a card", (8, 6), 8.0)], ids=["cpu", "card"])
 def test_any_size_follows_from_two(hardware: Any, tmp_path: Path) -> None:
     plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=hardware)
-    trace = traced(plan, 64, 2)
+    trace = trace_plan(plan, 64, 2)
     with steps(plan) as train:
 
         @given(st.integers(1, 64), st.integers(1, 8))
@@ -125,7 +125,7 @@ def tiny_trace() -> Any:
 
     if not _TRACES:
         with tempfile.TemporaryDirectory() as folder:
-            _TRACES.append(traced(planned(Path(folder), TINY_LLAMA, {}), 32, 2))
+            _TRACES.append(trace_plan(planned(Path(folder), TINY_LLAMA, {}), 32, 2))
     return _TRACES[0]
 
 
@@ -151,8 +151,8 @@ class Hoard(Plugin):
 def test_a_stranger_is_counted(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Hoard)
-    plain = traced(planned(tmp_path, BERT, {}), 32, 2).train.base.peak()
-    more = traced(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, 2).train.base.peak()
+    plain = trace_plan(planned(tmp_path, BERT, {}), 32, 2).train.base.peak()
+    more = trace_plan(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, 2).train.base.peak()
     assert more.bytes - plain.bytes == pytest.approx(plain.parts["weights"], rel=0.02)
 
 
@@ -188,7 +188,9 @@ def test_kernels_of_the_card_and_not_of_this_machine(tmp_path: Path) -> None:
         card = described("a card", capability, 8.0)
         dtype = "bf16" if capability >= (8, 0) else "fp16"
         plugins = {"precision": {"dtype": dtype}, "sdpa": {"prefer": prefer}}
-        return traced(planned(tmp_path, TINY_LLAMA, plugins, hardware=card), 64, 2).train.at(8, 4096).peak().parts["activations"]
+        return (
+            trace_plan(planned(tmp_path, TINY_LLAMA, plugins, hardware=card), 64, 2).train.at(8, 4096).peak().parts["activations"]
+        )
 
     scores = 8 * 2 * 4096 * 4096 * 2 * 2  # rows x heads x length x length x layers, in half precision
     assert held(["flash", "math"], (8, 6)) < scores / 4
@@ -283,7 +285,7 @@ def test_a_step_is_measured_where_the_device_is_here(tmp_path: Path, monkeypatch
     memory = json.loads(found.output)["memory"]
     assert memory["tier"] == "measured"
     assert sum(memory["parts"].values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
-    with pytest.raises(InputError, match="not here to be measured; add --hardware detected"):
+    with pytest.raises(InputError, match="this machine has no .*add --hardware detected"):
         CliRunner().invoke(plan_command, [*asked, "--profile", "t4_16gb"], catch_exceptions=False)
 
 

@@ -14,7 +14,7 @@ from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.config.validation import _fields_at
 from hwopt.errors import DataError, InputError, StorageError, is_gated
-from hwopt.memory.tracer import kept
+from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.planning.inputs import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
@@ -109,7 +109,7 @@ def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.Monke
 def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
     assert model_facts(config, "text-classification", "a model", locked / "models").parameters > 0
-    assert kept(locked / "trace.npz", dict) == {}
+    assert cached_timelines(locked / "trace.npz", dict) == {}
     with pytest.raises(StorageError, match=r"private/.*: cannot access the cache .* set HWOPT_CACHE"):
         find_job(None, [], locked)
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.dry_run import Shape
-from hwopt.memory.measured import measured
-from hwopt.memory.tracer import traced
+from hwopt.memory.measured import measure_peak
+from hwopt.memory.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe
@@ -436,9 +436,9 @@ def test_the_planner_sees_what_it_saves(tables, tmp_path):
     job, peaks = job_of(tmp_path / "data", config), []
     for chosen in ({"fused_loss": {}}, {}):
         plan = plan_for(tiny_profile(**tables, **chosen), job)
-        trace = traced(plan, 64, 2)
+        trace = trace_plan(plan, 64, 2)
         for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-            predicted, real = scaled.at(16, 64).peak().bytes, measured(plan, Shape(16, 64), 2, what)
+            predicted, real = scaled.at(16, 64).peak().bytes, measure_peak(plan, Shape(16, 64), 2, what)
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)
     with_it, without = peaks[:2], peaks[2:]

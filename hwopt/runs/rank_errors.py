@@ -1,0 +1,120 @@
+"""The errors of the ranks of one launch, and which of them is the cause.
+
+A rank writes its error to the file that torch elastic names in TORCHELASTIC_ERROR_FILE; the launcher reads the file back into
+`ProcessFailure.error_file_data` (https://docs.pytorch.org/docs/stable/elastic/errors.html). Elastic's `record` decorator and its
+rule "the earliest error is the cause" are not used: docs/decisions/0012-termination.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hwopt.errors import StorageError, WorkerDiedError
+from hwopt.runs.status import read_status
+from hwopt.system.atomic_folder import write_json
+from hwopt.system.signals import EXIT_CODES
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+LAUNCH_FOLDER = "HWOPT_LAUNCH_FOLDER"
+"""The environment variable that `run_ranks` sets for its ranks: the temporary folder of the launch."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+WATCHDOG_SECONDS = 1
+"""A rank that died within so many seconds of the kill of a watchdog was killed by it. Elastic's timestamps are whole seconds."""
+LAUNCHER_SECONDS = 15
+"""A rank that died so many seconds after the first failure was killed by the launcher, which does so 30 s after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code of a launch, and the message to print ("" for none)."""
+
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class RankError(Outcome):
+    """The error with which one rank ended."""
+
+    timestamp: float
+    secondhand: bool = False
+    """Another rank caused this error."""
+    killed_others: bool = False
+    """The watchdog of this rank killed the other ranks."""
+
+
+def report_error(exit_code: int, message: str, *, secondhand: bool = False, killed_others: bool = False) -> bool:
+    """Write the error of this rank for `run_ranks`. Returns False if `run_ranks` did not start this process or the write failed.
+
+    After False, the caller prints the message itself.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if LAUNCH_FOLDER not in os.environ or not path:
+        return False
+    try:
+        write_json(Path(path), asdict(RankError(exit_code, message, time.time(), secondhand, killed_others)))
+    except StorageError:
+        return False
+    return True
+
+
+def reported_errors(failures: Mapping[int, ProcessFailure]) -> dict[int, RankError]:
+    """Return the errors that the failed ranks reported, by rank. A rank that was killed reports none."""
+    written = {rank: failure.error_file_data for rank, failure in failures.items()}
+    return {rank: RankError(**error) for rank, error in written.items() if "exit_code" in error}
+
+
+def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) -> Outcome:
+    """Return the error that made a launch fail.
+
+    In this order: the rank whose watchdog killed the others, a rank that died without a report, the first error that no other
+    rank caused, and a signal that a rank received.
+    """
+    errors = reported_errors(failures)
+    first_death = min((failure.timestamp for failure in failures.values()), default=0)
+    killers = [error for error in errors.values() if error.killed_others and error.timestamp <= first_death + WATCHDOG_SECONDS]
+    if killers:
+        return min(killers, key=lambda error: error.timestamp)
+    for rank, failure in failures.items():
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # the launcher sends SIGTERM
+        if rank not in errors and killed and failure.timestamp <= first_death + LAUNCHER_SECONDS:
+            return Outcome(WorkerDiedError.exit_code, f"error: rank {rank} {describe_death(-failure.exitcode)}")
+    own = [error for error in errors.values() if error.exit_code not in EXIT_CODES.values()]
+    if own:
+        return first_error(own, run_folder)
+    if errors and all(failure.exitcode in (-signal.SIGTERM, *EXIT_CODES.values()) for failure in failures.values()):
+        return min(errors.values(), key=lambda error: error.timestamp)  # a signal to one rank stops all of them
+    codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
+    return Outcome(
+        WorkerDiedError.exit_code, f"error: all ranks exited without an error report (exit codes: {codes or 'unknown'})"
+    )
+
+
+def first_error(errors: list[RankError], run_folder: Path | None) -> Outcome:
+    """Return the earliest error that no other rank caused, else the earliest one."""
+    first = min(errors, key=lambda error: (error.secondhand or error.exit_code == WorkerDiedError.exit_code, error.timestamp))
+    if first.secondhand and run_folder is not None:
+        # the launcher ended the rank at fault before that rank could report; its message may be in status.json
+        code, message = read_status(run_folder)
+        if code == first.exit_code:
+            return replace(first, message=f"error: {message}")
+    return first
+
+
+def describe_death(number: int) -> str:
+    """Return how a signal ended a rank, as the predicate of a sentence."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    if name == "SIGKILL":
+        return "was killed (SIGKILL). The system does this when the host is out of memory: try plugins.dataloader.workers = 0"
+    return f"was ended by {name}. See its last output above"
