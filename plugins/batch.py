@@ -67,7 +67,10 @@ class Batch(Plugin):
     def probe(self, context: Context) -> Decision:
         train, world, effective = self.options.train, context.world_size, self.options.effective
         if "auto" in (train, self.options.eval):
-            return Decision.choose(self.candidates(world), "the most rows that fit")
+            candidates = self.candidates(world)
+            if len(candidates) == 1:
+                return Decision.apply("one row is the least and the most", candidates[0])
+            return Decision.choose(candidates, "the most rows that fit")
         assert train != "auto", "chosen above"
         assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train

@@ -113,7 +113,7 @@ class Compile(Plugin):
         if self.options.widths == "auto":
             widths = fixed_widths(limit)
             to = self.options.model_copy(update={"widths": widths})
-            return Decision.choose([to], f"{what}, {len(widths)} widths up to {widths[-1]}")
+            return Decision.apply(f"{what}, {len(widths)} widths up to {widths[-1]}", to)
         widest = self.options.widths[-1]
         if limit and widest < limit:
             to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})

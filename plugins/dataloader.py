@@ -70,7 +70,7 @@ class Dataloader(Plugin):
         to = self.options.model_copy(update=changed)
         if reasons:
             return Decision.fallback(to, f"{'; '.join(reasons)}; {to.workers} worker(s)")
-        return Decision.choose([to], text) if changed else Decision.apply(text)
+        return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         assert "auto" not in (self.options.workers, self.options.pin_memory), "probe() decides them"

@@ -245,16 +245,13 @@ class FusedLoss(Plugin):
             return Decision.skip(f"{model.architecture} does more than a product: {model.logit_transform}")
         liger = liger_here(context)
         if liger and asked.backend != "torch" and asked.chunks == "auto":
-            return self.decided(self.Options(backend="liger"), liger.reason)
+            return Decision.apply(liger.reason, self.Options(backend="liger"))
         chunks = min(parts(model.vocab_size, model.hidden_size), MOST_CHUNKS) if asked.chunks == "auto" else asked.chunks
         to = self.Options(backend="torch", chunks=chunks)
         what = f"1/{chunks} of a micro-batch's logits over {model.vocab_size:,} words at once"
         if asked.backend == "liger":
             return Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")
-        return self.decided(to, f"torch, {what}")
-
-    def decided(self, to: Options, reason: str) -> Decision:
-        return Decision.apply(reason) if to == self.options else Decision.choose([to], reason)
+        return Decision.apply(f"torch, {what}", to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         chunks = self.options.chunks

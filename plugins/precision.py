@@ -187,7 +187,7 @@ class Precision(Plugin):
         dtype, reason = best_dtype(hardware)
         to = self.Options(dtype="fp32") if dtype == "fp32" else self.options.model_copy(update={"dtype": dtype})
         if asked == "auto":
-            return Decision.choose([to], f"{dtype}: {reason}")
+            return Decision.apply(f"{dtype}: {reason}", to)
         return Decision.fallback(to, f"{asked}: {hardware.can(asked).reason}; takes {dtype}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:

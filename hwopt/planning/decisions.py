@@ -98,8 +98,8 @@ def decision_for(
     with plugin_hook(entry, "probe()", context):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
-        if decision.kind in ("fallback", "choose"):
-            plugin = type(plugin)(decision.options[choice])
+        if decision.options:
+            plugin = type(plugin)(decision.options[choice if decision.kind == "choose" else 0])
     provenance = {
         key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
         for key in type(options).model_fields
@@ -125,8 +125,14 @@ def check_decision(decision: object, options: type[PluginOptions]) -> None:
         raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
     if not isinstance(decision.reason, str):
         raise PluginError(f"probe() gave {truncate(decision.reason)} as a reason instead of a text")
-    if decision.kind in ("fallback", "choose") and not decision.options:
-        raise PluginError(f"probe() decided to {decision.kind}, and gave no options")
+    least = {"fallback": 1, "choose": 2}.get(decision.kind, 0)
+    if len(decision.options) < least:
+        raise PluginError(
+            f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at least {least} expected; "
+            "Decision.apply(reason, options) carries the options of a plugin that leaves nothing to choose"
+        )
+    if decision.kind != "choose" and len(decision.options) > 1:
+        raise PluginError(f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at most 1 expected")
     if wrong := [given for given in decision.options if not isinstance(given, options)]:
         raise PluginError(f"probe() gave {truncate(wrong[0])} as options instead of {options.__qualname__}")
 

@@ -63,22 +63,26 @@ class Decision:
     kind: Literal["apply", "fallback", "skip", "choose"]
     reason: str
     options: tuple[PluginOptions, ...] = ()
-    """fallback: the options used instead; choose: the candidates, cheapest first."""
+    """apply: the options with every "auto" decided, if there are any; fallback: the options used instead; choose: the candidates."""
 
     @classmethod
-    def apply(cls, reason: str) -> Decision:
-        return cls("apply", reason)
+    def apply(cls, reason: str, options: PluginOptions | None = None) -> Decision:
+        """The plugin does what was asked. `options`: the same request with every "auto" decided."""
+        return cls("apply", reason, () if options is None else (options,))
 
     @classmethod
     def fallback(cls, to: PluginOptions, reason: str) -> Decision:
+        """The plugin does less than was asked: `to` instead of its options."""
         return cls("fallback", reason, (to,))
 
     @classmethod
     def skip(cls, reason: str) -> Decision:
+        """The plugin does nothing on this machine or for this job."""
         return cls("skip", reason)
 
     @classmethod
     def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
+        """The memory planner takes the first of `options` that fits; two at least, cheapest first."""
         return cls("choose", reason, tuple(options))
 
 

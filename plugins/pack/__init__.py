@@ -188,7 +188,7 @@ class Pack(Plugin):
             return Decision.apply(self.told(self.options.kernel))
         flash = flash_reason(context)
         kernel: Literal["mask", "flash"] = "mask" if flash else "flash"
-        return Decision.choose([self.options.model_copy(update={"kernel": kernel})], self.told(kernel) + flash)
+        return Decision.apply(self.told(kernel) + flash, self.options.model_copy(update={"kernel": kernel}))
 
     def told(self, kernel: str) -> str:
         return "several documents in a row, " + ("without a mask" if kernel == "flash" else "masked apart")

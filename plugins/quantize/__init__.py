@@ -136,7 +136,7 @@ class Quantize(Plugin):
         dtype = self.options.dtype
         if dtype == "auto":
             chosen = self.options.model_copy(update={"dtype": compute_dtype(context.hardware)})
-            return Decision.choose([chosen], self.told(chosen))
+            return Decision.apply(self.told(chosen), chosen)
         return Decision.apply(self.told(self.options))
 
     def told(self, options: Quantize.Options) -> str:

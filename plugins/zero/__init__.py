@@ -166,6 +166,8 @@ class Zero(Plugin):
         if "auto" in (given.stage, given.offload):
             alone = "; on one device nothing is spread, so that only offload saves memory" if context.world_size == 1 else ""
             chosen = [self.Options(stage=s, offload=o) for s, o in sensible(given.stage, given.offload, context.world_size)]
+            if len(chosen) == 1:
+                return Decision.apply(f"the one combination that is left{alone}", chosen[0])
             return Decision.choose(chosen, f"the cheapest of {len(chosen)} that fits{alone}")
         return Decision.apply(self.told(context))
 
