@@ -68,7 +68,6 @@ class Adapter(Plugin):
     stage = Stage.MODEL
     preserves = "method"
     resume_ignores = ("always",)
-    writes = ("model_steps", "final_steps")
 
     class Options(PluginOptions):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")

@@ -48,7 +48,6 @@ class Allocator(Plugin):
     name = "allocator"
     stage = Stage.PROCESS
     preserves = "bits"
-    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = has_virtual_memory(context.hardware)

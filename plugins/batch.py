@@ -40,7 +40,6 @@ class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
-    writes = ("batch",)
 
     class Options(PluginOptions):
         train: Rows | Literal["auto"] = Field(

@@ -67,7 +67,7 @@ class Checkpointing(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # the wrapper may replace modules
     preserves = "bits"
-    writes = ("model_steps",)
+    helps_oom = True  # it needs no option, changes no bit, and is what is left once micro-batches are single rows
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
@@ -82,7 +82,14 @@ class Compile(Plugin):
     name = "compile"
     stage = Stage.COMPILE
     preserves = "rounding"
-    writes = ("batch", "process", "prepared_steps")
+    conflicts = (
+        Conflict(
+            lacks="whole_graph",
+            why="the engine gathers and frees weights in hooks of each module, which one graph of the whole model would bypass; "
+            'set scope = "block"',
+            when=lambda compiled, engine: compiled.scope == "model",
+        ),
+    )
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(

@@ -67,7 +67,6 @@ class Cut(Plugin):
     name = "cut"
     stage = Stage.DATA
     preserves = "rounding"
-    writes = ("cut",)
 
     class Options(PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(

@@ -33,7 +33,6 @@ class Dataloader(Plugin):
     name = "dataloader"
     stage = Stage.DATA
     preserves = "bits"
-    writes = ("loader",)
 
     class Options(PluginOptions):
         workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(default="auto", description='Processes a rank, or "auto".')

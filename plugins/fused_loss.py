@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
 
 IGNORED = -100
 """The label of a token that no loss counts."""
@@ -216,7 +216,12 @@ class FusedLoss(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # which may wrap the output layer
     preserves = "rounding"
-    writes = ("model_steps", "loss", "final_steps")
+    conflicts = (
+        Conflict(
+            lacks="whole_weights",
+            why="the fused loss needs the output layer's weight after that layer has run; keep one of the two tables",
+        ),
+    )
 
     class Options(PluginOptions):
         backend: Literal["auto", "liger", "torch"] = Field(

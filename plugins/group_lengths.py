@@ -40,7 +40,6 @@ class GroupLengths(Plugin):
     name = "group_lengths"
     stage = Stage.DATA
     preserves = "method"
-    writes = ("order",)
 
     class Options(PluginOptions):
         noise: float = Field(default=0.1, ge=0, le=1, description="How far lengths are mixed, as a part of the length.")

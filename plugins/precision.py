@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 
@@ -154,9 +154,13 @@ class Precision(Plugin):
     stage = Stage.MODEL
     after = ("adapter", "quantize")  # adapters are cast with the rest, and get masters of their own
     preserves = "rounding"
-    writes = (
-        *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "masters", "events"),
-        *("scaler", "export_steps", "final_steps"),
+    conflicts = (
+        Conflict(
+            lacks="whole_gradients",
+            why="O2 moves half gradients to fp32 masters before the update, and such an engine keeps the masters itself; "
+            'set level = "O1"',
+            when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
+        ),
     )
 
     class Options(PluginOptions):

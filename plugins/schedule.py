@@ -24,7 +24,6 @@ class Schedule(Plugin):
     name = "schedule"
     stage = Stage.LOOP
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
-    writes = ("training",)
 
     class Options(PluginOptions):
         warmup_ratio: float = Field(default=0.06, ge=0, lt=1, description="Share of all optimizer steps, 0 to below 1.")

@@ -55,7 +55,6 @@ class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
     preserves = "rounding"
-    writes = ("process", "model_kwargs")
 
     class Options(PluginOptions):
         prefer: tuple[Kernel, ...] = Field(

@@ -51,7 +51,6 @@ class Tf32(Plugin):
     name = "tf32"
     stage = Stage.PROCESS
     preserves = "rounding"
-    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")

@@ -153,16 +153,15 @@ class Pack(Plugin):
     name = "pack"
     stage = Stage.DATA
     preserves = "rounding"
-    writes = ("process", "collate", "model_kwargs", "model_steps", "prepared_steps")
     conflicts = (
-        Conflict("cut", "pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
+        Conflict(field="cut", why="pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
         Conflict(
-            "compile",
-            "a packed row has another width in each step, and a graph is made for fixed ones; keep one of them",
+            field="batch['widths']",
+            why="a packed row has another width in each step, and batch['widths'] asks for fixed ones; keep one of them",
         ),
         Conflict(
-            "sdpa",
-            'kernel = "flash" is another attention than the one that sdpa chooses among; take kernel = "mask"',
+            field="model_kwargs['attn_implementation']",
+            why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
             when=lambda pack, sdpa: pack.kernel == "flash",
         ),
     )

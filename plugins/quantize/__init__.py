@@ -112,11 +112,14 @@ class Quantize(Plugin):
     requires = ("adapter",)
     preserves = "method"
     resume_ignores = ("dtype",)  # as the card has it
-    writes = ("model_kwargs", "model_steps", "final_steps")
     conflicts = (
         Conflict(
-            "adapter",
-            "DoRA reads every weight in each step, and PEFT loses the scales of 8-bit ones as it does; take bits = 4, or lora",
+            lacks="packed_weights",
+            why="quantized weights are packed bytes, which the engine can neither spread nor offload; keep one of the two tables",
+        ),
+        Conflict(
+            plugin="adapter",
+            why="DoRA reads every weight in each step, and PEFT then loses 8-bit weights' scales; set bits = 4, or use LoRA",
             when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
         ),
     )

@@ -103,42 +103,7 @@ class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    writes = ("process", "accelerator", "engine")
-    conflicts = (
-        Conflict("fsdp", "both spread the same tensors over the ranks; keep one of them"),
-        Conflict(
-            "precision",
-            'ZeRO keeps half weights and fp32 masters itself, in its own partitions; take level = "O1"',
-            when=lambda zero, precision: zero.stage != 0 and precision.level == "O2" and precision.dtype != "fp32",
-        ),
-        Conflict(
-            "optimizer",
-            "offload keeps the state in the host's memory already, and no CPU steps on paged state; take adamw_torch_fused",
-            when=lambda zero, optimizer: zero.offload != "none" and optimizer.name.startswith("paged"),
-        ),
-        Conflict(
-            "optimizer",
-            "8-bit and 4-bit states keep embeddings and small tensors in 32 bit, and ZeRO gives the optimizer flat partitions, "
-            "in which tensors are not told apart; take adamw_torch_fused",
-            when=lambda zero, optimizer: zero.stage != 0 and optimizer.name not in ("adamw_torch", "adamw_torch_fused"),
-        ),
-        Conflict(
-            "compile",
-            "stage 3 gathers and releases weights in hooks of each module, which one graph of the whole model would cut apart; "
-            'take scope = "block", or stage 2',
-            when=lambda zero, compiled: zero.stage == 3 and compiled.scope == "model",
-        ),
-        Conflict(
-            "quantize",
-            "the frozen weights are packed bytes that ZeRO can neither spread nor offload; take one of them",
-            when=lambda zero, quantize: zero.stage != 0,
-        ),
-        Conflict(
-            "fused_loss",
-            "stage 3 has the head's weight only while the head runs, the fused loss needs it afterwards; take stage 2",
-            when=lambda zero, loss: zero.stage == 3,
-        ),
-    )
+    conflicts = (Conflict(field="engine", why="each of them spreads the same tensors over the ranks; keep one of them"),)
 
     class Options(PluginOptions):
         stage: Literal["auto"] | Level = Field(
@@ -158,6 +123,13 @@ class Zero(Plugin):
             return self
 
     options: Options
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        found = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
+        if self.options.stage == 3:
+            found += ["whole_weights", "whole_graph"]
+        return (*found, "device_update") if self.options.offload != "none" else tuple(found)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("deepspeed"):

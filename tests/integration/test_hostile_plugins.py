@@ -204,7 +204,7 @@ CLASSES: dict[str, object] = {
     "after is a text": variant(after="batch"),
     "requires is a text": variant(requires="batch"),
     "conflicts is a text": variant(conflicts=("batch",)),
-    "a conflict that raises": variant(conflicts=(Conflict("batch", "no", raising(RuntimeError("boom"))),)),
+    "a conflict that raises": variant(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),)),
     "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
     "sets a field of the job": variant(probe=changing(lambda context: setattr(context.job, "task", None))),
     "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),
