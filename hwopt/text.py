@@ -38,14 +38,4 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(safe_str(error).splitlines()), type(error).__name__)[:200]
-
-
-def safe_str(error: BaseException) -> str:
-    """`str(error)`, or why there is none: a stranger's exception may fail at that too."""
-    try:
-        return str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:
-        return f"(it has no text: its __str__ raised {type(problem).__name__})"
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

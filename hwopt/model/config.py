@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.errors import HwoptError, InputError, is_gated
 from hwopt.model.remote_code import is_trusted
 from hwopt.system.paths import kind_of, read_whole
-from hwopt.text import cut, listing, nearest, safe_str, truncate
+from hwopt.text import cut, listing, nearest, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -113,12 +113,12 @@ def refuse_absurd(content: Any, where: str, above: str = "") -> None:
 def reason_of(error: Exception, config: Mapping[str, Any]) -> str:
     """What an architecture says of a `config`: where that may be as bare as "'gelo'", with the keys that it is probably about."""
     if not isinstance(error, LookupError | ArithmeticError):
-        return safe_str(error)
+        return str(error)
     plain = {key: value for key, value in config.items() if isinstance(value, str | int) and not isinstance(value, bool)}
     named = [key for key, value in plain.items() if isinstance(error, KeyError) and value in error.args]
     empty = sorted(key for key, value in plain.items() if isinstance(value, int) and value <= 0)
     keys = named or empty or sorted(plain)
-    return f"{type(error).__name__}: {safe_str(error)}; it has {listing([f'{key} = {truncate(plain[key])}' for key in keys])}"
+    return f"{type(error).__name__}: {error}; it has {listing([f'{key} = {truncate(plain[key])}' for key in keys])}"
 
 
 def _why_no_model(name: str, error: Exception) -> str:
