@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
@@ -133,14 +133,14 @@ class Compile(Plugin):
         recipe.batch["widths"] = widths
         recipe.process.append(partial(compiler_limits, len(widths)))
 
-        def compile_model(run: Any) -> None:
+        def compile_model(run: RunView) -> None:
             blocks = repeated_blocks(run.inner_model) if scope == "block" else []
             # run.warn is looked up when it is needed: the loop sets it after the run is built
             compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
 
         recipe.prepared_steps.append(compile_model)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch._dynamo.utils
 
         compiled = [type(m).__name__ for m in run.inner_model.modules() if m._compiled_call_impl is not None]

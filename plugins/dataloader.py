@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost memory
 
@@ -82,7 +82,7 @@ class Dataloader(Plugin):
         if self.options.multiprocessing_context is not None:
             recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         loader = run.train_loader
         # a loader keeps its iterator only where its workers persist
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]

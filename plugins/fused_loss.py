@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
 
 IGNORED = -100
 """The label of a token that no loss counts."""
@@ -157,7 +157,7 @@ class FusedHead:
         self.layer: Any = None
         self.dtype: Any = None
 
-    def attach(self, model: Any, run: Any) -> Any:
+    def attach(self, model: Any, run: RunView) -> Any:
         import torch
 
         layer = model.get_output_embeddings()
@@ -174,7 +174,7 @@ class FusedHead:
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(run.recipe.accelerator.get("mixed_precision", "no"))
         return model
 
-    def detach(self, model: Any, run: Any) -> Any:
+    def detach(self, model: Any, run: RunView) -> Any:
         del self.layer.forward
         return model
 
@@ -273,7 +273,7 @@ class FusedLoss(Plugin):
             return []
         return [MemoryOption(cls.Options(), 1.05, "makes the logits of a part of the tokens at a time")]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         head = getattr(run.loss, "__self__", None)
         layer = run.inner_model.get_output_embeddings()
         if not isinstance(head, FusedHead) or head.layer is not layer or layer.forward is not hand_on:

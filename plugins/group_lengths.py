@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, noise: float = 0.1) -> Any:
@@ -54,7 +54,7 @@ class GroupLengths(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.order = partial(grouped, noise=self.options.noise)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import numpy as np
 
         sampler = run.train_loader.sampler

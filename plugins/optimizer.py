@@ -17,7 +17,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block
     "adamw_torch": 8.0,
@@ -160,7 +172,7 @@ class Optimizer(Plugin):
         )
         return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         optimizer, name = run.optimizer, self.options.name
         kinds: dict[str, int] = {}  # what the two states of each parameter are made of
         for value in (value for state in optimizer.state.values() for value in state.values()):

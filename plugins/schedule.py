@@ -8,11 +8,9 @@ The shape after the warm-up is the job's `lr_scheduler_type`; a job that sets it
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def warmup_steps(ratio: float, total_steps: int) -> int:
@@ -41,7 +39,7 @@ class Schedule(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.training["warmup_ratio"] = self.options.warmup_ratio
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         ratio, steps = run.training.warmup_ratio, run.training.warmup_steps
         if steps is None:
             steps = warmup_steps(ratio or 0.0, run.total_steps)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
 
 @contextmanager
@@ -61,7 +61,7 @@ class Tf32(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(tf32_kernels)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch
 
         backends: Any = torch.backends

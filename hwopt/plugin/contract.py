@@ -215,8 +215,8 @@ class Plugin:
 
 __all__ = [
     "API_VERSION",
-    "BatchSizes",
     "CAPABILITIES",
+    "BatchSizes",
     "Conflict",
     "Context",
     "Decision",

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
 LEFT_BEHIND = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
@@ -53,13 +53,13 @@ def accelerate_plugin(reshard_after_forward: bool) -> Any:
     )
 
 
-def make_engine(reduce: str, run: Any) -> Any:
+def make_engine(reduce: str, run: RunView) -> Any:
     from hwopt_plugins.fsdp.engine import FsdpEngine
 
     return FsdpEngine(run, reduce=reduce)
 
 
-def make_stand_in(reshard_after_forward: bool, run: Any) -> Any:
+def make_stand_in(reshard_after_forward: bool, run: RunView) -> Any:
     from hwopt_plugins.fsdp.stand_in import StandIn
 
     return StandIn(run, reshard_after_forward)
@@ -119,7 +119,7 @@ class Fsdp(Plugin):
             return []
         return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice, reduces after each micro-batch")]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 

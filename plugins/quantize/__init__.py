@@ -16,7 +16,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -40,7 +52,7 @@ def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: Any) -> Any:
+def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> Any:
     """`layer` with its weight packed, on the run's device."""
     import torch
     from bitsandbytes import nn
@@ -67,7 +79,7 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: Any) -> Any:
     return packed.train(layer.training)
 
 
-def quantize(model: Any, run: Any, *, bits: int, double: bool, dtype: str) -> Any:
+def quantize(model: Any, run: RunView, *, bits: int, double: bool, dtype: str) -> Any:
     """`model` with packed frozen layers; what is left is fp32, for the precision of the run to decide."""
     import torch
 
@@ -91,7 +103,7 @@ def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def dequantized(model: Any, run: Any) -> Any:
+def dequantized(model: Any, run: RunView) -> Any:
     """`model` with plain linear layers again, fp32, in the host's memory: merged on the device it would not fit there."""
     import torch
     from peft.utils.integrations import dequantize_module_weight
@@ -166,7 +178,7 @@ class Quantize(Plugin):
         four = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (with adapters alone)")
         return [] if options is not None and options.bits == 4 else [four]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]
         kinds = sorted({f"{type(layer).__name__} in {str(layer.weight.dtype).removeprefix('torch.')}" for layer in layers})
         held = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)

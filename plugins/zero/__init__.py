@@ -16,7 +16,19 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 from hwopt_plugins.zero.process import process_group
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -87,13 +99,13 @@ def backend_of_hosts() -> Any:
     return InitProcessGroupKwargs(backend="gloo")
 
 
-def make_engine(run: Any) -> Any:
+def make_engine(run: RunView) -> Any:
     from hwopt_plugins.zero.engine import ZeroEngine
 
     return ZeroEngine(run)
 
 
-def make_stand_in(run: Any, **settings: Any) -> Any:
+def make_stand_in(run: RunView, **settings: Any) -> Any:
     from hwopt_plugins.zero.stand_in import StandIn
 
     return StandIn(run, **settings)
@@ -215,7 +227,7 @@ class Zero(Plugin):
         order = [*COMBINATIONS]
         return [leaner for combination, leaner in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         stage, engine = self.options.stage, run.model
         if stage == 0:
             kind = type(run.engine).__name__
