@@ -10,8 +10,6 @@ import errno
 import re
 from collections.abc import Callable
 
-from hwopt.text import safe_str
-
 
 class HwoptError(Exception):
     """Base class of errors that end a run with a message instead of a traceback."""
@@ -119,7 +117,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether `error` reports a full disk or an exhausted quota, by `errno` or by the text of a package written in Rust."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, Exception) and (
-        getattr(error, "errno", None) in full or any(f"(os error {number})" in safe_str(error) for number in full)
+        getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
     )
 
 

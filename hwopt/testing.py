@@ -36,7 +36,6 @@ from hwopt.model.facts import model_facts
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
 from hwopt.plugin import Evidence
-from hwopt.plugin.recipe import LISTS
 from hwopt.plugin.registry import Registry
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.saving import reader as resume
@@ -228,7 +227,7 @@ def check_contract_of(
     """Drive the plugin `name` through a tiny real run, and assert what every plugin promises. Returns the plan.
 
     `kind` is the task's ("causal-lm" where the plugin would skip a classification), `beside` the tables of plugins that it
-    needs. Its decision is pure and has a reason; it writes only what `slots` names; the run trains and saves; what it preserves
+    needs. Its decision is pure and has a reason; the run trains and saves; what it preserves
     holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`; a run that
     goes on from its checkpoint ends with the same bits.
     """
@@ -243,8 +242,7 @@ def check_contract_of(
     assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason in words, got {entry.reason!r}"
     if entry.decision == "skip":
         return plan
-    written = written_fields(plan, entry.author)
-    assert written <= set(plugin.writes), f"{name} writes {sorted(written - set(plugin.writes))}, which its `slots` do not name"
+    written = set(plan.recipe.fields_of(entry.author))
     with_it = train_tiny(plan, folder / "with")
     evidence = next(evidence for found, evidence in with_it.found if found.name == name)
     assert evidence.seen, f"{name}: evidence without words"
@@ -266,13 +264,3 @@ def check_resume_of(name: str, plan: Plan, folder: Path) -> None:
     again = gone_back(through, folder / "again", 2)
     api.execute(plan, again, cache=folder / "with" / "cache", resume=True)
     assert saved_bits(again / "final") == saved_bits(through / "final"), f"{name}: a resumed run has other weights"
-
-
-def written_fields(plan: Plan, author: str) -> set[str]:
-    """The recipe fields that `author` set; lists belong to it where no other plugin of the plan could have filled them."""
-    recipe = plan.recipe
-    written = {what.split("[")[0] for what, who in recipe._claims.items() if who == author}
-    if all(entry.name == "batch" for entry in plan.applied() if entry.author != author):
-        written |= {field for field in LISTS if getattr(recipe, field)}
-        written |= {"events"} if any(recipe.events.values()) else set()
-    return written

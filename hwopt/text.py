@@ -41,13 +41,3 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of `str(error)`, or the name of its class if the text is empty; at most 200 characters."""
     return cut(next(iter(str(error).strip().splitlines()), type(error).__name__), 200)
-
-
-def safe_str(error: BaseException) -> str:
-    """`str(error)`, or a replacement text if a plugin's exception raises in its `__str__`."""
-    try:
-        return str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:
-        return f"(it has no text: its __str__ raised {type(problem).__name__})"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
 WORTH_IT_FROM = 500_000_000
 
@@ -30,7 +30,9 @@ def classification_heads(model: Any) -> list[str]:
     ]
 
 
-def add_adapter(model: Any, run: Any = None, *, dora: bool, r: int, alpha: int, target: Any, dropout: float, task: str) -> Any:
+def add_adapter(
+    model: Any, run: RunView | None = None, *, dora: bool, r: int, alpha: int, target: Any, dropout: float, task: str
+) -> Any:
     """`model` in PEFT's wrapper: only the adapter and, for SEQ_CLS, the head require gradients."""
     import warnings
 
@@ -56,7 +58,7 @@ def add_adapter(model: Any, run: Any = None, *, dora: bool, r: int, alpha: int, 
     return wrapped
 
 
-def save_and_merge(model: Any, run: Any) -> Any:
+def save_and_merge(model: Any, run: RunView) -> Any:
     """The plain model with the adapter merged in; rank 0 first saves the adapter in PEFT's own form."""
     if run.rank == 0:
         model.save_pretrained(run.extras / "adapter")
@@ -68,7 +70,6 @@ class Adapter(Plugin):
     stage = Stage.MODEL
     preserves = "method"
     resume_ignores = ("always",)
-    writes = ("model_steps", "final_steps")
 
     class Options(PluginOptions):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
@@ -125,7 +126,7 @@ class Adapter(Plugin):
             else [MemoryOption(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
         )
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         named = list(run.inner_model.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad]
         others = [name for name, _ in trained if "lora_" not in name and "modules_to_save" not in name]

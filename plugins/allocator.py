@@ -10,10 +10,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from hwopt.hardware.device import Capability, Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
 SETTING = "expandable_segments"
 
@@ -48,7 +47,6 @@ class Allocator(Plugin):
     name = "allocator"
     stage = Stage.PROCESS
     preserves = "bits"
-    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = has_virtual_memory(context.hardware)
@@ -57,7 +55,7 @@ class Allocator(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(expandable_segments)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch
 
         segments = torch.cuda.memory_snapshot()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
 
 MOST_ROWS = 1_000_000  # more is a slip of the hand
 Rows = Annotated[int, Field(gt=0, le=MOST_ROWS)]
@@ -40,7 +40,6 @@ class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
-    writes = ("batch",)
 
     class Options(PluginOptions):
         train: Rows | Literal["auto"] = Field(
@@ -67,7 +66,10 @@ class Batch(Plugin):
     def probe(self, context: Context) -> Decision:
         train, world, effective = self.options.train, context.world_size, self.options.effective
         if "auto" in (train, self.options.eval):
-            return Decision.choose(self.candidates(world), "the most rows that fit")
+            candidates = self.candidates(world)
+            if len(candidates) == 1:
+                return Decision.apply("one row is the least and the most", candidates[0])
+            return Decision.choose(candidates, "the most rows that fit")
         assert train != "auto", "chosen above"
         assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train
@@ -121,10 +123,11 @@ class Batch(Plugin):
             for number, rows in enumerate(halves(options.train))
         ][1:]
 
-    def evidence(self, run: Any) -> Evidence:
-        step = run.last_step_batch
+    def evidence(self, run: RunView) -> Evidence:
+        step, train = run.last_step_batch, self.options.train
+        assert train != "auto", "in effect is a number"
         cut = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
-        share = (self.options.effective or self.options.train * (self.options.accumulation or 1)) / run.world_size
+        share = (self.options.effective or train * (self.options.accumulation or 1)) / run.world_size
         seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {cut}; asked for {share:g} rows a rank"
         if abs(step.rows - share) < 1:  # an effective batch that the ranks do not divide differs by one
             return Evidence.active(seen)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def keep_products() -> Any:
@@ -67,7 +67,7 @@ class Checkpointing(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # the wrapper may replace modules
     preserves = "bits"
-    writes = ("model_steps",)
+    helps_oom = True  # it needs no option, changes no bit, and is what is left once micro-batches are single rows
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(
@@ -93,7 +93,7 @@ class Checkpointing(Plugin):
         layers = self.options.layers
         every, selective = (layers, False) if isinstance(layers, int) else (1, layers == "selective")
 
-        def enable(model: Any, run: Any) -> Any:
+        def enable(model: Any, run: RunView) -> Any:
             if checkpoint_layers(model, every, selective) == 0:
                 raise PluginError(
                     f"plugin 'checkpointing': {type(model).__name__} says that it supports checkpointing but has no "
@@ -111,13 +111,13 @@ class Checkpointing(Plugin):
         everything = MemoryOption(cls.Options(), 1.33, "computes every layer's forward twice")
         return [selective, everything] if options is None else [everything]
 
-    def on_oom(self, run: Any) -> str | None:
+    def on_oom(self, run: RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
             return None  # its graph is made already
         count = checkpoint_layers(run.inner_model)
         return f"activations of {count} layers are computed twice instead of kept (about a third slower)" if count else None
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         layers = repeated_layers(run.inner_model)
         on = sum(layer.gradient_checkpointing for layer in layers)
         seen = f"on in {on} of {len(layers)} layers"

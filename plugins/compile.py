@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
@@ -82,7 +82,14 @@ class Compile(Plugin):
     name = "compile"
     stage = Stage.COMPILE
     preserves = "rounding"
-    writes = ("batch", "process", "prepared_steps")
+    conflicts = (
+        Conflict(
+            lacks="whole_graph",
+            why="the engine gathers and frees weights in hooks of each module, which one graph of the whole model would bypass; "
+            'set scope = "block"',
+            when=lambda compiled, engine: compiled.scope == "model",
+        ),
+    )
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
@@ -113,7 +120,7 @@ class Compile(Plugin):
         if self.options.widths == "auto":
             widths = fixed_widths(limit)
             to = self.options.model_copy(update={"widths": widths})
-            return Decision.choose([to], f"{what}, {len(widths)} widths up to {widths[-1]}")
+            return Decision.apply(f"{what}, {len(widths)} widths up to {widths[-1]}", to)
         widest = self.options.widths[-1]
         if limit and widest < limit:
             to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})
@@ -126,14 +133,14 @@ class Compile(Plugin):
         recipe.batch["widths"] = widths
         recipe.process.append(partial(compiler_limits, len(widths)))
 
-        def compile_model(run: Any) -> None:
+        def compile_model(run: RunView) -> None:
             blocks = repeated_blocks(run.inner_model) if scope == "block" else []
             # run.warn is looked up when it is needed: the loop sets it after the run is built
             compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
 
         recipe.prepared_steps.append(compile_model)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch._dynamo.utils
 
         compiled = [type(m).__name__ for m in run.inner_model.modules() if m._compiled_call_impl is not None]

@@ -13,11 +13,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def cut_by_length(lengths: Sequence[int], rows: int, *, tokens: int | None, overhead_tokens: int) -> list[list[int]]:
@@ -67,7 +67,6 @@ class Cut(Plugin):
     name = "cut"
     stage = Stage.DATA
     preserves = "rounding"
-    writes = ("cut",)
 
     class Options(PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
@@ -87,7 +86,7 @@ class Cut(Plugin):
         tokens = None if self.options.tokens == "auto" else self.options.tokens
         recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=self.options.overhead_tokens)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         step, rows = run.last_step_batch, run.batch.train
         lengths = [padded_width(length, run.batch.widths, run.batch.pad_to_multiple_of) for length in step.lengths]
         random.Random(0).shuffle(lengths)  # they come as they were cut

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost memory
 
@@ -33,7 +33,6 @@ class Dataloader(Plugin):
     name = "dataloader"
     stage = Stage.DATA
     preserves = "bits"
-    writes = ("loader",)
 
     class Options(PluginOptions):
         workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(default="auto", description='Processes a rank, or "auto".')
@@ -70,7 +69,7 @@ class Dataloader(Plugin):
         to = self.options.model_copy(update=changed)
         if reasons:
             return Decision.fallback(to, f"{'; '.join(reasons)}; {to.workers} worker(s)")
-        return Decision.choose([to], text) if changed else Decision.apply(text)
+        return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         assert "auto" not in (self.options.workers, self.options.pin_memory), "probe() decides them"
@@ -83,7 +82,7 @@ class Dataloader(Plugin):
         if self.options.multiprocessing_context is not None:
             recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         loader = run.train_loader
         # a loader keeps its iterator only where its workers persist
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]

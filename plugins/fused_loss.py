@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
 
 IGNORED = -100
 """The label of a token that no loss counts."""
@@ -157,7 +157,7 @@ class FusedHead:
         self.layer: Any = None
         self.dtype: Any = None
 
-    def attach(self, model: Any, run: Any) -> Any:
+    def attach(self, model: Any, run: RunView) -> Any:
         import torch
 
         layer = model.get_output_embeddings()
@@ -174,7 +174,7 @@ class FusedHead:
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(run.recipe.accelerator.get("mixed_precision", "no"))
         return model
 
-    def detach(self, model: Any, run: Any) -> Any:
+    def detach(self, model: Any, run: RunView) -> Any:
         del self.layer.forward
         return model
 
@@ -216,7 +216,12 @@ class FusedLoss(Plugin):
     stage = Stage.MODEL
     after = ("adapter",)  # which may wrap the output layer
     preserves = "rounding"
-    writes = ("model_steps", "loss", "final_steps")
+    conflicts = (
+        Conflict(
+            lacks="whole_weights",
+            why="the fused loss needs the output layer's weight after that layer has run; keep one of the two tables",
+        ),
+    )
 
     class Options(PluginOptions):
         backend: Literal["auto", "liger", "torch"] = Field(
@@ -245,16 +250,13 @@ class FusedLoss(Plugin):
             return Decision.skip(f"{model.architecture} does more than a product: {model.logit_transform}")
         liger = liger_here(context)
         if liger and asked.backend != "torch" and asked.chunks == "auto":
-            return self.decided(self.Options(backend="liger"), liger.reason)
+            return Decision.apply(liger.reason, self.Options(backend="liger"))
         chunks = min(parts(model.vocab_size, model.hidden_size), MOST_CHUNKS) if asked.chunks == "auto" else asked.chunks
         to = self.Options(backend="torch", chunks=chunks)
         what = f"1/{chunks} of a micro-batch's logits over {model.vocab_size:,} words at once"
         if asked.backend == "liger":
             return Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")
-        return self.decided(to, f"torch, {what}")
-
-    def decided(self, to: Options, reason: str) -> Decision:
-        return Decision.apply(reason) if to == self.options else Decision.choose([to], reason)
+        return Decision.apply(f"torch, {what}", to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         chunks = self.options.chunks
@@ -271,7 +273,7 @@ class FusedLoss(Plugin):
             return []
         return [MemoryOption(cls.Options(), 1.05, "makes the logits of a part of the tokens at a time")]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         head = getattr(run.loss, "__self__", None)
         layer = run.inner_model.get_output_embeddings()
         if not isinstance(head, FusedHead) or head.layer is not layer or layer.forward is not hand_on:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, noise: float = 0.1) -> Any:
@@ -40,7 +40,6 @@ class GroupLengths(Plugin):
     name = "group_lengths"
     stage = Stage.DATA
     preserves = "method"
-    writes = ("order",)
 
     class Options(PluginOptions):
         noise: float = Field(default=0.1, ge=0, le=1, description="How far lengths are mixed, as a part of the length.")
@@ -55,7 +54,7 @@ class GroupLengths(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.order = partial(grouped, noise=self.options.noise)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import numpy as np
 
         sampler = run.train_loader.sampler

@@ -17,7 +17,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block
     "adamw_torch": 8.0,
@@ -28,6 +40,8 @@ STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for e
     "adamw_torch_8bit": 2 + 2 * 4 / 256,
     "adamw_torch_4bit": 1 + 2 * 4 / 128,
 }
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
+"""Optimizers whose states are plain tensors of the parameters' shapes, updated element by element."""
 SMALL = 4_096
 """Tensors with fewer elements keep states in 32 bit."""
 
@@ -96,7 +110,20 @@ class Optimizer(Plugin):
     name = "optimizer"
     stage = Stage.OPTIMIZER
     preserves = "rounding"
-    writes = ("optimizer",)
+    conflicts = (
+        Conflict(
+            lacks="device_update",
+            why="paged states need a CUDA device for the update, and the engine updates on the CPU; set name = "
+            '"adamw_torch_fused"',
+            when=lambda optimizer, engine: optimizer.name.startswith("paged"),
+        ),
+        Conflict(
+            lacks="whole_parameters",
+            why="8-bit, 4-bit and paged kernels need whole tensors, and the engine steps on partitions or shards; set name = "
+            '"adamw_torch_fused"',
+            when=lambda optimizer, engine: optimizer.name not in ELEMENTWISE,
+        ),
+    )
 
     class Options(PluginOptions):
         name: Name = Field(default="adamw_torch_fused", description="Hugging Face's name of the optimizer.")
@@ -109,6 +136,10 @@ class Optimizer(Plugin):
             return self
 
     options: Options
+
+    @property
+    def elementwise(self) -> bool:
+        return self.options.name in ELEMENTWISE
 
     def probe(self, context: Context) -> Decision:
         # a name that --set gives may stand among the profile's fallbacks as well
@@ -141,7 +172,7 @@ class Optimizer(Plugin):
         )
         return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         optimizer, name = run.optimizer, self.options.name
         kinds: dict[str, int] = {}  # what the two states of each parameter are made of
         for value in (value for state in optimizer.state.values() for value in state.values()):

@@ -16,7 +16,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 
@@ -48,7 +60,7 @@ class HalfWeights:
         self.halves: list[tuple[Any, str, Any]] = []  # module, name, half parameter while an evaluation borrows the masters
         self.autocast: Any = None
 
-    def cast(self, model: Any, run: Any = None) -> Any:
+    def cast(self, model: Any, run: RunView | None = None) -> Any:
         import torch
 
         half: torch.dtype = getattr(torch, self.dtype)
@@ -71,7 +83,7 @@ class HalfWeights:
             if p in self.masters and prefix + name in state_dict:
                 self.masters[p].data.copy_(state_dict[prefix + name])
 
-    def swap_in(self, optimizer: Any, run: Any = None) -> Any:
+    def swap_in(self, optimizer: Any, run: RunView | None = None) -> Any:
         for p, master in self.masters.items():
             master.data = master.data.to(p.device)  # the model has moved since
         for group in optimizer.param_groups:
@@ -96,13 +108,13 @@ class HalfWeights:
 
         torch._foreach_copy_([p.data for p in self.masters], [master.data for master in self.masters.values()])
 
-    def export(self, state_dict: dict[str, Any], run: Any) -> dict[str, Any]:
+    def export(self, state_dict: dict[str, Any], run: RunView) -> dict[str, Any]:
         """`state_dict` of the model with the masters in place of the half weights."""
         named = run.inner_model.named_parameters(remove_duplicate=False)
         found = {name: self.masters[p].detach() for name, p in named if p in self.masters and name in state_dict}
         return {**state_dict, **found}
 
-    def evaluate_in_full(self, run: Any) -> None:
+    def evaluate_in_full(self, run: RunView) -> None:
         """Evaluation on the masters under autocast (fp16_full_eval = false), until `train_in_half`."""
         import torch
 
@@ -118,13 +130,13 @@ class HalfWeights:
         self.autocast = torch.autocast(run.device.type, dtype=getattr(torch, self.dtype))
         self.autocast.__enter__()
 
-    def train_in_half(self, run: Any) -> None:
+    def train_in_half(self, run: RunView) -> None:
         self.autocast.__exit__(None, None, None)
         for module, name, p in self.halves:
             setattr(module, name, p)
         self.halves = []
 
-    def restore(self, model: Any, run: Any = None) -> Any:
+    def restore(self, model: Any, run: RunView | None = None) -> Any:
         """The model in fp32 with the masters as its weights; no hook is left."""
         for hook in self.hooks:
             hook.remove()
@@ -154,9 +166,13 @@ class Precision(Plugin):
     stage = Stage.MODEL
     after = ("adapter", "quantize")  # adapters are cast with the rest, and get masters of their own
     preserves = "rounding"
-    writes = (
-        *("accelerator", "model_kwargs", "batch", "model_steps", "optimizer_wraps", "masters", "events"),
-        *("scaler", "export_steps", "final_steps"),
+    conflicts = (
+        Conflict(
+            lacks="whole_gradients",
+            why="O2 moves half gradients to fp32 masters before the update, and such an engine keeps the masters itself; "
+            'set level = "O1"',
+            when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
+        ),
     )
 
     class Options(PluginOptions):
@@ -187,7 +203,7 @@ class Precision(Plugin):
         dtype, reason = best_dtype(hardware)
         to = self.Options(dtype="fp32") if dtype == "fp32" else self.options.model_copy(update={"dtype": dtype})
         if asked == "auto":
-            return Decision.choose([to], f"{dtype}: {reason}")
+            return Decision.apply(f"{dtype}: {reason}", to)
         return Decision.fallback(to, f"{asked}: {hardware.can(asked).reason}; takes {dtype}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -225,7 +241,7 @@ class Precision(Plugin):
         now = "fp32" if options is None or options.dtype == "fp32" else options.level
         return {"fp32": [half, weights], "O1": [weights], "O2": []}[now]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch
 
         dtype, matmuls = self.options.dtype, run.observation.matmul_dtypes

@@ -8,11 +8,9 @@ The shape after the warm-up is the job's `lr_scheduler_type`; a job that sets it
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def warmup_steps(ratio: float, total_steps: int) -> int:
@@ -24,7 +22,6 @@ class Schedule(Plugin):
     name = "schedule"
     stage = Stage.LOOP
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
-    writes = ("training",)
 
     class Options(PluginOptions):
         warmup_ratio: float = Field(default=0.06, ge=0, lt=1, description="Share of all optimizer steps, 0 to below 1.")
@@ -42,7 +39,7 @@ class Schedule(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.training["warmup_ratio"] = self.options.warmup_ratio
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         ratio, steps = run.training.warmup_ratio, run.training.warmup_steps
         if steps is None:
             steps = warmup_steps(ratio or 0.0, run.total_steps)

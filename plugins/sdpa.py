@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from hwopt.hardware.device import Feature, Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 FEATURES: dict[str, Feature] = {"flash": "flash_attention", "efficient": "efficient_attention", "cudnn": "cudnn_attention"}
@@ -55,7 +55,6 @@ class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
     preserves = "rounding"
-    writes = ("process", "model_kwargs")
 
     class Options(PluginOptions):
         prefer: tuple[Kernel, ...] = Field(
@@ -90,7 +89,7 @@ class Sdpa(Plugin):
         recipe.model_kwargs["attn_implementation"] = "sdpa"
         recipe.process.append(partial(attention_kernels, self.options.prefer))
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
         calls = {k: sum(count for name, count in forward.items() if name.startswith(OPERATORS[k])) for k in self.options.prefer}

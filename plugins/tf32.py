@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
 
 @contextmanager
@@ -51,7 +51,6 @@ class Tf32(Plugin):
     name = "tf32"
     stage = Stage.PROCESS
     preserves = "rounding"
-    writes = ("process",)
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")
@@ -62,7 +61,7 @@ class Tf32(Plugin):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(tf32_kernels)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         import torch
 
         backends: Any = torch.backends

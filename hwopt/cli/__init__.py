@@ -20,7 +20,7 @@ from click.exceptions import Exit
 
 from hwopt import __version__
 from hwopt.errors import StorageError
-from hwopt.text import cut, nearest, printable, safe_str
+from hwopt.text import cut, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
@@ -154,7 +154,7 @@ def run_command(arguments: list[str]) -> int:
         from hwopt.system import signals
 
         code = signals.exit_code(error)
-        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {safe_str(error)}"))
+        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
         message = printable(message)
         if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
             with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ def list_(format_: str) -> None:
 
 def list_plugins(format_: str) -> None:
     registry = Registry()
-    rows = [describe(registry, name) for name in registry.names]
+    rows = [describe(registry, name, writes=format_ == "json") for name in registry.names]
     if format_ == "json":
         click.echo(json.dumps(rows, indent=2))
         return
@@ -43,7 +43,7 @@ def list_plugins(format_: str) -> None:
 def show(name: str, format_: str) -> None:
     registry = Registry()
     plugin = registry.plugin(name)
-    row = describe(registry, name)
+    row = describe(registry, name, writes=True)
     row["module"] = f"{plugin.__module__}:{plugin.__qualname__}"
     row["options"] = [option(key, field) for key, field in plugin.Options.model_fields.items()]
     row["about"] = inspect.getdoc(inspect.getmodule(plugin)) or ""
@@ -52,22 +52,33 @@ def show(name: str, format_: str) -> None:
         return
     say(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
     say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
-    say(f"preserves  {row['preserves']}\nwrites     {', '.join(row['writes']) or 'nothing'}\n\n[plugins.{name}]")
+    say(f"preserves  {row['preserves']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")
+    if row["replaces"]:
+        say(f"replaces   {', '.join(row['replaces'])}")
+    say(f"\n[plugins.{name}]")
     for item in row["options"] or ():
         say(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""))
     if not row["options"]:
         click.echo("# no options")
 
 
-def describe(registry: Registry, name: str) -> dict[str, Any]:
+def describe(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
+    """The row of a plugin; `writes`: with the recipe fields that it writes, for which its hooks are called."""
     plugin = registry.plugin(name)
     about = inspect.getdoc(inspect.getmodule(plugin)) or inspect.getdoc(plugin) or ""
+    written: dict[str, Any] = {}
+    if writes:
+        from hwopt.plugin.written import written_by
+
+        found = written_by(plugin, f"plugin {name!r} of {registry.distribution(name)}")
+        written = {"writes": None if found.fields is None else list(found.fields), "writes_unknown": found.why}
     return {
         "name": name,
         "stage": plugin.stage.name,
         "after": list(plugin.after),
         "preserves": plugin.preserves,
-        "writes": list(plugin.writes),
+        "replaces": list(plugin.replaces),
+        **written,
         "distribution": registry.distribution(name),
         "summary": about.splitlines()[0] if about else "",
     }

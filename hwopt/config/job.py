@@ -44,12 +44,24 @@ def _typed(path: str) -> str:
 Source = Annotated[str, AfterValidator(_typed)]
 
 
+class FrozenDict(dict[str, Any]):
+    """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("the job is read-only; a plugin writes into the recipe only")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
 class Model(Table):
     """Either `name` (trained weights) or `config` (random weights)."""
 
     name: Source | None = None
     """A hub name, or a folder made with save_pretrained()."""
-    config: dict[str, Any] | None = None
+    config: Annotated[dict[str, Any], AfterValidator(FrozenDict)] | None = None
     """Keys of the architecture's config, with `model_type`."""
     tokenizer: Source | None = None
     """A hub name or folder; default: the model's own, or one trained on the job's texts."""

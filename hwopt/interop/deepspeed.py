@@ -74,8 +74,6 @@ def bringers(context: Context, registry: Registry) -> Iterator[tuple[str, Plugin
     for name in registry.names:
         with suppress(Exception):  # broken, or not without options: nobody asked for it
             found = registry.plugin(name)
-            if "accelerator" not in found.writes:
-                continue
             default = found.Options()
             for options in found(default).probe(installed).options or (default,):
                 recipe = Recipe()

@@ -1,4 +1,4 @@
-"""The plugins of a profile, asked one by one: what was decided for each, in which order they come, what contradicts what."""
+"""The decisions on a profile's plugins: each plugin's answer on this machine, and the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from hwopt.config.profile import Profile
 from hwopt.config.validation import validate
@@ -35,6 +33,8 @@ class PluginDecision:
     place: str
     choices: int = 1
     """Among how many options `probe` left the choice to the planner."""
+    replaced: bool = False
+    """Whether another plugin replaces all that this one writes; `decision` is then skip."""
 
     @property
     def name(self) -> str:
@@ -95,11 +95,11 @@ def decision_for(
     plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
 ) -> PluginDecision:
     entry = PluginDecision(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
-    with plugin_hook(entry, "probe()", context):
+    with plugin_hook(entry, "probe()"):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
-        if decision.kind in ("fallback", "choose"):
-            plugin = type(plugin)(decision.options[choice])
+        if decision.options:
+            plugin = type(plugin)(decision.options[choice if decision.kind == "choose" else 0])
     provenance = {
         key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
         for key in type(options).model_fields
@@ -125,24 +125,27 @@ def check_decision(decision: object, options: type[PluginOptions]) -> None:
         raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
     if not isinstance(decision.reason, str):
         raise PluginError(f"probe() gave {truncate(decision.reason)} as a reason instead of a text")
-    if decision.kind in ("fallback", "choose") and not decision.options:
-        raise PluginError(f"probe() decided to {decision.kind}, and gave no options")
+    least = {"fallback": 1, "choose": 2}.get(decision.kind, 0)
+    if len(decision.options) < least:
+        raise PluginError(
+            f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at least {least} expected; "
+            "Decision.apply(reason, options) carries the options of a plugin that leaves nothing to choose"
+        )
+    if decision.kind != "choose" and len(decision.options) > 1:
+        raise PluginError(f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at most 1 expected")
     if wrong := [given for given in decision.options if not isinstance(given, options)]:
         raise PluginError(f"probe() gave {truncate(wrong[0])} as options instead of {options.__qualname__}")
 
 
 @contextmanager
-def plugin_hook(entry: PluginDecision, hook: str, context: Context | None = None) -> Iterator[None]:
-    """Around a plugin's hook: what it raises becomes a PluginError that names it and its distribution, what it prints goes to the
-    standard error, and the job of `context` stays as it is."""
-    before = context and context.job.model_dump()
+def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
+    """A context around a plugin's hook: its errors become a PluginError that names plugin and distribution, its output goes to
+    standard error."""
     try:
         with plugin_guard(entry.who, hook):
             yield
     except PluginError as error:
         raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
-    if context and context.job.model_dump() != before:
-        raise PluginError(f"{entry.who}: {hook} changed the job; a plugin writes into the recipe and nothing else")
 
 
 def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
@@ -174,43 +177,30 @@ def stands_below(entry: PluginDecision, other: PluginDecision) -> bool:
     return int(line) > int(other_line)
 
 
-def refuse_conflicts(entries: tuple[PluginDecision, ...]) -> None:
-    """Raise PluginError, with both places, where a plugin in effect excludes another or lacks one that it needs."""
-    problems = Problems()
-    applied = {entry.name: entry for entry in entries if entry.decision != "skip"}
-    skipped = {entry.name: entry for entry in entries if entry.decision == "skip"}
-    for entry in applied.values():
-        for name in entry.plugin.requires:
-            if name in skipped:
-                problems.add(f"{entry.author} needs {skipped[name].author}, which is skipped: {skipped[name].reason}")
-            elif name not in applied:
-                problems.add(f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove this one")
-        for conflict in entry.plugin.conflicts:
-            other = applied.get(conflict.other)
-            if other is not None:
-                with plugin_hook(entry, "conflicts"):
-                    clash = conflict.when(entry.options, other.options)
-                if clash:
-                    problems.add(f"{entry.author} and {other.author} cannot be used together: {conflict.why}")
-    problems.raise_if_any(PluginError)
-
-
 def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) -> None:
     problems = Problems()
     for entry in entries:
-        if entry.decision != "apply":
+        if entry.decision != "apply" and not entry.replaced:  # the profile asks for a replacement
             problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
     for note in notes:
         problems.add(f"--strict: {note}")
     problems.raise_if_any(PluginError)
 
 
-def oom_plugins(profile: Profile, registry: Registry) -> Iterator[Plugin]:
-    """Only of those that the profile does not speak of: a table with `enabled = false` is an answer too."""
+def oom_plugins(profile: Profile, registry: Registry, context: Context) -> Iterator[Plugin]:
+    """Plugins with `helps_oom` that the profile has no table for and that apply here with their default options.
+
+    A table with `enabled = false` is an answer too. A plugin that is broken does not help, and the profile does not ask for it.
+    """
     for name in registry.names:
-        with suppress(PluginError, ValidationError):  # broken, or without default options: no help, but nobody asked for it
+        if name in profile.content.plugins:
+            continue
+        with suppress(PluginError):
             found = registry.plugin(name)
-            if name not in profile.content.plugins and found.on_oom is not Plugin.on_oom:
-                with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "its constructor"):
-                    helper = found(found.Options())
-                yield helper
+            if found.helps_oom:
+                with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "probe()"):
+                    plugin = found(found.Options())
+                    decision = plugin.probe(context)
+                check_decision(decision, found.Options)
+                if decision.kind == "apply":
+                    yield plugin

@@ -17,7 +17,8 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook, refuse_conflicts
+from hwopt.planning.conflicts import applied, mark_replaced, refuse_conflicts, replacements
+from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import has_key, provenance_of, under_job
 from hwopt.plugin import Context
@@ -55,8 +56,9 @@ def resolve(
     refuse_long_samples(job, model, profile, job_file)
     context = Context(hardware, software, model, job, world_size)
     entries = in_order(tuple(decide(profile, registry, context, choices or {})))
-    refuse_conflicts(entries)
     recipe = write_recipe(entries, context)
+    entries = mark_replaced(entries, recipe)
+    refuse_conflicts(entries, recipe)
     notes = card_notes(profile, hardware)
     if strict:
         enforce_strict(entries, notes)
@@ -79,17 +81,16 @@ def resolve(
         world_size=world_size,
         notes=(*notes, *batch_note),
         job_name=job_file.document.name,
-        oom_plugins=tuple(oom_plugins(profile, registry)),
+        oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
 
 
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
-    """What the plugins that are not skipped write, in their order; whoever needs a recipe of their own makes it anew."""
-    recipe = Recipe()
-    for entry in entries:
-        if entry.decision != "skip":
-            with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()", context):
-                entry.plugin.apply(recipe, context)
+    """A new recipe, written by the plugins that are not skipped, in their order."""
+    recipe = Recipe(replacements(entries))
+    for entry in applied(entries):
+        with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()"):
+            entry.plugin.apply(recipe, context)
     return recipe
 
 

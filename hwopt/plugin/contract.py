@@ -7,7 +7,7 @@ docs/plugins.md builds one step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal
@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict
 from hwopt.config.job import Job
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
+from hwopt.plugin.conflicts import CAPABILITIES, Conflict
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
 
-API_VERSION = 1
+API_VERSION = 2
 
 
 class Stage(IntEnum):
@@ -63,22 +64,26 @@ class Decision:
     kind: Literal["apply", "fallback", "skip", "choose"]
     reason: str
     options: tuple[PluginOptions, ...] = ()
-    """fallback: the options used instead; choose: the candidates, cheapest first."""
+    """apply: the options with every "auto" decided; fallback: the options used instead; choose: the candidates."""
 
     @classmethod
-    def apply(cls, reason: str) -> Decision:
-        return cls("apply", reason)
+    def apply(cls, reason: str, options: PluginOptions | None = None) -> Decision:
+        """The plugin does what was asked. `options`: the same request with every "auto" decided."""
+        return cls("apply", reason, () if options is None else (options,))
 
     @classmethod
     def fallback(cls, to: PluginOptions, reason: str) -> Decision:
+        """The plugin does less than was asked: `to` instead of its options."""
         return cls("fallback", reason, (to,))
 
     @classmethod
     def skip(cls, reason: str) -> Decision:
+        """The plugin does nothing on this machine or for this job."""
         return cls("skip", reason)
 
     @classmethod
     def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
+        """The memory planner takes the first of `options` that fits; two at least, cheapest first."""
         return cls("choose", reason, tuple(options))
 
 
@@ -130,21 +135,6 @@ class MemorySpec:
     """
 
 
-def always(mine: Any, theirs: Any) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Another plugin that cannot be in effect together with this one; refused before anything is built."""
-
-    other: str
-    why: str
-    """And what to do about it."""
-    when: Callable[[Any, Any], bool] = always
-    """(options in effect of the one that declares it, of the other) -> whether these two conflict."""
-
-
 @dataclass(frozen=True)
 class MemoryOption:
     """Options of a plugin that need less memory than the present ones, and what they cost."""
@@ -162,20 +152,35 @@ class Plugin:
     api_version: ClassVar[int] = API_VERSION
     stage: ClassVar[Stage]
     after: ClassVar[tuple[str, ...]] = ()
-    """Plugins of the same stage that come first where they are present."""
+    """Plugins of the same stage that are applied before this one if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
     """The most that it may change: nothing, rounding, or the training method itself."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
-    """Options of one that changes the method which do not, and so may differ where a run goes on."""
+    """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Plugins without which it makes no sense; refused where one is absent or skipped."""
+    """Plugins that this one needs; a plan in which one of them is absent or skipped is refused."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
-    """Said by one of the two; by name, so that the other need not be installed."""
-    writes: ClassVar[tuple[str, ...]] = ()
-    """The recipe fields that it writes, for `hwopt plugins show`; the contract test holds it to them."""
+    """What this plugin cannot be used with; one of the two plugins declares it."""
+    replaces: ClassVar[tuple[str, ...]] = ()
+    """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that this plugin takes over from another plugin."""
+    helps_oom: ClassVar[bool] = False
+    """Whether `on_oom` may be called although the profile has no table for the plugin. Its options then have defaults."""
 
     class Options(PluginOptions):
         pass
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Capabilities (CAPABILITIES) that the engine which the plugin writes does not have."""
+        return ()
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the optimizer that the plugin writes updates each element on its own, as AdamW does.
+
+        Only such an optimizer can step on the flat partitions and shards of an engine that lacks `whole_parameters`.
+        """
+        return False
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -196,9 +201,10 @@ class Plugin:
         return ()
 
     def on_oom(self, run: RunView) -> str | None:
-        """Make the running model need less memory, asked where even single rows do not fit and the profile has no such table.
+        """Reduce the memory of the running model, once not even micro-batches of one row fit.
 
-        Returns what it costs, or None where it cannot help. It must not change what is trained.
+        Returns what that costs, or None if the plugin cannot help. It must not change what is trained. Called only if the
+        class sets `helps_oom`, the profile has no table for the plugin, and `probe` with the default options applies.
         """
         return None
 
@@ -209,6 +215,7 @@ class Plugin:
 
 __all__ = [
     "API_VERSION",
+    "CAPABILITIES",
     "BatchSizes",
     "Conflict",
     "Context",

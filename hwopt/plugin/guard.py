@@ -1,8 +1,8 @@
-"""Whatever a plugin's code raises is the plugin's error and names it: in its hooks, and in what it leaves in a recipe.
+"""Guards around a plugin's code: an error in a hook, or in a callable of the recipe, becomes a PluginError that names the plugin.
 
-`sys.exit()` in a plugin is an error like any other: it must not end a run as if that were done. What the user asked for (an
-interrupt, a signal) and hwopt's own errors go through as they are, and so does out of memory, which the loop knows how to take.
-A full disk is nobody's fault, and the message says who wanted to write.
+`sys.exit()` in a plugin is an error too: it must not end a run as if the run were complete. Unchanged are interrupts and signals
+of the user, hwopt's own errors, and out of memory, which the loop handles. A full disk is a StorageError that names the plugin
+which was writing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hwopt.errors import HwoptError, PluginError, StorageError, is_disk_full
 from hwopt.system import signals
-from hwopt.text import safe_str
 
 
 def raise_plugin_error(error: BaseException, who: str, what: str) -> NoReturn:
-    """Raise `error` as the plugin's, or as it is where the plugin is not at fault."""
+    """Raise `error` as a PluginError, or unchanged if the plugin did not cause it."""
     asked = isinstance(error, KeyboardInterrupt) or signals.received() is not None
     short = type(error).__name__ == "OutOfMemoryError"  # torch's, which is heavy
     says_what = isinstance(error, HwoptError) and error.exit_code != HwoptError.exit_code
@@ -27,32 +26,28 @@ def raise_plugin_error(error: BaseException, who: str, what: str) -> NoReturn:
         raise error
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename is not None else ""
-        why = getattr(error, "strerror", None) or safe_str(error)
+        why = getattr(error, "strerror", None) or error
         raise StorageError(f"{who}: {what}: {where}{why}. Free some space and run again.") from error
-    said = (
-        f"called sys.exit({error.code!r})"
-        if isinstance(error, SystemExit)
-        else f"raised {type(error).__name__}: {safe_str(error)}"
-    )
+    said = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
     raise PluginError(f"{who}: {what} {said}") from error
 
 
-@contextmanager
-def plugin_guard(who: str, what: str) -> Iterator[None]:
-    """Around a plugin's code that is called once: what it raises is its error, what it prints goes to the standard error."""
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except BaseException as error:
-        trace = error.__traceback__
-        if isinstance(error, GeneratorExit) and trace is not None and trace.tb_next is None:
-            raise  # nobody's: Python closes this very generator
-        raise_plugin_error(error, who, what)
+class plugin_guard(redirect_stdout[TextIO]):
+    """A context around a plugin's code: its errors become PluginErrors of `who` in `what`, its output goes to standard error."""
+
+    def __init__(self, who: str, what: str) -> None:
+        super().__init__(sys.stderr)
+        self.who, self.what = who, what
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            raise_plugin_error(error, self.who, self.what)
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """A callable of a plugin; pickles if that does, and has its attributes (evidence looks for `__self__`)."""
+    """A plugin's callable whose errors name the plugin. It has the callable's attributes, and pickles if the callable does."""
 
     function: Callable[..., Any]
     who: str
@@ -71,7 +66,7 @@ class Guarded:
 
 
 class GuardedOnce(Guarded):
-    """A callable that is called once a run, outside of the steps: what it prints goes to the standard error too."""
+    """A plugin's callable that runs once in a run, outside the steps: its output goes to standard error too."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         with plugin_guard(self.who, self.what):
@@ -80,9 +75,9 @@ class GuardedOnce(Guarded):
 
 @contextmanager
 def guarded_context(make: Callable[[], Any]) -> Iterator[None]:
-    """Inside of a plugin's process context: what that raises on the way in and out is the plugin's, what the block raises is not.
+    """A plugin's process context: errors on entering and leaving name the plugin, errors of the block stay as they are.
 
-    A context that swallows the block's error does not make it undone.
+    An error of the block is raised again if the plugin's context suppresses it.
     """
     inside: BaseException | None = None
     try:

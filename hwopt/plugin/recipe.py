@@ -1,7 +1,8 @@
 """Recipe: the closed list of what plugins may set, and the only thing that they write to.
 
 A run is built from a recipe alone (`hwopt.training.build`). A slot or a key that two plugins set is an error that names both,
-so that two optimizations never override each other silently. docs/recipe.md lists the fields and their signatures.
+unless one of them declares that it `replaces` it: optimizations never override each other silently. The recipe records what
+each plugin writes. docs/recipe.md lists the fields and their signatures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hwopt.errors import PluginError
@@ -30,18 +32,32 @@ EVENTS = {
 """Event -> arguments and meaning, in the order of a run."""
 
 
+def can_be_replaced(what: str) -> bool:
+    """Whether `what` is a slot or a key such as "batch['train']"; lists belong to all plugins."""
+    field, bracket, _ = what.partition("[")
+    return field in (SETTINGS if bracket else SLOTS)
+
+
+@dataclass(frozen=True)
+class Collision:
+    """A slot or key that two authors set."""
+
+    what: str
+    first: str
+    second: str
+
+
 class Settings(UserDict[str, Any]):
-    """A dict whose keys are set once; the second author of a key is told who was first."""
+    """A dict whose keys are set once; the recipe records a second author of a key as a collision."""
 
     def __init__(self, recipe: Recipe, field: str) -> None:
         self._recipe, self._field = recipe, field
         super().__init__()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._recipe.claim(f"{self._field}[{key!r}]")
-        super().__setitem__(
-            key, self._recipe.guarded(value, f"{self._field}[{key!r}]") if self._field == "accelerator" else value
-        )
+        what = f"{self._field}[{key!r}]"
+        if self._recipe.claim(what):
+            super().__setitem__(key, self._recipe.guarded(value, what) if self._field == "accelerator" else value)
 
     def __delitem__(self, key: str) -> None:
         raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
@@ -55,6 +71,7 @@ class Steps(MutableSequence[Any]):
         self._steps: list[Any] = []
 
     def insert(self, index: int, value: Any) -> None:
+        self._recipe.record(self._field)
         self._steps.insert(index, self._recipe.guarded(value, self._field))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -109,10 +126,14 @@ class Recipe:
     final_steps: Steps
     state: Steps
 
-    def __init__(self) -> None:
+    def __init__(self, replaced_by: Mapping[str, str] | None = None) -> None:
+        """`replaced_by`: slot or key -> the author who replaces it; what other authors write there is dropped."""
         self._author: str | None = None
         self._distributions: dict[str, str] = {}
         self._claims: dict[str, str] = {}
+        self._written: dict[str, dict[str, None]] = {}  # author -> what it wrote, in its order
+        self._replaced_by = dict(replaced_by or {})
+        self._collisions: list[Collision] = []
         for name in SLOTS:
             object.__setattr__(self, name, None)
         for name in LISTS:
@@ -124,7 +145,8 @@ class Recipe:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
-            self.claim(name)
+            if not self.claim(name):
+                return
             value = self.guarded(value, name)
         elif not name.startswith("_"):
             known = (*SLOTS, *LISTS, *SETTINGS, "events")
@@ -157,18 +179,42 @@ class Recipe:
         """An author with its distribution."""
         return " of ".join(filter(None, (author, self._distributions.get(author))))
 
-    def claim(self, what: str) -> None:
+    def record(self, what: str) -> None:
+        self._written.setdefault(self.author, {})[what] = None
+
+    def claim(self, what: str) -> bool:
+        """Whether the present author may set a slot or key: another plugin has not set it and does not replace it."""
         author = self.author
+        self.record(what)
+        if self._replaced_by.get(what, author) != author:
+            return False
         first = self._claims.setdefault(what, author)
-        if first is not author and first != author:
-            raise PluginError(
-                f"recipe.{what} is set by {first} and again by {author}: only one of them can have it. "
-                "Remove one of the two tables, or give it `enabled = false`."
-            )
+        if first != author:
+            self._collisions.append(Collision(what, first, author))
+        return first == author
+
+    @property
+    def collisions(self) -> tuple[Collision, ...]:
+        """The slots and keys that two plugins set; the first one's value is kept. A plan with a collision is refused."""
+        return tuple(self._collisions)
 
     def written_by_author(self, author: str) -> list[str]:
-        """The slots and keys that `author` set, as `author_of` takes them; lists and events are everybody's."""
-        return [what for what, who in self._claims.items() if who == author]
+        """What `author` wrote: slots, keys ("batch['train']"), lists and events ("events['gradients']"), in its order."""
+        return list(self._written.get(author, ()))
+
+    def fields_of(self, author: str) -> tuple[str, ...]:
+        """The recipe fields that `author` wrote."""
+        return tuple(dict.fromkeys(what.partition("[")[0] for what in self.written_by_author(author)))
+
+    def writes(self, author: str, what: str) -> bool:
+        """Whether `author` wrote a field, or a key of it, and no other plugin replaces that."""
+        found = [one for one in self.written_by_author(author) if one == what or one.startswith(f"{what}[")]
+        return any(one not in self.replaced(author) for one in found)
+
+    def replaced(self, author: str) -> dict[str, str]:
+        """Slots and keys that `author` wrote in vain -> the author who replaces them."""
+        winners = {what: self._replaced_by.get(what, author) for what in self.written_by_author(author)}
+        return {what: winner for what, winner in winners.items() if winner != author}
 
     def author_of(self, what: str) -> str:
         """Who set a slot, or a key written as `field['key']`; "the core" where nobody did."""

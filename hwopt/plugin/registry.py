@@ -87,6 +87,7 @@ class Registry:
 def check_contract(plugin: object, name: str, distribution: str) -> None:
     """Raise PluginError with the first rule of the contract that `plugin` breaks."""
     from hwopt.plugin.contract import API_VERSION, Conflict, Plugin, PluginOptions, Stage
+    from hwopt.plugin.recipe import can_be_replaced
 
     who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
@@ -105,11 +106,15 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: has no probe()")
     if plugin.preserves not in ("bits", "rounding", "method"):
         raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
-    kinds = {"after": str, "resume_ignores": str, "requires": str, "writes": str, "conflicts": Conflict}
+    kinds = {"after": str, "resume_ignores": str, "requires": str, "replaces": str, "conflicts": Conflict}
     for key, kind in kinds.items():
         value = getattr(plugin, key)
         if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
             raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {truncate(value)}")
+    if wrong := [field for field in plugin.replaces if not can_be_replaced(field)]:
+        raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
+    if not isinstance(plugin.helps_oom, bool):
+        raise PluginError(f"{who}: `helps_oom` must be True or False, got {truncate(plugin.helps_oom)}")
     for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options"):
         if not callable(getattr(plugin, hook)):
             raise PluginError(f"{who}: `{hook}` is {truncate(getattr(plugin, hook))}, which cannot be called")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
 LEFT_BEHIND = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
@@ -53,13 +53,13 @@ def accelerate_plugin(reshard_after_forward: bool) -> Any:
     )
 
 
-def make_engine(reduce: str, run: Any) -> Any:
+def make_engine(reduce: str, run: RunView) -> Any:
     from hwopt_plugins.fsdp.engine import FsdpEngine
 
     return FsdpEngine(run, reduce=reduce)
 
 
-def make_stand_in(reshard_after_forward: bool, run: Any) -> Any:
+def make_stand_in(reshard_after_forward: bool, run: RunView) -> Any:
     from hwopt_plugins.fsdp.stand_in import StandIn
 
     return StandIn(run, reshard_after_forward)
@@ -69,31 +69,7 @@ class Fsdp(Plugin):
     name = "fsdp"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    writes = ("process", "accelerator", "engine")
-    conflicts = (
-        Conflict(
-            "precision",
-            'FSDP gathers half weights from fp32 shards, which are the masters already; take level = "O1"',
-            when=lambda fsdp, precision: precision.level == "O2" and precision.dtype != "fp32",
-        ),
-        Conflict(
-            "optimizer",
-            "kernels of 8-bit, 4-bit and paged states take plain tensors, FSDP gives the optimizer shards of distributed ones; "
-            "take adamw_torch_fused",
-            when=lambda fsdp, optimizer: optimizer.name not in ("adamw_torch", "adamw_torch_fused"),
-        ),
-        Conflict(
-            "compile",
-            "FSDP gathers and frees weights in hooks around each layer, which one graph of the whole model would cut apart; "
-            'take scope = "block"',
-            when=lambda fsdp, compiled: compiled.scope == "model",
-        ),
-        Conflict("quantize", "the frozen weights are packed bytes, of which FSDP can make no shards; take one of them"),
-        Conflict(
-            "fused_loss",
-            "the head's weight is whole only while the head runs, the fused loss needs it afterwards; take one of them",
-        ),
-    )
+    lacks = ("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry")
 
     class Options(PluginOptions):
         reshard_after_forward: bool = Field(
@@ -143,7 +119,7 @@ class Fsdp(Plugin):
             return []
         return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice, reduces after each micro-batch")]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 

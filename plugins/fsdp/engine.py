@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hwopt.distributed.data_parallel import make_equal
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
+from hwopt.plugin import RunView
 from hwopt.saving.tensor_tree import described
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -22,7 +23,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class FsdpEngine(ShardedEngine):
     """Gradients are averaged in the backward pass, and so weighed by the number of ranks; each rank steps on its own shards."""
 
-    def __init__(self, run: Any, *, reduce: str) -> None:
+    def __init__(self, run: RunView, *, reduce: str) -> None:
         """`reduce`: gradients meet after every "micro_batch", or once a "step"."""
         self.once = reduce == "step"
         self.cpu_group = dist.new_group(backend="gloo")
@@ -103,7 +104,7 @@ class FsdpEngine(ShardedEngine):
         return model
 
 
-def sharded(run: Any) -> Any:
+def sharded(run: RunView) -> Any:
     """The run's model in shards, in place, and its optimizer stepping on them: Accelerate does both."""
     accelerator = run.accelerator
     if not accelerator.is_fsdp2:

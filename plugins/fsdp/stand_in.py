@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hwopt.distributed.engine import Engine
+from hwopt.plugin import RunView
 from hwopt_plugins.fsdp.engine import DTYPES, layer_classes
 
 
 class StandIn(Engine):
     """Each module computes with copies of its parameters, the gathered ones, which backward makes again if they are freed."""
 
-    def __init__(self, run: Any, reshard_after_forward: bool) -> None:
+    def __init__(self, run: RunView, reshard_after_forward: bool) -> None:
         super().__init__(run)
         self.dtype = DTYPES.get(run.recipe.accelerator.get("mixed_precision", "no"), torch.float32)
         self.reshard_after_forward = reshard_after_forward

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 """Of the largest output, between a document in a row of its own and in a shared one."""
@@ -85,7 +85,7 @@ class Heads:
     def __init__(self) -> None:
         self.starts: Any = None
 
-    def attach(self, model: Any, run: Any = None) -> Any:
+    def attach(self, model: Any, run: RunView | None = None) -> Any:
         body = model.base_model if not hasattr(model, "peft_config") else model.get_base_model().base_model
         model.register_forward_pre_hook(self.take, with_kwargs=True)
         pooler = getattr(body, "pooler", None)
@@ -108,7 +108,7 @@ class Heads:
         return outputs
 
 
-def refuse_leaks(run: Any) -> None:
+def refuse_leaks(run: RunView) -> None:
     """Raise PluginError where a document's outputs in a shared row are not those that it has in a padded row of its own."""
     import torch
 
@@ -142,7 +142,7 @@ def refuse_leaks(run: Any) -> None:
         raise PluginError(told_apart_not(run, "their outputs differ from those in rows of their own"))
 
 
-def told_apart_not(run: Any, why: str) -> str:
+def told_apart_not(run: RunView, why: str) -> str:
     return (
         f"{type(run.inner_model).__name__} does not tell documents in one row apart ({why}): remove [plugins.pack]; "
         "[plugins.cut] saves most of the padding too"
@@ -153,16 +153,15 @@ class Pack(Plugin):
     name = "pack"
     stage = Stage.DATA
     preserves = "rounding"
-    writes = ("process", "collate", "model_kwargs", "model_steps", "prepared_steps")
     conflicts = (
-        Conflict("cut", "pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
+        Conflict(field="cut", why="pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
         Conflict(
-            "compile",
-            "a packed row has another width in each step, and a graph is made for fixed ones; keep one of them",
+            field="batch['widths']",
+            why="a packed row has another width in each step, and batch['widths'] asks for fixed ones; keep one of them",
         ),
         Conflict(
-            "sdpa",
-            'kernel = "flash" is another attention than the one that sdpa chooses among; take kernel = "mask"',
+            field="model_kwargs['attn_implementation']",
+            why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
             when=lambda pack, sdpa: pack.kernel == "flash",
         ),
     )
@@ -188,7 +187,7 @@ class Pack(Plugin):
             return Decision.apply(self.told(self.options.kernel))
         flash = flash_reason(context)
         kernel: Literal["mask", "flash"] = "mask" if flash else "flash"
-        return Decision.choose([self.options.model_copy(update={"kernel": kernel})], self.told(kernel) + flash)
+        return Decision.apply(self.told(kernel) + flash, self.options.model_copy(update={"kernel": kernel}))
 
     def told(self, kernel: str) -> str:
         return "several documents in a row, " + ("without a mask" if kernel == "flash" else "masked apart")
@@ -210,7 +209,7 @@ class Pack(Plugin):
             recipe.model_steps.append(Heads().attach)
         recipe.prepared_steps.append(refuse_leaks)
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         step = run.last_step_batch
         computed = sum(rows * width for rows, width in step.sizes)
         shared = sum(number > 1 for number in step.documents)

@@ -16,7 +16,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -40,7 +52,7 @@ def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: Any) -> Any:
+def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> Any:
     """`layer` with its weight packed, on the run's device."""
     import torch
     from bitsandbytes import nn
@@ -67,7 +79,7 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: Any) -> Any:
     return packed.train(layer.training)
 
 
-def quantize(model: Any, run: Any, *, bits: int, double: bool, dtype: str) -> Any:
+def quantize(model: Any, run: RunView, *, bits: int, double: bool, dtype: str) -> Any:
     """`model` with packed frozen layers; what is left is fp32, for the precision of the run to decide."""
     import torch
 
@@ -91,7 +103,7 @@ def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def dequantized(model: Any, run: Any) -> Any:
+def dequantized(model: Any, run: RunView) -> Any:
     """`model` with plain linear layers again, fp32, in the host's memory: merged on the device it would not fit there."""
     import torch
     from peft.utils.integrations import dequantize_module_weight
@@ -112,11 +124,14 @@ class Quantize(Plugin):
     requires = ("adapter",)
     preserves = "method"
     resume_ignores = ("dtype",)  # as the card has it
-    writes = ("model_kwargs", "model_steps", "final_steps")
     conflicts = (
         Conflict(
-            "adapter",
-            "DoRA reads every weight in each step, and PEFT loses the scales of 8-bit ones as it does; take bits = 4, or lora",
+            lacks="packed_weights",
+            why="quantized weights are packed bytes, which the engine can neither spread nor offload; keep one of the two tables",
+        ),
+        Conflict(
+            plugin="adapter",
+            why="DoRA reads every weight in each step, and PEFT then loses 8-bit weights' scales; set bits = 4, or use LoRA",
             when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
         ),
     )
@@ -136,7 +151,7 @@ class Quantize(Plugin):
         dtype = self.options.dtype
         if dtype == "auto":
             chosen = self.options.model_copy(update={"dtype": compute_dtype(context.hardware)})
-            return Decision.choose([chosen], self.told(chosen))
+            return Decision.apply(self.told(chosen), chosen)
         return Decision.apply(self.told(self.options))
 
     def told(self, options: Quantize.Options) -> str:
@@ -163,7 +178,7 @@ class Quantize(Plugin):
         four = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (with adapters alone)")
         return [] if options is not None and options.bits == 4 else [four]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]
         kinds = sorted({f"{type(layer).__name__} in {str(layer.weight.dtype).removeprefix('torch.')}" for layer in layers})
         held = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)

@@ -16,7 +16,19 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 from hwopt_plugins.zero.process import process_group
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -87,13 +99,13 @@ def backend_of_hosts() -> Any:
     return InitProcessGroupKwargs(backend="gloo")
 
 
-def make_engine(run: Any) -> Any:
+def make_engine(run: RunView) -> Any:
     from hwopt_plugins.zero.engine import ZeroEngine
 
     return ZeroEngine(run)
 
 
-def make_stand_in(run: Any, **settings: Any) -> Any:
+def make_stand_in(run: RunView, **settings: Any) -> Any:
     from hwopt_plugins.zero.stand_in import StandIn
 
     return StandIn(run, **settings)
@@ -103,42 +115,7 @@ class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    writes = ("process", "accelerator", "engine")
-    conflicts = (
-        Conflict("fsdp", "both spread the same tensors over the ranks; keep one of them"),
-        Conflict(
-            "precision",
-            'ZeRO keeps half weights and fp32 masters itself, in its own partitions; take level = "O1"',
-            when=lambda zero, precision: zero.stage != 0 and precision.level == "O2" and precision.dtype != "fp32",
-        ),
-        Conflict(
-            "optimizer",
-            "offload keeps the state in the host's memory already, and no CPU steps on paged state; take adamw_torch_fused",
-            when=lambda zero, optimizer: zero.offload != "none" and optimizer.name.startswith("paged"),
-        ),
-        Conflict(
-            "optimizer",
-            "8-bit and 4-bit states keep embeddings and small tensors in 32 bit, and ZeRO gives the optimizer flat partitions, "
-            "in which tensors are not told apart; take adamw_torch_fused",
-            when=lambda zero, optimizer: zero.stage != 0 and optimizer.name not in ("adamw_torch", "adamw_torch_fused"),
-        ),
-        Conflict(
-            "compile",
-            "stage 3 gathers and releases weights in hooks of each module, which one graph of the whole model would cut apart; "
-            'take scope = "block", or stage 2',
-            when=lambda zero, compiled: zero.stage == 3 and compiled.scope == "model",
-        ),
-        Conflict(
-            "quantize",
-            "the frozen weights are packed bytes that ZeRO can neither spread nor offload; take one of them",
-            when=lambda zero, quantize: zero.stage != 0,
-        ),
-        Conflict(
-            "fused_loss",
-            "stage 3 has the head's weight only while the head runs, the fused loss needs it afterwards; take stage 2",
-            when=lambda zero, loss: zero.stage == 3,
-        ),
-    )
+    conflicts = (Conflict(field="engine", why="each of them spreads the same tensors over the ranks; keep one of them"),)
 
     class Options(PluginOptions):
         stage: Literal["auto"] | Level = Field(
@@ -159,6 +136,13 @@ class Zero(Plugin):
 
     options: Options
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        found = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
+        if self.options.stage == 3:
+            found += ["whole_weights", "whole_graph"]
+        return (*found, "device_update") if self.options.offload != "none" else tuple(found)
+
     def probe(self, context: Context) -> Decision:
         if not context.has("deepspeed"):
             return Decision.skip("DeepSpeed is not installed: pip install 'hwopt[deepspeed]'")
@@ -166,6 +150,8 @@ class Zero(Plugin):
         if "auto" in (given.stage, given.offload):
             alone = "; on one device nothing is spread, so that only offload saves memory" if context.world_size == 1 else ""
             chosen = [self.Options(stage=s, offload=o) for s, o in sensible(given.stage, given.offload, context.world_size)]
+            if len(chosen) == 1:
+                return Decision.apply(f"the one combination that is left{alone}", chosen[0])
             return Decision.choose(chosen, f"the cheapest of {len(chosen)} that fits{alone}")
         return Decision.apply(self.told(context))
 
@@ -241,7 +227,7 @@ class Zero(Plugin):
         order = [*COMBINATIONS]
         return [leaner for combination, leaner in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
 
-    def evidence(self, run: Any) -> Evidence:
+    def evidence(self, run: RunView) -> Evidence:
         stage, engine = self.options.stage, run.model
         if stage == 0:
             kind = type(run.engine).__name__

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import NonFiniteError
+from hwopt.plugin import RunView
 from hwopt.saving.tensor_tree import HostCopies
 
 
@@ -20,7 +21,7 @@ class ZeroEngine(ShardedEngine):
 
     keeps_masters = True
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: RunView) -> None:
         self.named = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
         run.model, _ = prepared(run)
         super().__init__(run)
@@ -171,7 +172,7 @@ class ZeroEngine(ShardedEngine):
         return found
 
 
-def prepared(run: Any) -> tuple[Any, Any]:
+def prepared(run: RunView) -> tuple[Any, Any]:
     """(DeepSpeed's engine, its optimizer) of the run's model, whose fp32 values become the masters: none is rounded away."""
     config = run.accelerator.state.deepspeed_plugin.deepspeed_config
     config["train_micro_batch_size_per_gpu"] = run.batch.train

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hwopt.distributed.engine import Engine
+from hwopt.plugin import RunView
 
 
 class StandIn(Engine):
     """Gradients go into this rank's partition as they come; the update steps on flat fp32 masters, a group at a time."""
 
-    def __init__(self, run: Any, *, stage: int, ranks: int, offload: bool, host: bool, bucket: int) -> None:
+    def __init__(self, run: RunView, *, stage: int, ranks: int, offload: bool, host: bool, bucket: int) -> None:
         """`bucket`: elements that are reduced at once; `host`: what is offloaded counts, for this is a CPU."""
         super().__init__(run)
         self.stage, self.ranks, self.offload, self.bucket_elements = stage, ranks, offload and not host, bucket

@@ -35,7 +35,6 @@ class Shortage(Plugin):
 
     name = "shortage"
     stage = Stage.MODEL
-    writes = ("model_steps",)
     when: Decide = staticmethod(lambda rows, call, backward: False)
     in_backward = False
 

@@ -144,7 +144,6 @@ def test_the_json_is_what_the_engine_got(tmp_path: Path) -> None:
 class Spread(Plugin):
     name = "spread"
     stage = Stage.DISTRIBUTION
-    writes = ("accelerator",)
     key = "fsdp_plugin"
     fields: ClassVar[dict[str, Any]] = {}
 

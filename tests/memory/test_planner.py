@@ -134,7 +134,6 @@ class Hoard(Plugin):
 
     name = "hoard"
     stage = Stage.MODEL
-    writes = ("model_steps",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of the planner")

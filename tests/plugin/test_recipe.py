@@ -3,27 +3,62 @@ from __future__ import annotations
 import pytest
 
 from hwopt.errors import PluginError
-from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.recipe import Collision, Recipe
 
 
-def test_a_slot_set_twice_names_both_authors() -> None:
+def test_the_second_author_of_a_slot_is_a_collision() -> None:
     recipe = Recipe()
-    with recipe.written_by("plugin 'a' (p.toml:3)"):
-        recipe.optimizer = lambda groups: groups
-    with recipe.written_by("plugin 'b' (p.toml:9)"), pytest.raises(PluginError, match=r"'a' \(p.toml:3\).*'b' \(p.toml:9\)"):
-        recipe.optimizer = lambda groups: groups
+    for author, value in (("plugin 'a' (p.toml:3)", len), ("plugin 'b' (p.toml:9)", sorted)):
+        with recipe.written_by(author):
+            recipe.optimizer = value
+    assert recipe.collisions == (Collision("optimizer", "plugin 'a' (p.toml:3)", "plugin 'b' (p.toml:9)"),)
+    assert recipe.optimizer is not None
+    assert recipe.optimizer([1]) == 1, "the first author's value is kept"
 
 
-def test_a_key_set_twice_names_both_authors() -> None:
+def test_the_second_author_of_a_key_is_a_collision() -> None:
     recipe = Recipe()
     with recipe.written_by("first"):
         recipe.batch["train"] = 4
         recipe.batch["eval"] = 8
-    with recipe.written_by("second"), pytest.raises(PluginError, match=r"batch\['train'\].*first.*second"):
+    with recipe.written_by("second"):
         recipe.batch["train"] = 8
+    assert recipe.collisions == (Collision("batch['train']", "first", "second"),)
     assert recipe.batch == {"train": 4, "eval": 8}
     assert recipe.author_of("batch['train']") == "first"
     assert recipe.author_of("cut") == "the core"
+
+
+@pytest.mark.parametrize("order", [("winner", "loser"), ("loser", "winner")])
+def test_a_replaced_field_belongs_to_the_plugin_that_replaces_it(order: tuple[str, str]) -> None:
+    values = {"winner": len, "loser": sorted}
+    recipe = Recipe({"optimizer": "winner", "batch['train']": "winner"})
+    for author in order:
+        with recipe.written_by(author):
+            recipe.optimizer = values[author]
+            recipe.batch["train"] = len(author)
+    assert recipe.collisions == ()
+    assert recipe.author_of("optimizer") == "winner"
+    assert recipe.optimizer is not None
+    assert recipe.optimizer([1]) == 1
+    assert recipe.batch == {"train": len("winner")}
+    assert recipe.replaced("loser") == {"optimizer": "winner", "batch['train']": "winner"}
+    assert recipe.replaced("winner") == {}
+
+
+def test_all_that_a_plugin_writes_is_recorded() -> None:
+    recipe = Recipe()
+    with recipe.written_by("it"):
+        recipe.loss = len
+        recipe.model_kwargs.setdefault("dtype", "float32")
+        recipe.model_steps.append(len)
+        recipe.events["gradients"].append(len)
+        recipe.accelerator["kwargs_handlers"].append(len)
+    assert recipe.fields_of("it") == ("loss", "model_kwargs", "model_steps", "events", "accelerator")
+    assert recipe.writes("it", "events['gradients']")
+    assert recipe.writes("it", "events")
+    assert not recipe.writes("it", "optimizer")
+    assert recipe.fields_of("another") == ()
 
 
 def test_the_same_author_may_change_its_mind() -> None:

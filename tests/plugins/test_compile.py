@@ -92,7 +92,7 @@ def test_auto_widths_end_at_the_shorter_limit():
     assert decided(CPU, max_length=192).options[0].widths[-1] == 192
     assert decided(CPU, max_length=None).options[0].widths[-1] == 512
     assert decided(CPU, max_length=2048).options[0].widths[-1] == 512
-    assert decided(CPU).kind == "choose"
+    assert decided(CPU).kind == "apply"
 
 
 def test_widths_that_are_too_narrow():
@@ -110,8 +110,8 @@ def test_skips():
     assert "needs compute capability 7.0, found 6.0" in old.reason
     detected = replace(H100, source="detected")
     assert "triton is not installed" in decided(detected).reason
-    assert decided(detected, software=("triton",)).kind == "choose"
-    assert decided(H100).kind == "choose", "the card is elsewhere, and so is its software"
+    assert decided(detected, software=("triton",)).kind == "apply"
+    assert decided(H100).kind == "apply", "the card is elsewhere, and so is its software"
 
 
 def test_blocks():

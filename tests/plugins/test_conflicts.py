@@ -12,29 +12,30 @@ from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
-from hwopt.plugin import Conflict
+from hwopt.plugin import CAPABILITIES, Conflict, Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 REGISTRY = Registry()
 DOCS = Path(__file__).parents[2] / "docs" / "conflicts.md"
 TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that says it, the other one)
-    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.zero]\nstage = 2', "zero", "precision"),
-    ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.zero]\nstage = 2\noffload = "optimizer"', "zero", "optimizer"),
-    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.zero]\nstage = 1\noffload = "none"', "zero", "optimizer"),
-    ('[plugins.compile]\nscope = "model"\n[plugins.zero]\nstage = 3', "zero", "compile"),
-    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.zero]\nstage = 2", "zero", "quantize"),
-    ('[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"', "zero", "fused_loss"),
+    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.zero]\nstage = 2', "precision", "zero"),
+    ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.zero]\nstage = 2\noffload = "optimizer"', "optimizer", "zero"),
+    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.zero]\nstage = 1\noffload = "none"', "optimizer", "zero"),
+    ('[plugins.compile]\nscope = "model"\n[plugins.zero]\nstage = 3', "compile", "zero"),
+    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.zero]\nstage = 2", "quantize", "zero"),
+    ('[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"', "fused_loss", "zero"),
     ("[plugins.pack]\n[plugins.cut]", "pack", "cut"),
     ("[plugins.pack]\n[plugins.compile]", "pack", "compile"),
     ('[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"', "pack", "sdpa"),
     ('[plugins.adapter]\nalways = true\nkind = "dora"\n[plugins.quantize]\nbits = 8', "quantize", "adapter"),
     ("[plugins.zero]\nstage = 2\n[plugins.fsdp]", "zero", "fsdp"),
-    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.fsdp]', "fsdp", "precision"),
-    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.fsdp]', "fsdp", "optimizer"),
-    ('[plugins.compile]\nscope = "model"\n[plugins.fsdp]', "fsdp", "compile"),
-    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.fsdp]", "fsdp", "quantize"),
-    ("[plugins.fused_loss]\n[plugins.fsdp]", "fsdp", "fused_loss"),
+    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.fsdp]', "precision", "fsdp"),
+    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.fsdp]', "optimizer", "fsdp"),
+    ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.fsdp]', "optimizer", "fsdp"),
+    ('[plugins.compile]\nscope = "model"\n[plugins.fsdp]', "compile", "fsdp"),
+    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.fsdp]", "quantize", "fsdp"),
+    ("[plugins.fused_loss]\n[plugins.fsdp]", "fused_loss", "fsdp"),
 ]
 FOR_A_CARD = {"paged_adamw_8bit", "plugins.compile", "plugins.fsdp"}
 """What would be skipped or replaced on a CPU."""
@@ -44,26 +45,104 @@ def declared() -> list[tuple[str, Conflict]]:
     return [(name, conflict) for name in REGISTRY.names for conflict in REGISTRY.plugin(name).conflicts]
 
 
-@pytest.mark.parametrize(("tables", "name", "other"), TABLES)
-def test_refused_with_both_lines(tables: str, name: str, other: str, tmp_path: Path) -> None:
-    profile = tmp_path / "mine.toml"
+def refusal(tables: str, folder: Path) -> tuple[str, Path]:
+    """The message that refuses a profile of these tables, and the profile's path."""
+    profile = folder / "mine.toml"
     profile.write_text(f'name = "mine"\n{tables}\n')
     hardware = described("a card", (8, 6), 24.0, detect_host()) if any(word in tables for word in FOR_A_CARD) else None
     with pytest.raises(PluginError, match="cannot be used together") as caught:
-        plan_for(load_profile(str(profile), {}), tiny_job(tmp_path, "causal-lm"), hardware=hardware, world_size=2)
-    message = str(caught.value)
+        plan_for(load_profile(str(profile), {}), tiny_job(folder, "causal-lm"), hardware=hardware, world_size=2)
+    return str(caught.value), profile
+
+
+@pytest.mark.parametrize(("tables", "name", "other"), TABLES)
+def test_refused_with_both_lines(tables: str, name: str, other: str, tmp_path: Path) -> None:
+    message, profile = refusal(tables, tmp_path)
     lines = profile.read_text().splitlines()
     for plugin in (name, other):
         assert f"plugin {plugin!r} ({profile}:{lines.index(f'[plugins.{plugin}]') + 1})" in message
-    conflicts = [conflict for conflict in REGISTRY.plugin(name).conflicts if conflict.other == other]
-    assert any(conflict.why in message for conflict in conflicts)
+    assert any(conflict.why in message for conflict in REGISTRY.plugin(name).conflicts)
 
 
-def test_every_conflict_has_a_test_and_a_row() -> None:
-    pairs = sorted((name, conflict.other) for name, conflict in declared())
-    assert sorted((name, other) for _, name, other in TABLES) == pairs
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| [^|]+ \| (.+) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(rows) == sorted((name, conflict.other, conflict.why) for name, conflict in declared())
+def test_every_declared_conflict_is_refused(tmp_path: Path) -> None:
+    messages = [refusal(tables, tmp_path)[0] for tables, _, _ in TABLES]
+    assert [conflict.why for _, conflict in declared() if not any(conflict.why in message for message in messages)] == []
+
+
+def target(conflict: Conflict) -> str:
+    """How docs/conflicts.md writes what a conflict is about."""
+    if conflict.lacks is not None:
+        return f"an engine without `{conflict.lacks}`"
+    return f"`recipe.{conflict.field}`" if conflict.field is not None else f"`{conflict.plugin}`"
+
+
+def test_every_conflict_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \| (.+) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted((name, target(conflict), conflict.why) for name, conflict in declared())
+
+
+def test_every_capability_has_a_row_with_the_engines_that_lack_it() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for capability, meaning in CAPABILITIES.items():
+        assert f"| `{capability}` | {meaning} |" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("zero", {"stage": 2, "offload": "none"}), ("zero", {"stage": 3, "offload": "parameters"}), ("fsdp", {})],
+)
+def test_engines_lack_what_their_plugin_says(name: str, options: dict[str, Any]) -> None:
+    from hwopt.distributed.sharded_engine import ShardedEngine
+
+    plugin_class = REGISTRY.plugin(name)
+    lacks = plugin_class(plugin_class.Options(**options)).lacks
+    assert set(lacks) <= set(CAPABILITIES)
+    assert ("retry" in lacks) == (not ShardedEngine.supports_retry)
+
+
+class Lion(Plugin):
+    """An optimizer that the built-in plugins do not know."""
+
+    name = "lion"
+    stage = Stage.OPTIMIZER
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.optimizer = sorted
+
+
+class ElementwiseLion(Lion):
+    elementwise = True
+
+
+class Noise(Lion):
+    name = "noise"
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.events["gradients"].append(print)
+
+
+@pytest.mark.parametrize(("plugin", "lacking"), [(Lion, "whole_parameters"), (Noise, "whole_gradients"), (ElementwiseLion, None)])
+def test_a_third_partys_plugin_is_covered_by_capability(plugin: type[Plugin], lacking: str | None, tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(plugin)
+    profile = tiny_profile(**{plugin.name: {}, "zero": {"stage": 2, "offload": "none"}})
+    job = tiny_job(tmp_path)
+    if lacking is None:
+        assert {"lion", "zero"} <= {entry.name for entry in plan_for(profile, job, registry).applied()}
+        return
+    with pytest.raises(PluginError, match=f"'{plugin.name}' .*'zero' .*cannot be used together: .* lacks {lacking}"):
+        plan_for(profile, job, registry)
+    stage_0 = tiny_profile(**{plugin.name: {}, "zero": {"stage": 0, "offload": "none"}})
+    assert plugin.name in {entry.name for entry in plan_for(stage_0, job, registry).applied()}, "stage 0 brings no engine"
+
+
+@pytest.mark.parametrize("given", [{}, {"field": "cut", "plugin": "cut"}, {"lacks": "wings"}])
+def test_a_conflict_names_exactly_one_known_thing(given: dict[str, str]) -> None:
+    with pytest.raises(TypeError, match=r"exactly one of|the capabilities are"):
+        Conflict(why="no", **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +162,7 @@ def test_what_goes_together(tables: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_condition_that_raises_is_the_plugins_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Conflict("cut", "never mind", when=lambda mine, theirs: theirs.no_such_option)
+    broken = Conflict(field="cut", why="never mind", when=lambda mine, theirs: theirs.no_such_option)
     monkeypatch.setattr(REGISTRY.plugin("batch"), "conflicts", (broken,))
     with pytest.raises(PluginError, match=r"plugin 'batch' .* raised AttributeError: .*no_such_option"):
         plan_for(tiny_profile(cut={}), tiny_job(tmp_path))

@@ -378,12 +378,12 @@ def decided(*args, options=None, **more):
 def test_which_backend():
     for hardware, software in ((CPU, ["liger-kernel"]), (T4, []), (P100, ["liger-kernel"])):
         auto, asked = decided(hardware, software), decided(hardware, software, options={"backend": "liger"})
-        assert (auto.kind, auto.options[0].backend, auto.options[0].chunks) == ("choose", "torch", 10)
+        assert (auto.kind, auto.options[0].backend, auto.options[0].chunks) == ("apply", "torch", 10)
         assert (asked.kind, asked.options[0].backend) == ("fallback", "torch")
     assert "needs compute capability 7.0, found 6.0" in decided(P100, ["liger-kernel"], options={"backend": "liger"}).reason
     assert "pip install 'hwopt[kernels]'" in decided(T4, options={"backend": "liger"}).reason
     liger = decided(T4, ["liger-kernel"])
-    assert (liger.kind, liger.options[0].backend, liger.options[0].chunks) == ("choose", "liger", "auto")
+    assert (liger.kind, liger.options[0].backend, liger.options[0].chunks) == ("apply", "liger", "auto")
     assert "0.8.5" in liger.reason
     assert decided(T4, ["liger-kernel"], options={"backend": "liger"}).kind == "apply"
     assert decided(T4, ["liger-kernel"], options={"backend": "torch"}).options[0].backend == "torch"

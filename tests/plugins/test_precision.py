@@ -47,7 +47,7 @@ def written(hardware, **options):
 )
 def test_auto(hardware, dtype):
     decision = decided(hardware)
-    assert (decision.kind, decision.options[0].dtype) == ("choose", dtype)
+    assert (decision.kind, decision.options[0].dtype) == ("apply", dtype)
 
 
 def test_fp16_on_a_cpu_never_stays_fp16():

@@ -28,7 +28,6 @@ class Width(Plugin):
 
     name = "width"
     stage = Stage.MODEL
-    writes = ("model_kwargs",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of exactness")

@@ -156,7 +156,6 @@ class Poison(Plugin):
 
     name = "poison"
     stage = Stage.LOOP
-    writes = ("events",)
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of what is not finite")

@@ -38,7 +38,6 @@ class Poison(Plugin):
 
     name = "poison"
     stage = Stage.LOOP
-    writes = ("loss", "model_steps")
 
     class Options(PluginOptions):
         steps: tuple[int, ...] = ()

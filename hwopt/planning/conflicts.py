@@ -1,0 +1,134 @@
+"""What cannot be used together in a plan: declared conflicts, capabilities that an engine lacks, fields that two plugins set.
+
+Everything is looked at after the plugins have written the recipe, and refused at once with both lines of the profile.
+docs/conflicts.md lists the conflicts of the built-in plugins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from hwopt.errors import PluginError, Problems
+from hwopt.planning.decisions import PluginDecision, plugin_hook
+from hwopt.plugin import CAPABILITIES, Conflict
+from hwopt.plugin.recipe import Recipe
+
+Pair = frozenset[str]
+"""The authors of two plugins."""
+
+
+def replacements(entries: tuple[PluginDecision, ...]) -> dict[str, str]:
+    """Slot or key -> the author who replaces it. Two plugins that replace the same one collide instead."""
+    found: dict[str, list[str]] = {}
+    for entry in applied(entries):
+        for what in entry.plugin.replaces:
+            found.setdefault(what, []).append(entry.author)
+    return {what: authors[0] for what, authors in found.items() if len(authors) == 1}
+
+
+def mark_replaced(entries: tuple[PluginDecision, ...], recipe: Recipe) -> tuple[PluginDecision, ...]:
+    """`entries`, where the line of a replaced plugin says so; a plugin that writes nothing else counts as skipped."""
+    return tuple(marked(entry, recipe) for entry in entries)
+
+
+def marked(entry: PluginDecision, recipe: Recipe) -> PluginDecision:
+    replaced = {} if entry.decision == "skip" else recipe.replaced(entry.author)
+    if not replaced:
+        return entry
+    winners = ", ".join(dict.fromkeys(replaced.values()))
+    if set(recipe.written_by_author(entry.author)) == set(replaced):
+        return replace(entry, decision="skip", reason=f"replaced by {winners}", replaced=True)
+    return replace(entry, reason=f"{entry.reason}; recipe.{', '.join(replaced)} replaced by {winners}")
+
+
+def refuse_conflicts(entries: tuple[PluginDecision, ...], recipe: Recipe) -> None:
+    """Raise PluginError for every pair of plugins that cannot be used together, and for every plugin that is missing."""
+    problems = Problems()
+    for text in missing(entries):
+        problems.add(text)
+    refused: set[Pair] = set()
+    for mine, other, why in (*declared(entries, recipe), *implied(entries, recipe)):
+        pair = frozenset((mine.author, other.author))
+        if pair not in refused:
+            problems.add(f"{mine.author} and {other.author} cannot be used together: {why}")
+        refused.add(pair)
+    for collision in recipe.collisions:
+        if frozenset((collision.first, collision.second)) not in refused:
+            problems.add(
+                f"recipe.{collision.what} is set by {recipe.named(collision.first)} and again by "
+                f"{recipe.named(collision.second)}: only one of them can have it. Remove one of the two tables, or give it "
+                "`enabled = false`."
+            )
+    for what, author in replacements(entries).items():
+        if recipe.author_of(what) != author:
+            problems.add(f"{recipe.named(author)} replaces recipe.{what}, and its apply() does not set it")
+    problems.raise_if_any(PluginError)
+
+
+def missing(entries: tuple[PluginDecision, ...]) -> Iterator[str]:
+    """One text for each plugin that another one requires and that is absent or skipped."""
+    found = {entry.name: entry for entry in entries}
+    for entry in applied(entries):
+        for name in entry.plugin.requires:
+            if name not in found:
+                yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove this one"
+            elif found[name].decision == "skip":
+                yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}"
+
+
+def declared(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:
+    """(plugin, the other one, why) for each Conflict that holds."""
+    for entry in applied(entries):
+        for conflict in entry.plugin.conflicts:
+            for other in applied(entries):
+                if other is not entry and concerns(conflict, other, recipe):
+                    with plugin_hook(entry, "conflicts"):
+                        holds = conflict.when(entry.options, other.options)
+                    if holds:
+                        yield entry, other, conflict.why
+
+
+def concerns(conflict: Conflict, other: PluginDecision, recipe: Recipe) -> bool:
+    """Whether `conflict` is about the plugin `other`."""
+    if conflict.field is not None:
+        return recipe.writes(other.author, conflict.field)
+    if conflict.lacks is not None:
+        return conflict.lacks in lacking(other, recipe)
+    return other.name == conflict.plugin
+
+
+def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:
+    """(plugin, the plugin of the engine, why) where what the plugin writes needs a capability that the engine lacks."""
+    engine = next((entry for entry in applied(entries) if recipe.author_of("engine") == entry.author), None)
+    if engine is None:
+        return
+    for entry in applied(entries):
+        for capability, why in needs(entry, recipe).items():
+            if entry is not engine and capability in lacking(engine, recipe):
+                yield entry, engine, f"{why}, and the engine of {engine.name!r} lacks {capability}: {CAPABILITIES[capability]}"
+
+
+def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
+    """Capability -> why what the plugin writes needs it."""
+    found = {}
+    if recipe.writes(entry.author, "events['gradients']"):
+        found["whole_gradients"] = f"{entry.name!r} writes recipe.events['gradients']"
+    if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:
+        found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise as AdamW is"
+    return found
+
+
+def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:
+    """The capabilities that the engine of a plugin lacks; none if the plugin writes no engine."""
+    if not recipe.writes(entry.author, "engine"):
+        return ()
+    with plugin_hook(entry, "lacks"):
+        found = entry.plugin.lacks
+    if not isinstance(found, tuple) or not set(found) <= CAPABILITIES.keys():
+        raise PluginError(f"{entry.who}: `lacks` is {found!r}; expected a tuple of {', '.join(CAPABILITIES)}")
+    return found
+
+
+def applied(entries: tuple[PluginDecision, ...]) -> Iterator[PluginDecision]:
+    return (entry for entry in entries if entry.decision != "skip")

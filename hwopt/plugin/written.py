@@ -1,0 +1,97 @@
+"""Which recipe fields a plugin writes: found by applying it to an empty recipe, so that no plugin declares them.
+
+The plugin is asked for two ranks on cards that are not there, with every package installed and a causal language model of a
+billion parameters, so that few plugins skip. A plan knows exactly what its own plugins write (`Recipe.fields_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from hwopt.config.job import Data, Job, Model, Task
+from hwopt.hardware.device import described
+from hwopt.model.facts import ModelFacts
+from hwopt.plugin.contract import Context, Decision, Plugin, PluginOptions
+from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin.recipe import Recipe
+
+LARGE_DECODER = ModelFacts(
+    name="a causal language model",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    parameters=1_000_000_000,
+    layers=24,
+    hidden_size=2_048,
+    vocab_size=32_000,
+    max_positions=4_096,
+    is_decoder=True,
+    supports_sdpa=True,
+    supports_flash=True,
+    supports_checkpointing=True,
+    attention_dropout=0.0,
+    prebuilt_mask=True,
+    supports_packing=True,
+)
+
+
+class AllPackages(Mapping[str, str]):
+    """Software in which every package is installed."""
+
+    def __getitem__(self, name: str) -> str:
+        return "any"
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+TWO_CARDS = Context(
+    described("a card", (9, 0), 80.0),
+    AllPackages(),
+    LARGE_DECODER,
+    Job(model=Model(name=LARGE_DECODER.name), data=Data(train="train.csv", max_length=2_048), task=Task(kind="causal-lm")),
+    world_size=2,
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The recipe fields that a plugin writes with its default options; `fields` is None if that cannot be told."""
+
+    fields: tuple[str, ...] | None
+    why: str = ""
+    """Why not, and how to see it."""
+
+
+def written_by(plugin_class: type[Plugin], who: str) -> Written:
+    """What `plugin_class` writes on two cards of compute capability 9.0; every option that it leaves open counts.
+
+    Raises PluginError, which names `who`, for a hook that raises.
+    """
+    see = f"add [plugins.{plugin_class.name}] to a profile and see `hwopt plan`"
+    with plugin_guard(who, "probe()"):
+        try:
+            options = plugin_class.Options()
+        except ValidationError as error:
+            missing = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
+            return Written(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
+        decision = plugin_class(options).probe(TWO_CARDS)
+    if not isinstance(decision, Decision) or decision.kind == "skip":
+        return Written(None, f"skipped on two cards of compute capability 9.0: {getattr(decision, 'reason', '')}; {see}")
+    recipe = Recipe()
+    for each in decision.options or (options,):
+        write(plugin_class, each, recipe, who)
+    return Written(recipe.fields_of(who))
+
+
+def write(plugin_class: type[Plugin], options: PluginOptions, recipe: Recipe, who: str) -> None:
+    with recipe.written_by(who), plugin_guard(who, "apply()"):
+        plugin_class(options).apply(recipe, TWO_CARDS)

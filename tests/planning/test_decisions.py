@@ -1,0 +1,169 @@
+"""Decisions on plugins: options that `apply` carries, choices, replaced plugins, and help when memory runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt.errors import PluginError
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.plugin.run_view import RunView
+from hwopt.testing import plan_for, tiny_job, tiny_profile
+
+
+class Base(Plugin):
+    stage = Stage.OPTIMIZER
+
+    class Options(PluginOptions):
+        value: int = 0
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+
+def plan_with(folder: Path, *plugins: type[Plugin], strict: bool = False, **tables: dict[str, Any]) -> Plan:
+    registry = Registry()
+    for plugin in plugins:
+        registry.add(plugin)
+    return plan_for(tiny_profile(**{plugin.name: {} for plugin in plugins}, **tables), tiny_job(folder), registry, strict=strict)
+
+
+def line(plan: Plan, name: str) -> tuple[str, str]:
+    return next((entry.decision, entry.reason) for entry in plan.entries if entry.name == name)
+
+
+def test_apply_carries_decided_options(tmp_path: Path) -> None:
+    class Auto(Base):
+        name = "auto"
+
+        def probe(self, context: Context) -> Decision:
+            return Decision.apply("as many as there are", self.Options(value=7))
+
+    entry = plan_with(tmp_path, Auto).entries[-1]
+    assert (entry.decision, entry.options.model_dump(), entry.choices) == ("apply", {"value": 7}, 1)
+    assert entry.plugin.options == entry.options
+    assert "instead of 0" in entry.provenance["value"]
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (Decision.choose([Base.Options()], "one"), "decided to choose and gave 1 options, at least 2"),
+        (Decision("fallback", "none"), "decided to fallback and gave 0 options, at least 1"),
+        (Decision("apply", "two", (Base.Options(), Base.Options())), "decided to apply and gave 2 options, at most 1"),
+    ],
+)
+def test_a_decision_with_a_wrong_number_of_options_is_refused(decision: Decision, message: str, tmp_path: Path) -> None:
+    class Wrong(Base):
+        name = "wrong"
+
+        def probe(self, context: Context) -> Decision:
+            return decision
+
+    with pytest.raises(PluginError, match=f"plugin 'wrong' .*{message}"):
+        plan_with(tmp_path, Wrong)
+
+
+class Muon(Base):
+    name = "muon"
+    replaces = ("optimizer",)
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.optimizer = sorted
+
+
+class Second(Muon):
+    name = "second"
+    replaces = ()
+
+
+def test_a_second_optimizer_is_an_error_that_names_both(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"recipe.optimizer is set by .*'second'.* and again by .*'optimizer'"):
+        plan_with(tmp_path, Second, optimizer={})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_replaced_plugin_is_skipped_and_says_by_which(strict: bool, tmp_path: Path) -> None:
+    plan = plan_with(tmp_path, Muon, optimizer={"name": "adamw_torch"}, strict=strict)
+    assert line(plan, "optimizer") == ("skip", "replaced by plugin 'muon' (a tiny profile)")
+    assert line(plan, "muon")[0] == "apply"
+    assert plan.recipe.author_of("optimizer") == "plugin 'muon' (a tiny profile)"
+    assert plan.recipe.optimizer is not None
+    assert plan.recipe.optimizer([2, 1]) == [1, 2]
+
+
+def test_a_plugin_of_which_a_part_is_replaced_keeps_the_rest(tmp_path: Path) -> None:
+    class Both(Base):
+        name = "both"
+
+        def apply(self, recipe: Recipe, context: Context) -> None:
+            recipe.optimizer = len
+            recipe.schedule = max  # type: ignore[assignment]
+
+    plan = plan_with(tmp_path, Muon, Both)
+    assert line(plan, "both") == ("apply", "always works; recipe.optimizer replaced by plugin 'muon' (a tiny profile)")
+    assert plan.recipe.author_of("schedule") == "plugin 'both' (a tiny profile)"
+
+
+def test_two_plugins_cannot_replace_the_same_field(tmp_path: Path) -> None:
+    class Again(Muon):
+        name = "again"
+
+    with pytest.raises(PluginError, match=r"recipe.optimizer is set by .*'muon'.* and again by .*'again'"):
+        plan_with(tmp_path, Muon, Again)
+
+
+def test_a_plugin_must_set_what_it_replaces(tmp_path: Path) -> None:
+    class Empty(Base):
+        name = "empty"
+        replaces = ("optimizer",)
+
+    with pytest.raises(PluginError, match=r"'empty' .* replaces recipe.optimizer, and its apply\(\) does not set it"):
+        plan_with(tmp_path, Empty, optimizer={})
+
+
+@pytest.mark.parametrize("field", ["model_steps", "events", "batch", "optimiser"])
+def test_only_slots_and_keys_can_be_replaced(field: str, tmp_path: Path) -> None:
+    class Wrong(Base):
+        name = "wrong"
+        replaces = (field,)
+
+    with pytest.raises(PluginError, match="expected a slot or a key"):
+        plan_with(tmp_path, Wrong)
+
+
+class Helper(Base):
+    name = "helper"
+    helps_oom = True
+
+    def on_oom(self, run: RunView) -> str | None:
+        return "helps"
+
+
+class Silent(Helper):
+    name = "silent"
+    helps_oom = False
+
+    def __init__(self, options: Any) -> None:
+        raise AssertionError("a plugin that is not asked for is not made")
+
+
+class Skipped(Helper):
+    name = "skipped"
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.skip("does not work here")
+
+
+@pytest.mark.parametrize(("plugin", "helps"), [(Helper, True), (Silent, False), (Skipped, False)])
+def test_only_declared_plugins_that_apply_here_help_when_memory_runs_out(
+    plugin: type[Plugin], helps: bool, tmp_path: Path
+) -> None:
+    registry = Registry()
+    registry.add(plugin)
+    found = plan_for(tiny_profile(), tiny_job(tmp_path), registry).oom_plugins
+    assert [each.name for each in found] == ["checkpointing"] + ["helper"] * helps
