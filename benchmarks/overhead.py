@@ -1,8 +1,8 @@
-"""C1: what the loop adds to an optimizer step, over a bare PyTorch loop with clipping and a LambdaLR. Linear 16 -> 2.
+"""Measure the overhead of the training loop over a bare PyTorch loop with clipping and a LambdaLR. The model is Linear 16 -> 2.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 2000]
 
-Variants are interleaved and their order rotated; the second bare loop is the noise floor. Prints JSON with the versions.
+The rounds interleave the variants and rotate their order. The second bare loop shows the noise. Prints JSON with the versions.
 """
 
 from __future__ import annotations
@@ -21,23 +21,35 @@ import torch
 from hwopt.data.step_batch import Part, Step, StepBatch
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.plugin.recipe import EVENTS
-from hwopt.training import randomness
-from hwopt.training.loop import step
+from hwopt.plugin.recipe import Recipe
+from hwopt.training.accumulation import Accumulation
+from hwopt.training.listener import Listener
+from hwopt.training.loop import Loop
+from hwopt.training.run import Progress
 from hwopt.training.telemetry import Telemetry
 
 ROWS = 32
 
 
-def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+class BenchmarkRun(SimpleNamespace):
+    """The attributes of a run that a step needs."""
+
+    @property
+    def step(self) -> int:
+        return int(self.progress.step)
+
+
+def linear_model() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """The model, its fused AdamW, and a constant schedule."""
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
 
 
-def bare(steps: int) -> Callable[[], None]:
-    model, optimizer, scheduler = parts()
+def bare_loop(steps: int) -> Callable[[], None]:
+    """A function that runs `steps` steps of a PyTorch loop as one writes it by hand."""
+    model, optimizer, scheduler = linear_model()
     inputs, targets = torch.randn(ROWS, 16), torch.randint(2, (ROWS,))
 
     def run() -> None:
@@ -52,8 +64,9 @@ def bare(steps: int) -> Callable[[], None]:
 
 
 def hwopt_loop(steps: int) -> Callable[[], None]:
-    model, optimizer, scheduler = parts()
-    # a step batch whose one micro-batch is the 32 x 16 input
+    """A function that runs `steps` steps of hwopt's loop."""
+    model, optimizer, scheduler = linear_model()
+    # a step batch with one micro-batch: the 32 x 16 input
     batch = StepBatch(
         Step(0, 0, tuple(range(ROWS)), ROWS),
         {"input": torch.randn(ROWS * 16), "row_labels": torch.randint(2, (ROWS,))},
@@ -62,32 +75,37 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
         samples=tuple(range(ROWS)),
         units=(1,) * ROWS,
     )
-    run: Any = SimpleNamespace(
+    run: Any = BenchmarkRun(
         model=model,
         inner_model=model,
         optimizer=optimizer,
+        parameter_names=[name for name, _ in model.named_parameters()],
         scheduler=scheduler,
         scaler=None,
         device=torch.device("cpu"),
         world_size=1,
-        step=0,
+        progress=Progress(),
         total_steps=10**9,
-        training=SimpleNamespace(max_grad_norm=1.0, logging_steps=10**9),
-        recipe=SimpleNamespace(events={name: [] for name in EVENTS}),
+        training=SimpleNamespace(max_grad_norm=1.0, logging_steps=10**9, seed=0),
+        recipe=Recipe(),
         loss=lambda outputs, targets: (torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"), ROWS),
-        last_step_batch=None,
+        heartbeat=lambda: None,
+        listener=Listener(),
     )
     run.engine = Engine(run)
-    telemetry, reseed = Telemetry(run), randomness.reseeder(run.device, 0)
-    backoff = OomBackoff("Training", "plugins.batch.train", print)
+    loop = Loop.__new__(Loop)  # without the parts that save and evaluate
+    loop.run, loop.telemetry = run, Telemetry(run)
+    loop.backoff = OomBackoff("Training", "plugins.batch.train", print)
+    loop.accumulation = Accumulation(run, loop.telemetry, loop.backoff)
 
-    def go() -> None:
+    def train() -> None:
         for _ in range(steps):
-            telemetry.waited(0.0)
-            step(run, batch.to(run.device), telemetry, reseed, backoff)
-            telemetry.stepped(batch)
+            loop.telemetry.waited(0.0)
+            moved = batch.to(run.device)
+            loop.update(moved)
+            loop.telemetry.stepped(moved)
 
-    return go
+    return train
 
 
 def main() -> None:
@@ -96,7 +114,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2000)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    variants = {"bare": bare(options.steps), "bare again": bare(options.steps), "hwopt": hwopt_loop(options.steps)}
+    variants = {"bare": bare_loop(options.steps), "bare again": bare_loop(options.steps), "hwopt": hwopt_loop(options.steps)}
     for run in variants.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in variants}

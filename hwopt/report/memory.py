@@ -1,4 +1,4 @@
-"""The memory of a plan on the terminal: the parts, whether they fit, what would fit, what to change, and how long it may take."""
+"""Print the memory of a plan: its parts, whether it fits, the largest sizes that fit, what to change, and the time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def show_memory(console: Console, plan: Plan) -> None:
+    """Print everything that the memory plan holds."""
     memory = plan.memory
-    assert memory is not None, "asked for"
+    assert memory is not None, "planned with memory"
     console.print()
     rows = ((name.replace("_", " "), gib(size)) for name, size in memory.parts.items())
     console.print(table(("memory", "at the peak"), rows, folded=0))
@@ -25,20 +26,23 @@ def show_memory(console: Console, plan: Plan) -> None:
     say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}")
     say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
     word, style = ("fits", "bold green") if memory.fits else ("DOES NOT FIT", "bold red")
-    say(console, word, f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} of them in reserve, {margin(memory)}", style)
+    say(console, word, f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved, {margin(memory)}", style)
     if memory.host_gib:
-        say(console, "host", describe_host(memory))
+        say(console, "host memory", describe_host(memory))
     if memory.largest_train is not None:
-        say(console, "most that fits", describe_most(memory))
+        say(console, "largest that fits", describe_largest(memory))
     if memory.time is not None:
         say(console, "time", describe_time(memory.time))
     if memory.changes:
-        shown = ((", ".join(c.lines), gib(c.saves_gib), "yes" if c.fits else "no", pace(c), c.cost) for c in memory.changes)
-        console.print(table(("to change", "saves", "fits then", "time", "what it does"), shown, folded=4))
+        shown = (
+            (", ".join(change.lines), gib(change.saves_gib), "yes" if change.fits else "no", time_change(change), change.cost)
+            for change in memory.changes
+        )
+        console.print(table(("change", "saves", "then fits", "step time", "effect"), shown, folded=4))
 
 
 def show_forecast(console: Console, plan: Plan) -> None:
-    """Before a run: one line where it fits, the whole table where it does not, nothing where nobody asked."""
+    """Print one line if the plan fits, everything if it does not, and nothing if its memory was not planned."""
     memory = plan.memory
     if memory is not None and memory.fits:
         usable = gib(memory.free_gib - memory.reserve_gib)
@@ -48,58 +52,65 @@ def show_forecast(console: Console, plan: Plan) -> None:
 
 
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
-    """One row a profile."""
+    """Print one row per plan."""
     rows = []
     for plan in plans:
         memory = plan.memory
-        assert memory is not None, "asked for"
+        assert memory is not None, "planned with memory"
         skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
-        fits = f"{'yes' if memory.fits else 'no'}, {margin(memory)}" + ("" if memory.host_fits else ", too little on the host")
-        sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} a step"
-        most = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
-        total = "?" if memory.time is None else span(memory.time.total or memory.time.step)
-        rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, most, total, skipped or "-"))
-    columns = ("profile", "card", "peak", "fits", "micro-batch", "most rows", "time", "not as the profile says")
+        fits = f"{'yes' if memory.fits else 'no'}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
+        sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} rows per step"
+        largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
+        total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
+        rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
+    columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
     console.print(table(columns, rows, folded=7))
-    say(console, "time", "of the whole training where the data was read, else of a step; predicted by roofline")
+    say(console, "time", "of the whole training if the data was read, else of one step; predicted by roofline")
 
 
 def margin(memory: MemoryPlan) -> str:
+    """The memory that is left or missing, in words."""
     return f"{gib(abs(memory.margin_gib))} {'left' if memory.margin_gib >= 0 else 'missing'}"
 
 
 def describe_host(memory: MemoryPlan) -> str:
-    said = f"{gib(memory.host_gib)} more in the host's memory"
+    """What is offloaded to the host, against what the host has."""
+    offloaded = f"{gib(memory.host_gib)} offloaded to host memory"
     if memory.host_free_gib is None:
-        return said
-    return f"{said}, which has {gib(memory.host_free_gib)} for it" + ("" if memory.host_fits else ": NOT ENOUGH")
+        return offloaded
+    return f"{offloaded}, {gib(memory.host_free_gib)} available" + ("" if memory.host_fits else ": NOT ENOUGH")
 
 
-def describe_most(memory: MemoryPlan) -> str:
+def describe_largest(memory: MemoryPlan) -> str:
+    """The largest micro-batch, evaluation batch and max_length that fit."""
     parts = [f"micro-batch {memory.largest_train:,}", f"evaluation batch {memory.largest_eval:,}"]
     if memory.largest_max_length is not None:
         parts.append(f"max_length {memory.largest_max_length:,} with {memory.rows} rows")
     return ", ".join(parts)
 
 
-def pace(change: Change) -> str:
-    return "as now" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
+def time_change(change: Change) -> str:
+    """The step time with `change`, relative to now."""
+    return "same" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
 
 
 def describe_time(time: Prediction) -> str:
-    parts = [f"{span(time.step)} a step"]
+    """The predicted time of a step, an epoch and the training."""
+    parts = [f"{time_range(time.step)} per step"]
     if time.epoch is not None and time.total is not None:
-        parts += [f"{span(time.epoch)} an epoch", f"{span(time.total)} in all"]
+        parts += [f"{time_range(time.epoch)} per epoch", f"{time_range(time.total)} in total"]
     return f"{', '.join(parts)} ({time.basis})"
 
 
 def gib(size: float) -> str:
+    """`size`, in GiB, with its unit."""
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
 
 
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 
 
-def span(seconds: tuple[float, float]) -> str:
+def time_range(seconds: tuple[float, float]) -> str:
+    """Both ends of a range in one unit: "72.5 to 156 ms"."""
     unit, size = next(((unit, size) for unit, size in UNITS if seconds[1] >= 2 * size), UNITS[-1])
     return f"{seconds[0] / size:.3g} to {seconds[1] / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Data parallel, ZeRO and FSDP on the terminal, side by side: memory a rank, and what is sent in a step."""
+"""Print data parallelism, ZeRO and FSDP side by side: the memory of a rank, and what it sends per step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ SOURCES = "Patarasuk and Yuan 2009, Rajbhandari et al. 2020, Zhao et al. 2023 (d
 
 
 def show_parallel(console: Console, comparison: Comparison, heading: str = "") -> None:
+    """Print one row per way to shard the model."""
     ranks = comparison.ranks
     console.print()
-    where = f"on {ranks.nodes} nodes" if ranks.nodes > 1 else "on one node"
-    label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {where}"
-    say(console, label, "each way to spread the model over them")
+    nodes = f"on {ranks.nodes} nodes" if ranks.nodes > 1 else "on one node"
+    label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {nodes}"
+    say(console, label, "ways to shard the model over them")
     across = ("in node", "node to node") if ranks.nodes > 1 else ()
     console.print(table(("", "states", "peak", "fits", "rank sends", *across), rows(comparison), folded=0))
-    say(console, "memory of a rank", describe_memory(comparison))
-    say(console, "sent in a step", describe_volume(comparison))
+    say(console, "memory per rank", describe_memory(comparison))
+    say(console, "sent per step", describe_volume(comparison))
     say(console, "formulas", SOURCES)
 
 
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """The cells of each row of the table."""
     for scheme in comparison.schemes:
         sent = [scheme.volume.sent]
         if comparison.ranks.nodes > 1:
@@ -42,19 +44,18 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def describe_memory(comparison: Comparison) -> str:
-    states = "states are weights, gradients, optimizer state and masters in closed form"
+    """What the columns "states" and "peak" count."""
+    states = "states: weights, gradients, optimizer state and masters, in closed form"
     if comparison.tier == "closed form":
-        return f"{states}; the peak adds buffers and the largest layer: a lower bound, without activations and temporaries"
-    return (
-        f"{states}; the peak is traced, with activations and temporaries, "
-        "and, where weights are spread, with the largest layer whole"
-    )
+        return f"{states}; peak: states, buffers and the largest layer: a lower bound, without activations"
+    return f"{states}; peak: traced, with activations, temporary tensors and, if weights are sharded, the largest layer gathered"
 
 
 def describe_volume(comparison: Comparison) -> str:
+    """What the columns of sent bytes count."""
     number = comparison.micro_batches
-    words = f"bytes of an optimizer step ({number} micro-batch{'es' if number > 1 else ''} a rank) that a rank sends round a ring"
-    words += ", and as many that it receives"
+    per_step = f"{number} micro-batch{'es' if number > 1 else ''} per rank"
+    words = f"bytes that a rank sends around a ring in an optimizer step ({per_step}); it receives as many"
     if comparison.ranks.nodes > 1:
-        words += "; in node: those that stay in its node, in the mean; node to node: what each node sends to the next one"
+        words += "; in node: the mean part that stays in the node; node to node: what each node sends to the next one"
     return words
