@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,10 +118,6 @@ def test_the_job_and_the_profile_are_right_to_begin_with() -> None:
     assert outcome(EXPORT)[0] == 0
     assert outcome(("profiles", "show", "mine.toml"))[0] == 0
     assert outcome(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"))[0] == 0
-
-
-def padded(middle: bytes, size: int) -> bytes:
-    return middle * (size // len(middle))
 
 
 BAD_TOML = {
@@ -881,34 +876,6 @@ def test_keys_that_only_the_run_shows_to_be_wrong() -> None:
     assert f"{place}: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data)
     asked = ("--set", "training.metric_for_best_model=loss_of")
     assert "--set: training.metric_for_best_model: " in refused("run", "job.toml", "--profile", "cpu", *data, *asked)
-
-
-ALONE: list[tuple[str, ...]] = [
-    ("run", "job.toml", "--profile", "no-such"),
-    ("run", "no-such.toml", "--profile", "cpu"),
-    ("run", "job.toml", "--profile", "cpu", "--set", "training.learning_rat=1"),
-    ("run", "job.toml", "--profile", "cpu", "--set", "plugins.dataloader.workers=-1", "--processes", "2"),
-    ("run", "job.toml", "--profile", "cpu", "--memory-limit", "8x"),
-    ("run", "job.toml", "--profile", "cpu", "--name", "../x"),
-    ("run", "job.toml", "--profile", "cpu", "--output-dir", "job.toml"),
-    ("run", "job.toml", "--profile", "cpu", "--resume-from", "no-such"),
-    ("run", "job.toml", "--profile", "cpu", "--resume", "--fresh"),
-    ("--no-such",),
-    ("profiles", "show", "/dev/zero.toml"),
-    ("plan", "a_pipe.toml"),
-    ("export", "job.toml", "--profile", "cpu", "--to", "accelerate", "--set", "plugins.no_such.x=1"),
-]
-WITHOUT_TORCH = "import sys; from hwopt.cli import run_command; print(run_command(sys.argv[1:]), 'torch' in sys.modules)"
-
-
-@pytest.mark.parametrize("arguments", ALONE, ids=" ".join)
-def test_in_a_process_of_its_own(arguments: tuple[str, ...]) -> None:
-    """Mistakes in what is given are said before torch is imported, which takes longer than all the rest."""
-    os.mkfifo("a_pipe.toml")
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    assert found.stdout == "2 False\n"
-    check_message(found.stderr)
 
 
 # fmt: off
