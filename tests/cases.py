@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def named(found: Mapping[str, Any], short: Collection[str]) -> list[Any]:
@@ -29,3 +30,8 @@ def covering(found: Iterable[tuple[Any, ...]], laws: Iterable[tuple[Any, ...]] |
 def runs_by_default(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """The values of those parameters that are not marked `soak`."""
     return [parameter.values for parameter in parameters if not parameter.marks]
+
+
+def examples(short: int) -> int:
+    """`short` examples of hypothesis by default, twenty times as many under `--hypothesis-profile=soak`."""
+    return short if settings.default.max_examples < 100 else 20 * short
