@@ -1,37 +1,68 @@
-"""Shared by all tests: nothing outside the test's own folder is written, and libraries' remarks are not errors of ours."""
+"""What all tests share: known surroundings, a cache of the session, signal handlers restored, hypothesis profiles."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import surroundings
+from hypothesis import settings
 
 from hwopt.cli.options import NOISY
 from hwopt.system import signals
 
+settings.register_profile("fast", deadline=None, max_examples=30, derandomize=True, print_blob=True)
+settings.register_profile("soak", deadline=None, max_examples=400)
+settings.load_profile("fast")  # --hypothesis-profile=soak takes its place
+
 for _name in NOISY:
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+PREPARED = pytest.StashKey[ExitStack]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the surroundings before a test module is collected: torch reads some variables when it is imported."""
+    config.stash[PREPARED] = stack = ExitStack()
+    stack.enter_context(surroundings.prepared())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[PREPARED].close()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark everything under tests/integration."""
+    if "integration" in item.path.relative_to(Path(__file__).parent).parts:
+        item.add_marker("integration")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """A command line that is called in this process listens to signals until it ends; here the next test comes behind it."""
-    before = {number: signal.getsignal(number) for number in signals.EXIT_CODES}
+    """Each test starts with Python's own handlers: a command line that is called in this process installs its handlers."""
     yield
-    for number, handler in before.items():
+    for number, handler in surroundings.HANDLERS.items():
         signal.signal(number, handler)
     signals._received.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage() -> None:
+    """Take what lives so far (modules, above all) out of the collections that every run makes: they were half of its seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import json
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +114,3 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
     write_cache_folder(tmp_path / "s", slow)
     assert (tmp_path / "s" / "a").read_text() == "second"
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
-
-
-def test_pickles_as_its_path_and_opens_in_a_spawned_process(tmp_path: Path) -> None:
-    store = TokenStore.cached(tmp_path / "s", lambda: make([20_000, 3], False))
-    store.row(0)
-    assert len(pickle.dumps(store)) < 500
-    assert pickle.loads(pickle.dumps(store)).row(1)["input_ids"].tolist() == [20_000, 20_001, 20_002]
-    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).row(1)['input_ids'].tolist())"
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(store), capture_output=True, check=True)
-    assert json.loads(done.stdout) == [20_000, 20_001, 20_002]

@@ -51,6 +51,7 @@ def test_bpe_loses_no_byte(tmp_path: Path) -> None:
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_training_is_the_same_in_every_process(kind: str) -> None:
     code = (

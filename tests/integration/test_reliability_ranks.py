@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 
 from hwopt import api
 from hwopt.cli import run_command
-from hwopt.errors import DataError, exit_code_of, worker_death
 from hwopt.runs.folder import lock_run_folder
 from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
@@ -414,15 +413,3 @@ def ends_with(work: Work, by: str, code: int) -> Launch:
     name = "in-use" if code == 8 else f"{code} by {by}".replace(" ", "-")
     ranks = ["--processes", "2"] if by == "--processes 2" else []
     return Launch(work, name, [*LAUNCHERS[by], *RUN, "--name", name, *ENDINGS[code], *ranks], by)
-
-
-def test_a_death_is_known_wherever_it_is_noticed() -> None:
-    """torch raises that of a worker from a signal handler: in a collective, or in what cleans up after another error."""
-    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
-    behind = ValueError("in a finally block")
-    behind.__context__ = killed
-    assert str(worker_death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
-    assert str(worker_death(gone)).startswith("another rank exited")
-    assert [exit_code_of(error) for error in (killed, gone, behind)] == [9, 9, 9]
-    assert [exit_code_of(error) for error in (RuntimeError("a bug"), ValueError(str(killed)), DataError("no rows"))] == [1, 1, 4]

@@ -267,6 +267,7 @@ def launched(file: str, profile: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.integration
 def test_launched_from_its_file_it_is_the_same_plan(folder: Path) -> None:
     """Two ranks: data parallel, and ZeRO as the YAML spells it out; one rank: ZeRO from the JSON that it points to."""
     two = ["--world-size", "2"]
@@ -329,6 +330,7 @@ for rows in (3, 5):
 """
 
 
+@pytest.mark.integration
 def test_transformers_takes_the_json(folder: Path) -> None:
     assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
     done = subprocess.run(

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.config.job import JobFile, make_job
@@ -133,7 +133,6 @@ def variant(name: str, **content: object) -> type[Plugin]:
 
 
 @given(st.permutations(list(Stage)))
-@settings(deadline=None)
 def test_order_is_by_stage_then_by_profile(stages: list[Stage]) -> None:
     plugins = [variant(f"p{number}", stage=stage) for number, stage in enumerate([*stages, *stages])]
     names = [plugin.name for plugin in plugins]

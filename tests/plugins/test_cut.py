@@ -5,7 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -25,7 +25,6 @@ def consecutive(count, rows):
     return [list(range(at, min(at + rows, count))) for at in range(0, count, rows)]
 
 
-@settings(deadline=None, max_examples=150)
 @given(lengths=LENGTHS, tokens=st.one_of(st.none(), st.integers(1, 4096)), rows=st.integers(1, 32), overhead=st.integers(0, 1024))
 def test_laws(lengths, tokens, rows, overhead):
     groups = cut_by_length(lengths, rows, tokens=tokens, overhead_tokens=overhead)
@@ -38,14 +37,12 @@ def test_laws(lengths, tokens, rows, overhead):
     assert groups == cut_by_length(tuple(lengths), rows, tokens=tokens, overhead_tokens=overhead)
 
 
-@settings(deadline=None, max_examples=60)
 @given(lengths=LENGTHS, rows=st.integers(1, 32), overhead=st.integers(0, 1024))
 def test_never_worse_than_the_plain_cut(lengths, rows, overhead):
     groups = cut_by_length(lengths, rows, tokens=None, overhead_tokens=overhead)
     assert cost(lengths, groups, overhead) <= cost(lengths, consecutive(len(lengths), rows), overhead)
 
 
-@settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), tokens=st.integers(30, 120), overhead=st.integers(0, 40))
 def test_the_cut_points_are_the_best_ones(lengths, tokens, overhead):
     ordered, count = sorted(lengths), len(lengths)

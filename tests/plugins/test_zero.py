@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from hwopt.memory.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import describe_host
 from hwopt.testing import (
-    TINY_BERT,
     TINY_LLAMA,
     apart,
-    finished,
     gone_back,
-    launcher,
-    logged,
     plan_for,
     saved_bits,
     tiny_job,
@@ -188,58 +183,6 @@ def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> N
     assert plan_memory(resolved(tmp_path, 8.0, 'stage = 2\noffload = "none"\n'), tmp_path / "cache").host_gib == 0
 
 
-# two real ranks
-
-PROFILE = """name = "ranks"
-[plugins.precision]
-dtype = "fp32"
-[plugins.batch]
-train = 3
-effective = 12
-eval = 4
-[plugins.cut]
-[plugins.zero]
-stage = {stage}
-offload = "{offload}"
-"""
-
-
-def started(command: list[str], folder: Path, name: str, *arguments: str) -> Path:
-    done = finished([*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *arguments], folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return folder / "runs" / name
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the job, and the plain run of one rank in it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_samples(folder / "train.jsonl", 41)  # the last step of an epoch has five rows
-    write_samples(folder / "dev.jsonl", 13, seed=1)
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    (folder / "job.toml").write_text(
-        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
-        '[task]\nkind = "text-classification"\n'
-        "[training]\nmax_steps = 20\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 7\n"
-    )
-    (folder / "ranks.toml").write_text(PROFILE.format(stage=0, offload="none"))
-    started([sys.executable, "-m", "hwopt"], folder, "one")
-    return folder
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), *STAGES])
-def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path) -> None:
-    """20 steps of uneven micro-batches, as many on one rank as on the other only because they are told."""
-    (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
-    two, one = started([*launcher(2), "-m", "hwopt"], alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
-    assert json.loads((two / "plan.json").read_text())["world_size"] == 2
-    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
-    assert logged(two, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-5)
-    assert apart(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
-    found = json.loads((two / "evidence.json").read_text())["plugins"]
-    assert {row["status"] for row in found} == {"active"}, found
-
-
 @pytest.mark.parametrize(
     ("zero", "beside"),
     [
@@ -258,20 +201,3 @@ def test_a_run_goes_on_with_the_same_bits(zero: dict[str, Any], beside: dict[str
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     for part in ("final", "checkpoint-6"):
         assert saved_bits(again / part) == saved_bits(tmp_path / "run" / part)
-
-
-@pytest.mark.parametrize(("stage", "offload"), [pytest.param(2, "none", marks=pytest.mark.soak), (3, "parameters")])
-def test_two_ranks_go_on_from_their_parts(stage: int, offload: str, alone: Path) -> None:
-    """On as many ranks to the same bits, and on a single one up to rounding."""
-    (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
-    both, one = [*launcher(2), "-m", "hwopt"], [sys.executable, "-m", "hwopt"]
-    name = f"through-{stage}"
-    through = started(both, alone, name, "--set", "training.save_steps=10")
-    for ranks, command in (("both", both), ("one", one)):
-        again = gone_back(through, alone / "runs" / f"{name}-{ranks}", 10)
-        started(command, alone, again.name, "--set", "training.save_steps=10", "--resume")
-        assert logged(again, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
-        for part in ("final", "checkpoint-20"):
-            ours, theirs = (load_file(run / part / "model.safetensors") for run in (again, through))
-            assert apart(ours, theirs) <= 1e-6
-            assert ranks == "one" or saved_bits(again / part) == saved_bits(through / part)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
@@ -51,7 +51,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-@settings(deadline=None, max_examples=200)
 def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) -> None:
     path = whole / name
     before = path.read_bytes()
@@ -68,7 +67,6 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True))
-@settings(deadline=None, max_examples=50)
 def test_a_file_that_was_cut_short_is_found(whole: Path, name: str, place: float) -> None:
     path = whole / name
     before = path.read_bytes()

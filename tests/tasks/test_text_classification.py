@@ -155,8 +155,8 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
         (["a", None], r"a\.csv: row 2: 'label' has no label \(None\)"),
         (["a", ""], r"row 2: 'label' has no label \(''\)"),
         ([1.0, float("nan")], r"row 2: 'label' has no label"),
-        ([1.0, 0.37], r"row 2: 'label' is 0\.37: classification wants classes, not measurements"),
-        (["1", "2.5e-1"], r"row 2: 'label' is '2\.5e-1': classification wants classes"),
+        ([1.0, 0.37], r"row 2: 'label' is 0\.37: expected classes, not measurements"),
+        (["1", "2.5e-1"], r"row 2: 'label' is '2\.5e-1': expected classes"),
         ([[1], [2]], r"column 'label' holds list<.*>; labels are strings or whole numbers"),
     ],
 )

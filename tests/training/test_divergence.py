@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.config.job import Training
@@ -28,7 +28,6 @@ def test_what_a_spike_is(recent: list[float], began: float) -> None:
     assert spike_above(outliers, began) < 1e6
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
 def test_one_spike_is_said_once_however_long_it_lasts(seed: int, length: int, height: float) -> None:
     noise = random.Random(seed)

@@ -22,7 +22,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.testing import TINY_BERT, Recorder, finished, launcher, logged, plan_for, tiny_job, tiny_profile, write_samples
+from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 from hwopt.training.run import Run
@@ -177,7 +177,7 @@ def draws(number: int, optimizers: list[str]) -> list[Draw]:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning", "ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize(
-    ("number", "optimizers"), [(6, OPTIMIZERS[:2]), pytest.param(100, OPTIMIZERS, marks=pytest.mark.soak)], ids=["few", "many"]
+    ("number", "optimizers"), [(3, OPTIMIZERS[:1]), pytest.param(100, OPTIMIZERS, marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_no_poisoned_update_is_made(
     number: int, optimizers: list[str], tmp_path: Path, figures: Callable[[str, str], None]
@@ -286,56 +286,6 @@ def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp
     for key in ("step", "loss", "grad_norm", "skipped_updates", "nonfinite_losses"):
         assert [row[key] for row in rows] == [row[key] for row in whole], key
     assert loop.telemetry.divergence.skipped == 2
-
-
-RANKS = '''
-"""Trains job.toml on two ranks; the gradient of one parameter is not finite on the second one, in step 2."""
-import math, os
-from pathlib import Path
-from hwopt import api
-from hwopt.system.ranks import rank_and_world
-from hwopt.plugin import Decision, Plugin, Stage
-from hwopt.plugin.registry import Registry
-
-rank, world = rank_and_world(os.environ)
-
-class Poison(Plugin):
-    name, stage, slots = "poison", Stage.LOOP, ("model_steps",)
-
-    def probe(self, context):
-        return Decision.apply("for the test")
-
-    def apply(self, recipe, context):
-        recipe.model_steps.append(self.enter)
-
-    def enter(self, model, run):
-        if rank == 1:
-            parameter = next(p for p in model.parameters() if p.requires_grad)
-            parameter.register_hook(lambda gradient: gradient * math.nan if run.step == 1 else gradient)
-        return model
-
-registry = Registry()
-registry.add(Poison)
-plan = api.resolve("./ranks.toml", "job.toml", world_size=world, registry=registry)
-api.execute(plan, Path("runs") / "both")
-'''
-
-
-@pytest.mark.soak
-def test_ranks_leave_out_the_same_update(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    write_samples(tmp_path / "train.jsonl", 48)
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    training = 'max_steps = 6\nlogging_steps = 2\non_nonfinite = "skip"\n'
-    (tmp_path / "job.toml").write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\n[training]\n{training}')
-    (tmp_path / "ranks.toml").write_text('name = "ranks"\n[plugins.poison]\n[plugins.batch]\ntrain = 4\n')
-    (tmp_path / "ranks.py").write_text(RANKS)
-    done = finished([*launcher(2), "ranks.py"], tmp_path, HWOPT_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
-    assert logged(tmp_path / "runs" / "both", "skipped_updates") == [1, 1, 1]
-    weights = load_file(tmp_path / "runs" / "both" / "final" / "model.safetensors")
-    assert all(torch.isfinite(value).all() for value in weights.values())
 
 
 def test_an_update_that_an_engine_has_made_all_the_same_ends_the_run() -> None:

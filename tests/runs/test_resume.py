@@ -144,6 +144,7 @@ def raised(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_with_workers(workers: int, whole: Path, tmp_path: Path) -> None:
     plan = make_plan(whole, dataloader={"workers": workers})

@@ -448,6 +448,7 @@ class Stranger(BertForSequenceClassification):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("named", [None, "model", "other"])
 def test_code_of_a_model_is_run_where_the_command_line_says_so(named: str | None, folder: Path) -> None:
     trace = folder.parent / "was_run"

@@ -400,6 +400,7 @@ def test_every_field_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: 
     check_run(thing, monkeypatch)
 
 
+@pytest.mark.integration
 def test_a_worker_names_the_plugin_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, written("cut", boom))
     Path("mine.toml").write_text(Path("mine.toml").read_text().replace("workers = 0", "workers = 1"))

@@ -1,0 +1,168 @@
+"""The command line in processes of its own: imports, signals, closed pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.test_cli import write_job
+
+
+def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hwopt", *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
+    write_job(tmp_path)  # found without being named
+    done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "job: job.toml of this folder",
+        "no CUDA device",
+        "precision",
+        "fallback",
+        "skip",
+        "evidence",
+        "summary",
+        "train_runtime",
+    ):
+        assert word in done.stdout
+    folder = tmp_path / "runs" / "job-rtx3070_8gb_batch32"
+    names = {path.name for path in folder.iterdir()}
+    assert {"job.toml", "profile.toml", "plan.json", "evidence.json", "metrics.jsonl", "status.json", "final"} <= names
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "epoch", "time", "loss", "learning_rate", "grad_norm", "tokens_per_second", "data_wait"} <= set(rows[0])
+    assert any({"eval_loss", "eval_accuracy", "eval_f1"} <= set(row) for row in rows)
+    evidence = json.loads((folder / "evidence.json").read_text())["plugins"]
+    assert all(item["status"] != "inactive" for item in evidence), evidence
+
+    again = hwopt("run", str(folder / "job.toml"), "--profile", str(folder / "profile.toml"), "--name", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    losses = [
+        [json.loads(line).get("loss") for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (folder, tmp_path / "runs" / "again")
+    ]
+    assert losses[0] == losses[1], "the files of a run folder repeat the run"
+
+
+HEAVY = {"torch", "numpy", "transformers", "pydantic", "accelerate", "datasets"}
+START = (
+    "import json, sys, time, contextlib, io\n"
+    "from hwopt.cli import run_command\n"
+    "sys.argv = ['hwopt', *{arguments!r}]\n"
+    "with contextlib.redirect_stdout(io.StringIO()):\n"
+    "    code = run_command({arguments!r})\n"
+    "print(json.dumps([code, sorted(set(sys.modules) & {heavy!r}), time.process_time()]))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})]
+)
+def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
+    """C8: what costs start-up is imports; benchmarks/startup.py gives the seconds."""
+    code = START.format(arguments=arguments, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    exit_code, imported, _seconds = json.loads(done.stdout)
+    assert exit_code == 0
+    assert set(imported) <= allowed
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
+    write_job(tmp_path, max_steps=100_000)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "hwopt",
+            "run",
+            "--profile",
+            "cpu",
+            "--name",
+            "long",
+            "--set",
+            f"plugins.dataloader.workers={workers}",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # a shell's background job ignores SIGINT, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    os.killpg(process.pid, number)  # as a terminal does: to the workers too
+    try:
+        rest, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, rest
+    assert "bug of hwopt" not in rest
+    assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_signal_that_nobody_can_be_told_of_is_heeded(tmp_path: Path) -> None:
+    write_job(tmp_path, max_steps=100_000)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hwopt", "run", "--profile", "cpu", "--name", "long"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+    assert process.stdout is not None
+    try:
+        assert any(line.startswith("step 3/") for line in process.stdout)
+        process.terminate()
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert list((tmp_path / "runs" / "long").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("command", ["plan", "plan --format json", "run"])
+def test_a_reader_that_goes_away_ends_nothing(command: str, tmp_path: Path) -> None:
+    """As in `hwopt plan | head -1`; a run is trained to its end."""
+    write_job(tmp_path, max_steps=2)
+    with subprocess.Popen(
+        [sys.executable, "-m", "hwopt", *command.split(), "--profile", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    if command == "run":
+        status = next((tmp_path / "runs").glob("*/status.json"))
+        assert json.loads(status.read_text())["exit_code"] == 0
+        assert (status.parent / "final" / "model.safetensors").is_file()

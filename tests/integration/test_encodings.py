@@ -1,0 +1,73 @@
+"""Interpreters under locales that know few letters."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwopt.api import run_folder
+from hwopt.errors import InputError
+from hwopt.testing import finished
+
+C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+CP1252 = {"PYTHONIOENCODING": "cp1252"}
+MODEL = (
+    '{ model_type = "bert", hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 32,'
+    " max_position_embeddings = 32 }"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job, a profile and data, named and filled with what not every encoding has; lines end as on Windows."""
+    found = tmp_path / "sp ace é 🦜"
+    found.mkdir()
+    rows = "".join(f"wörd {number} 🦜,{('böse', 'gut')[number % 2]}\r\n" for number in range(24))
+    (found / "träin.csv").write_bytes(f"\ufefftext,label\r\n{rows}".encode())
+    job = f'[model]\r\nconfig = {MODEL}\r\n[data]\r\ntrain = "träin.csv"\r\n[training]\r\nmax_steps = 2\r\n'
+    (found / "jöb.toml").write_bytes(job.encode())
+    profile = 'name = "prof"\r\nsummary = "Gerät 🦜 — klein"\r\n[plugins.batch]\r\ntrain = 4\r\n'
+    (found / "prof 🦜.toml").write_bytes(profile.encode())
+    return found
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names of files are text there")
+@pytest.mark.parametrize("locale", [C, pytest.param(CP1252, marks=pytest.mark.soak)], ids=["C", "cp1252"])
+def test_a_run(locale: dict[str, str], folder: Path) -> None:
+    hwopt = [sys.executable, "-m", "hwopt"]
+    ran = finished([*hwopt, "run", "jöb.toml", "--profile", "prof 🦜.toml", "--name", "first"], folder, **locale)
+    assert ran.returncode == 0, ran.stderr
+    assert "UnicodeEncodeError" not in ran.stdout + ran.stderr
+    config = json.loads((folder / "runs" / "first" / "final" / "config.json").read_text(encoding="utf-8"))
+    assert sorted(config["id2label"].values()) == ["böse", "gut"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names of files are text there")
+@pytest.mark.parametrize("locale", [C, CP1252], ids=["C", "cp1252"])
+def test_what_is_only_shown(locale: dict[str, str], folder: Path) -> None:
+    hwopt = [sys.executable, "-m", "hwopt"]
+    shown = finished([*hwopt, "profiles", "show", "prof 🦜.toml"], folder, **locale)
+    assert shown.returncode == 0, shown.stderr
+    assert "plugins.batch.train = 4" in shown.stdout
+    missing = finished([*hwopt, "profiles", "show", "pröf 🦜"], folder, **locale)
+    assert missing.returncode == 2
+    assert "error: " in missing.stderr
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their names of files are Unicode")
+def test_names_that_are_not_utf_8(folder: Path) -> None:
+    odd = folder.parent / os.fsdecode(b"\xff\xfe")
+    (folder / "jöb.toml").rename(folder / "job.toml")
+    (folder / "träin.csv").rename(folder / "train.csv")
+    job = folder / "job.toml"
+    job.write_text(job.read_text(encoding="utf-8").replace("träin", "train"), encoding="utf-8")
+    folder.rename(odd)
+    planned = finished([sys.executable, "-m", "hwopt", "plan", os.fsencode(odd / "job.toml"), "--profile", "prof 🦜.toml"], odd)
+    assert planned.returncode == 0, planned.stderr
+    assert "BertForSequenceClassification" in planned.stdout
+    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': is not a name in UTF-8; give it another name"):
+        run_folder(Path(odd.name), None, "run")

@@ -1,0 +1,57 @@
+"""What the launcher of `--processes` decides, without processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwopt.errors import InputError
+from hwopt.runs import launch as launching
+from hwopt.runs.launch import broadcast_folder, launch_outcome, ranks_to_start, record_outcome
+from hwopt.runs.rank_errors import LAUNCH_FOLDER, Outcome
+from hwopt.runs.resume import AlreadyComplete
+from hwopt.runs.status import write_status
+
+
+def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with 0 on each rank, and so does the launch."""
+    monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
+    write_status(tmp_path, 0, "done")
+    assert broadcast_folder(tmp_path, None, AlreadyComplete.exit_code)[2] == AlreadyComplete.exit_code
+    assert launch_outcome(tmp_path, {}) == Outcome(0, "")
+
+
+def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [ranks_to_start(asked, {}) for asked in ("1", "01", "3", "auto")] == [1, 1, 3, 1]
+    monkeypatch.setattr(launching, "cpu_cores", lambda: 2)
+    with pytest.raises(InputError, match=r"--processes 64: .* 2 CPU core\(s\) .* Give 8 or fewer"):
+        ranks_to_start("64", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [ranks_to_start(asked, {}) for asked in ("1", "2", "auto")] == [1, 2, 2]
+    with pytest.raises(InputError, match="--processes 3: .* found 2. Give 2 or fewer"):
+        ranks_to_start("3", {})
+    for asked in ("0", "-1", "two", "", "1.5", "9" * 5000):
+        with pytest.raises(InputError, match="whole number above 0, or auto") as caught:
+            ranks_to_start(asked, {})
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("asked", ["1", "2", "auto"])
+def test_inside_a_launcher(asked: str) -> None:
+    with pytest.raises(InputError, match="RANK, WORLD_SIZE set.*Leave --processes out"):
+        ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2"})
+    assert ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2", LAUNCH_FOLDER: "/tmp/launch"}) == 1, "a rank of run_ranks"
+
+
+def test_the_status_says_what_the_command_says(tmp_path: Path) -> None:
+    failure = Outcome(9, "error: gone")
+    record_outcome(tmp_path, failure)  # the launch folder names no run folder
+    (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))
+    record_outcome(tmp_path, failure)  # the run folder does not exist
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    record_outcome(tmp_path, failure)
+    assert json.loads((tmp_path / "runs" / "job" / "status.json").read_text()) == {"exit_code": 9, "message": "gone"}

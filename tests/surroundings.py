@@ -1,0 +1,74 @@
+"""The signals, variables, home, umask and standard input that the tests need, however the session was started.
+
+A job in a shell's background ignores SIGINT, `nohup` ignores SIGHUP, a service has no home and a closed standard input, and
+terminals and launchers export variables that change what hwopt prints and how it trains. SIGHUP stays as it is: hwopt does not
+handle it, and the session needs `nohup` to survive its terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+PREFIXES = ("ACCELERATE_", "FSDP_", "HF_", "HWOPT_", "LC_", "PYTHON", "TORCH", "TRANSFORMERS_", "XDG_")
+"""Variables that begin so are removed, except those of `KEPT`."""
+KEPT = ("HWOPT_FIGURES", "HWOPT_UPDATE_GOLDEN", "HWOPT_TEST_OUTPUT", "PYTHONPATH", "PYTHONHASHSEED")
+NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
+    *("LANG", "LANGUAGE", "USE_TORCH_XLA"),
+)
+SET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",  # as many test processes run as there are cores
+    "LC_ALL": "C.UTF-8",
+    "TERM": "xterm",
+}
+
+
+def environment(before: dict[str, str], home: str) -> dict[str, str]:
+    """The variables of the session, made of those that it was started with."""
+    removed = {name for name in before if name in NAMES or (name.startswith(PREFIXES) and name not in KEPT)}
+    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home}
+
+
+def open_standard_input() -> None:
+    """Open /dev/null as descriptor 0 if it is closed: the next opened file would become every child's standard input."""
+    try:
+        os.fstat(0)
+    except OSError:
+        os.open(os.devnull, os.O_RDONLY)
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Inside, the process and its children have the surroundings that the tests need."""
+    open_standard_input()
+    before, mask = dict(os.environ), os.umask(0o022)
+    handlers = {number: signal.getsignal(number) for number in HANDLERS}
+    home = tempfile.mkdtemp(prefix="hwopt-tests-home-")
+    restore(os.environ, environment(before, home))
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in handlers.items():
+            signal.signal(number, earlier)
+        restore(os.environ, before)
+        os.umask(mask)
+        with suppress(OSError):
+            shutil.rmtree(home)
+
+
+def restore(variables: os._Environ[str], wanted: dict[str, str]) -> None:
+    """Change `variables` to `wanted`, one by one: children see the process's own environment."""
+    for name in variables.keys() - wanted.keys():
+        del variables[name]
+    variables.update(wanted)
