@@ -12,6 +12,6 @@ def test_a_death_is_known_wherever_it_is_noticed() -> None:
     behind = ValueError("in a finally block")
     behind.__context__ = killed
     assert str(worker_death(killed)).startswith("a data-loading worker died: DataLoader worker (pid 7)")
-    assert str(worker_death(gone)).startswith("another rank is gone")
+    assert str(worker_death(gone)).startswith("another rank exited")
     assert [exit_code_of(error) for error in (killed, gone, behind)] == [9, 9, 9]
     assert [exit_code_of(error) for error in (RuntimeError("a bug"), ValueError(str(killed)), DataError("no rows"))] == [1, 1, 4]

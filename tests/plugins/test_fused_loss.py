@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.dry_run import Shape
+from hwopt.memory.measured import measure_peak
 from hwopt.memory.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
