@@ -13,12 +13,13 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.device import Hardware
+from hwopt.memory.dry_run import spec_of
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
+from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import resolve
+from hwopt.planning.resolve import resolve, write_recipe
 from hwopt.plugin import Evidence
+from hwopt.plugin.recipe import SLOTS
 from hwopt.plugin.registry import Registry
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.saving import reader as resume
@@ -216,6 +221,16 @@ def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     return float(difference / torch.cat([theirs[name].flatten() for name in names]).double().norm())
 
 
+@dataclass(frozen=True)
+class ContractReport:
+    """What `check_contract_of` checked."""
+
+    plan: Plan
+    checked: tuple[str, ...]
+    not_checked: tuple[str, ...] = ()
+    """What only a machine with the described hardware could show."""
+
+
 def check_contract_of(
     name: str,
     folder: Path,
@@ -223,43 +238,107 @@ def check_contract_of(
     registry: Registry | None = None,
     kind: str = "text-classification",
     beside: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Plan:
-    """Drive the plugin `name` through a tiny real run, and assert what every plugin promises. Returns the plan.
+    hardware: Hardware | None = None,
+) -> ContractReport:
+    """Run the plugin `name` in a tiny training, and assert what every plugin promises.
 
-    `kind` is the task's ("causal-lm" where the plugin would skip a classification), `beside` the tables of plugins that it
-    needs. Its decision is pure and has a reason; the run trains and saves; what it preserves
-    holds against a run without it ("bits": equal losses, "rounding": close ones); its evidence is not `inactive`; a run that
-    goes on from its checkpoint ends with the same bits.
+    `kind` is the task's ("causal-lm" for a plugin that skips a classification); `beside` has the tables of plugins that it needs.
+    Its decision is pure and has a reason; `apply` and `memory` are pure; the run trains and saves; its losses agree with a run
+    without the plugin as `preserves` says ("bits": equal, "rounding": close); its evidence is not `inactive`; a run resumed from
+    its checkpoint ends with the same bits.
+
+    A plugin that is skipped here fails. Pass `hardware=described(...)` on which it applies, with as many ranks as its `count`:
+    decision, recipe and memory are then checked for that hardware, nothing is trained, and the report says so.
     """
     registry = registry or Registry()
-    plugin = registry.plugin(name)
     job = tiny_job(folder / "data", kind, save_steps=2)
-    base = tiny_profile(**(beside or {})) if name != "batch" else make_profile(Document("nothing", {"name": "nothing"}))
     profile = tiny_profile(**(beside or {}), **{name: dict(options or {})})
-    plan, again = plan_for(profile, job, registry), plan_for(profile, job, registry)
-    entry = next(entry for entry in plan.entries if entry.name == name)
-    assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], "probe() must be pure"
-    assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason in words, got {entry.reason!r}"
-    if entry.decision == "skip":
-        return plan
-    written = set(plan.recipe.fields_of(entry.author))
+    ranks = 1 if hardware is None else hardware.count
+    plan = plan_for(profile, job, registry, hardware=hardware, world_size=ranks)
+    check_decision_of(name, plan, plan_for(profile, job, registry, hardware=hardware, world_size=ranks))
+    check_recipe_of(name, plan)
+    check_memory_of(name, plan)
+    checked = ("decision", "recipe", "memory")
+    if hardware is not None:
+        return ContractReport(plan, checked, ("evidence", "preserves", "resume"))
     with_it = train_tiny(plan, folder / "with")
     evidence = next(evidence for found, evidence in with_it.found if found.name == name)
     assert evidence.seen, f"{name}: evidence without words"
     assert evidence.status != "inactive", f"{name} was applied, but: {evidence.seen} {with_it.warnings}"
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
-    # what sets hyperparameters (sizes, warm-up) is the user's choice: a run without it is another run
-    if plugin.preserves != "method" and not written <= {"batch", "training"}:
-        without = train_tiny(plan_for(base, job, registry), folder / "without")
-        tolerance = 0.0 if plugin.preserves == "bits" else 2e-2
-        for ours, theirs in zip(with_it.losses, without.losses, strict=True):
-            assert math.isclose(ours, theirs, rel_tol=tolerance), f"{name} preserves {plugin.preserves}: {ours} against {theirs}"
+    # a plugin that sets hyperparameters (sizes, warm-up) makes another run by the user's choice
+    preserves = entry_of(name, plan).plugin.preserves
+    if preserves != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
+        tolerance = 0.0 if preserves == "bits" else 2e-2
+        without = baseline_losses(plan_for(tiny_profile(**(beside or {})), job, registry), folder / "without")
+        for ours, theirs in zip(with_it.losses, without, strict=True):
+            assert math.isclose(ours, theirs, rel_tol=tolerance), f"{name} preserves {preserves}: {ours} against {theirs}"
     check_resume_of(name, plan_for(profile, job, registry), folder)
-    return plan
+    return ContractReport(plan, (*checked, "evidence", "preserves", "resume"))
+
+
+def entry_of(name: str, plan: Plan) -> PluginDecision:
+    return next(entry for entry in plan.entries if entry.name == name)
+
+
+def check_decision_of(name: str, plan: Plan, again: Plan) -> None:
+    """`plan` and `again` come of the same input: the decisions are equal, have a reason, and the plugin is not skipped."""
+    assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], "probe() must be pure"
+    entry = entry_of(name, plan)
+    assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason in words, got {entry.reason!r}"
+    assert entry.decision != "skip", (
+        f"{name} is skipped on {plan.hardware.name}, so that nothing is tested: {entry.reason}. "
+        "Pass hardware=described(...) on which it applies"
+    )
+    if entry.plugin.helps_oom:
+        type(entry.plugin).Options()  # it is made without a table
+
+
+def check_recipe_of(name: str, plan: Plan) -> None:
+    """`apply` writes something, the same each time; what it leaves for worker processes can be pickled."""
+    entry = entry_of(name, plan)
+    written = plan.recipe.written_by_author(entry.author)
+    assert written, f"{name} was applied and writes nothing into the recipe"
+    again = write_recipe(plan.entries, plan.context).written_by_author(entry.author)
+    assert written == again, f"{name}: apply() must be pure, it wrote {written} and then {again}"
+    for slot in ("order", "collate", "cut"):
+        if slot in written:
+            pickle.dumps(getattr(plan.recipe, slot))
+
+
+def check_memory_of(name: str, plan: Plan) -> None:
+    """`memory` is pure and gives sizes and stand-ins for slots; `memory_options` gives options of the plugin, with a cost."""
+    spec, again = asdict(spec_of(plan)), asdict(spec_of(plan))
+    stand_ins = spec.pop("stand_ins")
+    assert stand_ins.keys() == again.pop("stand_ins").keys(), f"{name}: memory() must be pure"
+    assert spec == again, f"{name}: memory() must be pure"
+    assert stand_ins.keys() <= set(SLOTS), f"{name}: memory() gives stand-ins for {sorted(stand_ins)}, slots are {SLOTS}"
+    for key, value in spec.items():
+        for size in value.values() if isinstance(value, dict) else [value]:
+            assert math.isfinite(size), f"{name}: memory() sets {key} to {size}"
+            assert size >= 0, f"{name}: memory() sets {key} to {size}"
+    plugin = entry_of(name, plan).plugin
+    for present in (None, plugin.options):
+        for offer in plugin.memory_options(present, plan.context):
+            assert isinstance(offer.options, type(plugin).Options), f"{name}: memory_options() offers {offer.options!r}"
+            assert offer.slower > 0, f"{name}: memory_options() offers {offer}"
+            assert offer.cost, f"{name}: memory_options() offers {offer}"
+
+
+_baselines: dict[tuple[str, str], list[float]] = {}
+"""(profile, task) -> losses of a run: the same for every plugin that is compared with it in this process."""
+
+
+def baseline_losses(plan: Plan, folder: Path) -> list[float]:
+    """The losses of a run of `plan`, trained once for each profile and task: tiny jobs differ by their folder only."""
+    key = (plan.profile.content.model_dump_json(), plan.job.task.kind)
+    if key not in _baselines:
+        _baselines[key] = train_tiny(plan, folder).losses
+    return _baselines[key]
 
 
 def check_resume_of(name: str, plan: Plan, folder: Path) -> None:
-    """A run that goes on from its checkpoint ends with the same bits; `folder / "with" / "run"` is the one that went through."""
+    """A run resumed from its checkpoint ends with the same bits as the uninterrupted run in `folder / "with" / "run"`."""
     through = folder / "with" / "run"
     again = gone_back(through, folder / "again", 2)
     api.execute(plan, again, cache=folder / "with" / "cache", resume=True)

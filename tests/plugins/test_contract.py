@@ -1,15 +1,22 @@
-"""The one contract test: every plugin that is installed, found through the registry, driven through a tiny real run."""
+"""The one contract test: every installed plugin, found through the registry, trained in a tiny run.
+
+A plugin that this machine cannot run is checked for described hardware instead: its decision, recipe and memory.
+"""
 
 from __future__ import annotations
 
+import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hwopt.hardware.device import described
+from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.testing import check_contract_of
+from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_profile
 
-OPTIONS = {  # where the defaults would not show the plugin at work
+OPTIONS = {  # for plugins that do nothing to see with their defaults
     "adapter": {"always": True, "r": 4},
     "batch": {"train": 4, "accumulation": 2},
     "compile": {"scope": "block", "widths": [32]},
@@ -18,11 +25,100 @@ OPTIONS = {  # where the defaults would not show the plugin at work
     "schedule": {"warmup_ratio": 0.5},
     "zero": {"stage": 2, "offload": "none"},
 }
-KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # where the plugin would skip a classification
-BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # what the plugin needs
+KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # for plugins that skip a classification
+BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another one
+CARD = described("a card", (8, 6), 24.0)
+DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
+"""Plugins that some machines cannot run -> hardware on which they apply."""
 
 
 @pytest.mark.parametrize("name", Registry().names)
-def test_contract(name: str, tmp_path: Path) -> None:
+def test_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS.get(name, "text-classification")
-    check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name))
+    hardware = None
+    if name in DESCRIBED:
+        here = plan_for(tiny_profile(**{name: OPTIONS.get(name, {})}), tiny_job(tmp_path / "here", kind))
+        if entry_of(name, here).decision == "skip":
+            hardware = DESCRIBED[name]
+            monkeypatch.setattr(platform, "release", lambda: "6.1.0")  # the described card is not in WSL
+    report = check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name), hardware=hardware)
+    assert ("evidence" in report.checked) == (hardware is None)
+    assert set(report.checked) | set(report.not_checked) == {
+        "decision", "recipe", "memory", "evidence", "preserves", "resume"
+    }  # fmt: skip
+
+
+class Good(Plugin):
+    name = "good"
+    stage = Stage.LOOP
+    preserves = "bits"
+
+    def probe(self, context: Context) -> Decision:
+        able = context.hardware.can("tf32")
+        return Decision.apply(able.reason) if able else Decision.skip(able.reason)
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.events["step_begin"].append(print)
+
+    def evidence(self, run: RunView) -> Evidence:
+        return Evidence.active("it is there")
+
+
+class Nothing(Good):
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        pass
+
+
+class Impure(Good):
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 1:
+            super().apply(recipe, context)
+        recipe.model_steps.append(print)
+
+
+class Unpicklable(Good):
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.cut = lambda lengths, rows: [[0]]
+
+
+class Negative(Good):
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        spec.state_bytes = -1.0
+
+
+class Misplaced(Good):
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        spec.stand_ins["optimiser"] = print
+
+
+def check(plugin: type[Plugin], folder: Path, hardware: object = CARD) -> None:
+    registry = Registry()
+    registry.add(plugin)
+    report = check_contract_of("good", folder, registry=registry, hardware=hardware)  # type: ignore[arg-type]
+    assert report.not_checked == ("evidence", "preserves", "resume")
+
+
+def test_described_hardware_is_checked_without_training(tmp_path: Path) -> None:
+    check(Good, tmp_path)
+    assert not (tmp_path / "with").exists()
+
+
+def test_a_skipped_plugin_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"good is skipped on Tesla T4.*needs compute capability 8.0.*hardware=described"):
+        check(Good, tmp_path, described("Tesla T4", (7, 5), 14.7))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (Nothing, "writes nothing into the recipe"),
+        (Impure, r"apply\(\) must be pure"),
+        (Unpicklable, "[Cc]an't (get local|pickle)"),
+        (Negative, r"memory\(\) sets state_bytes to -1.0"),
+        (Misplaced, r"stand-ins for \['optimiser'\]"),
+    ],
+)
+def test_a_broken_promise_fails(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, AttributeError), match=message):
+        check(plugin, tmp_path)
