@@ -33,7 +33,7 @@ from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import Hardware
-from hwopt.memory.dry_run import spec_of
+from hwopt.memory.dry_run import memory_spec
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.planning.decisions import PluginDecision
@@ -308,7 +308,7 @@ def check_recipe_of(name: str, plan: Plan) -> None:
 
 def check_memory_of(name: str, plan: Plan) -> None:
     """`memory` is pure and gives sizes and stand-ins for slots; `memory_options` gives options of the plugin, with a cost."""
-    spec, again = asdict(spec_of(plan)), asdict(spec_of(plan))
+    spec, again = asdict(memory_spec(plan)), asdict(memory_spec(plan))
     stand_ins = spec.pop("stand_ins")
     assert stand_ins.keys() == again.pop("stand_ins").keys(), f"{name}: memory() must be pure"
     assert spec == again, f"{name}: memory() must be pure"
