@@ -112,8 +112,9 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
 def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
     """Capability -> why what the plugin writes needs it."""
     found = {}
-    if recipe.writes(entry.author, "events['gradients']"):
-        found["whole_gradients"] = f"{entry.name!r} writes recipe.events['gradients']"
+    for field in ("masters", "events['gradients']"):
+        if recipe.writes(entry.author, field):
+            found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
     if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:
         found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise as AdamW is"
     return found
