@@ -1,0 +1,79 @@
+"""What plugins write, found without declarations."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from hwopt.errors import PluginError
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.plugin.written import Written, written_by
+
+WRITES = {  # some of the built-in plugins
+    "optimizer": {"optimizer"},
+    "compile": {"batch", "process", "prepared_steps"},
+    "fsdp": {"process", "accelerator", "engine"},
+    "zero": {"process", "accelerator", "engine"},
+    "schedule": {"training"},
+    "fused_loss": {"model_steps", "loss", "final_steps"},
+}
+
+
+class Base(Plugin):
+    name = "mine"
+    stage = Stage.LOOP
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("always works")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_steps.append(print)
+        recipe.events["saved"].append(print)
+
+
+class Number(PluginOptions):
+    number: int = Field(gt=0)
+
+
+class Required(Base):
+    Options = Number
+
+
+class Skipped(Base):
+    def probe(self, context: Context) -> Decision:
+        return Decision.skip("needs a quantum computer, found two cards")
+
+
+class Broken(Base):
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        raise RuntimeError("boom")
+
+
+def test_lists_and_events_count_without_a_declaration() -> None:
+    assert written_by(Base, "plugin 'mine'") == Written(("model_steps", "events"))
+
+
+def test_every_built_in_plugin_writes_something() -> None:
+    registry = Registry()
+    found = {name: written_by(registry.plugin(name), f"plugin {name!r}").fields for name in registry.names}
+    assert all(found.values()), found
+    assert {name: set(found[name] or ()) for name in WRITES} == WRITES
+
+
+@pytest.mark.parametrize(
+    ("plugin", "why"),
+    [
+        (Required, "depends on its options, and number has no default; add [plugins.mine] to a profile and see `hwopt plan`"),
+        (Skipped, "skipped on two cards of compute capability 9.0: needs a quantum computer, found two cards; add"),
+    ],
+)
+def test_what_cannot_be_told_says_why(plugin: type[Plugin], why: str) -> None:
+    found = written_by(plugin, "plugin 'mine'")
+    assert found.fields is None
+    assert found.why.startswith(why)
+
+
+def test_a_hook_that_raises_names_the_plugin() -> None:
+    with pytest.raises(PluginError, match=r"plugin 'mine' of mine 1.0: apply\(\) raised RuntimeError: boom"):
+        written_by(Broken, "plugin 'mine' of mine 1.0")
