@@ -32,7 +32,7 @@ class PluginDecision:
     """Option -> the file and line, `--set` or "default" that it came from."""
     place: str
     choices: int = 1
-    """Among how many options `probe` left the choice to the planner."""
+    """Number of options that `probe` offers to the memory planner; 1 if there is nothing to choose."""
     replaced: bool = False
     """Whether another plugin replaces all that this one writes; `decision` is then skip."""
 
@@ -62,7 +62,7 @@ class PluginDecision:
 
 
 def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugin], PluginOptions, str]]:
-    """The profile's plugins with the options that it gives them, checked, and where; needs no torch.
+    """(plugin class, checked options, place) of each table in the profile. Needs no torch.
 
     Raises InputError for unknown plugins and options, all at once.
     """
@@ -120,7 +120,7 @@ def decision_for(
 
 
 def check_decision(decision: object, options: type[PluginOptions]) -> None:
-    """Raise PluginError for an answer of `probe` that is none."""
+    """Raise PluginError unless `decision` is a valid Decision with options of the class `options`."""
     if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
         raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
     if not isinstance(decision.reason, str):
@@ -149,7 +149,7 @@ def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
 
 
 def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
-    """By stage, then by the profile; raises PluginError where an `after` is contradicted by the profile's order."""
+    """`entries` by stage, then in the profile's order. Raises PluginError if that order contradicts an `after`."""
     ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
     for entry in list(ordered):
         stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]

@@ -1,8 +1,7 @@
-"""The contract: all that the author of a plugin needs. Imports nothing heavy.
+"""The plugin contract: all that the author of a plugin needs. Imports nothing heavy.
 
-A plugin is one optimization: it probes whether it can work here, writes its part of the recipe, and afterwards shows from
-the running thing that it is really on. Every hook has a no-op default except `probe`; override only what you change.
-docs/plugins.md builds one step by step.
+A plugin is one optimization. It probes whether it can work here, writes its part of the recipe, and shows by the running objects
+that it is really on. Every hook but `probe` has a default that does nothing. docs/plugins.md builds three plugins.
 """
 
 from __future__ import annotations
@@ -44,16 +43,17 @@ class PluginOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Context:
-    """What probing may look at. All of it is frozen and was read once."""
+    """What `probe` may look at: read once, and read-only."""
 
     hardware: Hardware
     software: Mapping[str, str]
-    """Installed packages that matter, name -> version."""
+    """Name -> version of the installed packages that plugins ask for."""
     model: ModelFacts
     job: Job
     world_size: int = 1
 
     def has(self, package: str) -> bool:
+        """Whether `package` is installed."""
         return package in self.software
 
 
@@ -109,39 +109,39 @@ class Evidence:
 
 @dataclass
 class MemorySpec:
-    """What the memory planner knows of a plan without running it; plugins correct it in their `memory`."""
+    """What the memory planner knows of a plan without running it; plugins correct it in `memory`."""
 
     parameters: int
     trained: int
-    """Parameters that get gradients."""
+    """Number of parameters that get gradients."""
     weight_bytes: float = 4.0
-    """Of a parameter, as the model computes with it; so are the others, of a trained one."""
+    """Bytes of a parameter as the model computes with it. The next three are bytes of a trained parameter."""
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0
     master_bytes: float = 0.0
     held: dict[str, float] = field(default_factory=dict)
-    """Kind of memory ("weights" …) -> the part of it that lies on this device, where that is not all.
+    """Kind of memory ("weights", "gradients", "optimizer_state", "update") -> the fraction of it on this device, if below 1.
 
-    "update": of what only the optimizer's update uses.
+    "update" is what only the optimizer's update uses.
     """
     buffers: float = 0.0
-    """Bytes that are held beside what a trace of the stand-ins shows."""
+    """Bytes on the device that a trace of the stand-ins does not show."""
     host: float = 0.0
-    """Bytes of this rank that lie in the host's memory instead."""
+    """Bytes of this rank in the host's memory."""
     stand_ins: dict[str, Any] = field(default_factory=dict)
-    """Recipe slot -> what takes its place where tensors are fake: a callable that allocates the same bytes.
+    """Recipe slot -> a callable that allocates the same bytes as the slot's own, for tensors without data.
 
-    An engine's may have `earlier_gradients()`: as after the first of several micro-batches.
+    An engine's stand-in may have `earlier_gradients()`: the gradients held after the first of several micro-batches.
     """
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Options of a plugin that need less memory than the present ones, and what they cost."""
+    """Options of a plugin that need less memory than the present ones, and their cost."""
 
     options: PluginOptions
     slower: float
-    """Time of a step against now, about: 1.0 is no slower."""
+    """Approximate time of a step, as a multiple of the present time."""
     cost: str
 
 
@@ -154,7 +154,7 @@ class Plugin:
     after: ClassVar[tuple[str, ...]] = ()
     """Plugins of the same stage that are applied before this one if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """The most that it may change: nothing, rounding, or the training method itself."""
+    """The most that the plugin may change: nothing, rounding, or the training method."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()
@@ -186,18 +186,18 @@ class Plugin:
         self.options = options
 
     def probe(self, context: Context) -> Decision:
-        """Whether and how it works here. Pure: looks at nothing but `context` and `self.options`."""
+        """Decide whether and how the plugin works here. Pure: looks at `context` and `self.options` only."""
         raise NotImplementedError(f"{type(self).__name__} has no probe()")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        """Write its part of the recipe. Heavy imports go inside the callables that it leaves there."""
+        """Write the plugin's part of the recipe. Heavy imports go inside the callables that it leaves there."""
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
-        """Correct the sums of `spec`, and give stand-ins for what fake tensors cannot run. The planner traces all else itself."""
+        """Correct the numbers of `spec`, and give stand-ins for what fake tensors cannot run. The planner traces the rest."""
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:
-        """Options that would save memory, from `options`, or from None where the profile does without the plugin."""
+        """Options that need less memory than `options`; None if the plugin is not in effect."""
         return ()
 
     def on_oom(self, run: RunView) -> str | None:
@@ -209,7 +209,7 @@ class Plugin:
         return None
 
     def evidence(self, run: RunView) -> Evidence:
-        """Look at the running thing after step 1, never at the plugin's own flags."""
+        """What the running objects show after step 1; never what the plugin's own flags say."""
         return Evidence.unknown("this plugin observes nothing")
 
 

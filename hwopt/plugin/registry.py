@@ -1,4 +1,4 @@
-"""Registry: plugins and profiles, found through entry points; built-ins come in like anybody's.
+"""Registry: installed plugins, found through entry points; built-in plugins are found the same way.
 
 Group `hwopt.plugins`: name -> plugin class. Group `hwopt.profiles`: any name -> a package that holds TOML files.
 A plugin that cannot be used is an error that names it and the distribution that brought it, never a silent skip.
@@ -21,10 +21,12 @@ if TYPE_CHECKING:  # pydantic costs more than listing profiles may
 
 
 PLUGIN_GROUP = "hwopt.plugins"
+RENAMED = {"leaner": "memory_options", "rescue": "on_oom", "may_differ": "resume_ignores"}
+"""Names of plugin API 1, which would be ignored without an error."""
 
 
 class Registry:
-    """Plugin classes by name, imported when they are asked for."""
+    """The installed plugin classes by name, imported on first use."""
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         found = metadata.entry_points(group=PLUGIN_GROUP) if entry_points is None else entry_points
@@ -48,7 +50,7 @@ class Registry:
         return sorted(self._entry_points)
 
     def distribution(self, name: str) -> str:
-        """Name and version of the distribution that brings the plugin `name`."""
+        """Name and version of the distribution that contains the plugin `name`."""
         return distribution_of(self._entry_points[name])
 
     def plugin(self, name: str, where: str = "") -> type[Plugin]:
@@ -92,6 +94,8 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
         raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}")
+    if old := next((name for name in RENAMED if hasattr(plugin, name)), None):
+        raise PluginError(f"{who}: was made for plugin API 1: rename `{old}` to `{RENAMED[old]}`")
     if plugin.api_version != API_VERSION:
         raise PluginError(
             f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"

@@ -86,6 +86,9 @@ def test_a_name_taken_twice_names_both() -> None:
     ("change", "expected"),
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
+        ({"leaner": len}, "plugin API 1: rename `leaner` to `memory_options`"),
+        ({"replaces": ("model_steps",)}, "expected a slot or a key"),
+        ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
         ({"name": "other"}, "must agree"),
         ({"stage": "MODEL"}, "stage"),
         ({"Options": dict}, "Options"),
