@@ -85,16 +85,18 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
 
 
 def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[PluginDecision]:
+    """Each plugin's decision, in the profile's order. `choices`: plugin -> which of the options to take that it lets choose."""
     for plugin_class, options, place in given_options(profile, registry):
-        with plugin_guard(f"plugin {plugin_class.name!r} of {registry.distribution(plugin_class.name)}", "its constructor"):
+        distribution = registry.distribution(plugin_class.name)
+        with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "its constructor"):
             plugin = plugin_class(options)
-        yield decision_for(plugin, options, place, profile, registry, context, choices.get(plugin_class.name, 0))
+        asked = PluginDecision(plugin, distribution, "apply", "", options, {}, place)
+        yield probed(asked, profile, context, choices.get(plugin_class.name, 0))
 
 
-def decision_for(
-    plugin: Plugin, options: PluginOptions, place: str, profile: Profile, registry: Registry, context: Context, choice: int = 0
-) -> PluginDecision:
-    entry = PluginDecision(plugin, registry.distribution(plugin.name), "apply", "", options, {}, place)
+def probed(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:
+    """`entry`, the plugin with the profile's options, after its `probe`: with the options in effect and the reason."""
+    plugin, options = entry.plugin, entry.options
     with plugin_hook(entry, "probe()"):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
