@@ -50,7 +50,7 @@ def shared_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def positions_without_waiting(position_ids: Any) -> Any:
-    """transformers' search for documents in packed rows, (rows, width), without plugin_hook the device whether there are any.
+    """transformers' search for documents in packed rows, (rows, width), without asking the device whether there are any.
 
     Evaluation packs nothing.
     """
