@@ -56,7 +56,7 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--profile", "cpu", "--name", ""], 2, "--name"),
         (["run", "--profile", "cpu", "--name", "CON"], 2, "--name"),
         (["plan", "--profile", "cpu", "--set", "plugins.nope.x=1"], 2, "--set: no plugin 'nope'"),
-        (["plan", "--profile", "cpu", "--set", "model.config.hidden_size=33"], 2, "cannot be built"),
+        (["plan", "--profile", "cpu", "--set", "model.config.hidden_size=33"], 2, "cannot build"),
         (["plan", "--profile", "cpu", "--set", "data.max_length=4096"], 2, "--set: data.max_length: 4,096"),
         (["plan", "--profile", "cpu", "--set", "plugins.batch.train=99999999999999999999"], 2, "plugins.batch.train"),
         (["run", "--profile", "cpu", "--memory-limit", "8GiB"], 2, "no CUDA|there is none|limit"),
