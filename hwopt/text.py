@@ -9,7 +9,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` with the known name that is most similar to `name`, or an empty string."""
     from difflib import get_close_matches  # imported here: `hwopt profiles` must start fast
 
-    matches = get_close_matches(name[:80], [one for one in known if len(one) <= 200], n=1, cutoff=0.5)
+    matches = get_close_matches(name[:80], [each for each in known if len(each) <= 200], n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
@@ -21,8 +21,7 @@ def listing(names: Sequence[str], limit: int = 12) -> str:
 
 def truncate(value: object, limit: int = 60) -> str:
     """`repr(value)`, at most `limit` characters long."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return cut(repr(value), limit)
 
 
 def cut(text: str, limit: int = 80) -> str:

@@ -1,4 +1,4 @@
-"""Make a step batch of samples: cut it into micro-batches, pad each."""
+"""Make a step batch from samples: split them into micro-batches and pad each one."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hwopt.data.step_batch import Groups, Part, Step, StepBatch, Widths
+
 if TYPE_CHECKING:
     from hwopt.data.token_store import TokenStore
-from hwopt.data.step_batch import Groups, Part, Step, StepBatch, Widths
 
 
 @dataclass(frozen=True)
 class Collate:
-    """The default `collate`: cut a step's samples, pad every micro-batch to its longest row or a fixed width.
+    """The default `collate`: splits the samples of a step, and pads every micro-batch to its longest row or a fixed width.
 
-    A mask is made only where padding would be seen: never for decoders, whose padding stands to the right of all that
-    attends, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model takes it as it is and
-    need not look at its values (a host sync).
+    A mask is made only if the model would attend to padding: not for causal models, which never attend to the padding on the
+    right, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model uses it unchanged and does
+    not read its values, which would be a host sync.
     """
 
     cut: Callable[[Sequence[int], int], Groups]
     max_rows: int
-    """Of a micro-batch, as the plan has it; `cut` is told, and may go beyond where rows are short."""
+    """Rows of a micro-batch in the plan. It is passed to `cut`, which may use more rows if they are short."""
     pad_id: int
     mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
-    """int64 (rows, width); bool (rows, 1, 1, width), prebuilt; or none at all."""
+    """attention_mask: int64 (rows, width); prebuilt_mask: bool (rows, 1, 1, width); None: no mask."""
     widths: Widths = field(default_factory=Widths)
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
         groups = self.cut([self.widths.of(length) for length in lengths], self.max_rows)
         order = [row for group in groups for row in group]
-        assert sorted(order) == list(range(len(samples))), "cut takes every row once"
+        assert sorted(order) == list(range(len(samples))), "cut must use every row once"
         parts: list[Part] = []
         start = first_row = 0
         for group in groups:
@@ -80,12 +81,12 @@ class Collate:
 
 
 def cut_in_order(lengths: Sequence[int], rows: int) -> list[range]:
-    """The default `cut`: `rows` after `rows`, as they come."""
+    """The default `cut`: groups of `rows` rows in the order of the samples."""
     return [range(begin, min(begin + rows, len(lengths))) for begin in range(0, len(lengths), rows)]
 
 
 class StepDataset(torch.utils.data.Dataset[StepBatch]):
-    """Makes step batches of stored samples; lives in the workers, holds no state."""
+    """Makes step batches from stored samples, in the data-loading workers. Has no state."""
 
     def __init__(self, store: TokenStore, collate: Callable[..., StepBatch]) -> None:
         self.store, self.collate = store, collate
@@ -99,5 +100,5 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
 
 
 def as_is(batch: Any) -> Any:
-    """The loader's own collate function: a step batch is whole already."""
+    """The DataLoader's collate function: the dataset yields complete step batches."""
     return batch

@@ -1,4 +1,4 @@
-"""Read delimited text: csv and tsv, quoted or not, row by row."""
+"""Read delimited text row by row: csv (quoted) and tsv (not quoted)."""
 
 from __future__ import annotations
 
@@ -10,79 +10,77 @@ from pathlib import Path
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
-from hwopt.data.text_file import ESCAPED, _byte
+from hwopt.data.text_file import INVALID_BYTE, not_utf8
 from hwopt.errors import DataError
 from hwopt.text import truncate
 
+Record = tuple[int, list[str] | None, str]
+"""(number of its first line, cells or None if they cannot be parsed, the raw text)"""
 
-def _delimited(path: Path, lines: Iterator[str], left_out: BadRows, tabs: bool) -> Rows:
-    """A csv or tsv file, every cell a string: guessed types would turn labels like 01 or NA into something else."""
+
+def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, tabs: bool) -> Rows:
+    """The rows of a csv or tsv file. All cells stay strings: guessed types would change labels such as 01 or NA."""
     import pyarrow as pa
 
-    how = "a tab" if tabs else "a comma (quote a cell that holds one)"
-    records = _tabbed(lines) if tabs else _quoted(lines)
+    separator = "tabs" if tabs else "commas (quote a cell that contains one)"
+    records = tsv_records(lines) if tabs else csv_records(lines)
     names: list[str] = []
-    found: list[list[str]] = []
+    rows: list[list[str]] = []
     numbers: list[int] = []
     for number, cells, raw in records:
-        wrong = ESCAPED.search(raw)
+        invalid = INVALID_BYTE.search(raw)
         if not names:
-            if wrong or cells is None:
-                raise DataError(f"{path}:{number}: its header {'is not UTF-8' + _byte(wrong) if wrong else 'ends in a quote'}")
+            if invalid or cells is None:
+                raise DataError(f"{path}:{number}: the header {not_utf8(invalid) if invalid else 'has an unclosed quote'}")
             names = cells
-        elif wrong:
-            left_out.add(number, f"is not UTF-8{_byte(wrong)}")
+        elif invalid:
+            bad_rows.add(number, not_utf8(invalid))
         elif cells is None:
-            left_out.add(number, f"a quote is not closed, or stands inside of a cell: {truncate(raw.strip())}")
+            bad_rows.add(number, f"has an unclosed quote, or a quote inside a cell: {truncate(raw.strip())}")
         elif len(cells) != len(names):
-            left_out.add(
+            bad_rows.add(
                 number,
-                f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; cells are separated by {how}",
+                f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; separate cells by {separator}",
             )
         else:
-            found.append(cells)
+            rows.append(cells)
             numbers.append(number)
     if not names:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
-    table = pa.Table.from_arrays(
-        [pa.array([cells[place] for cells in found], pa.string()) for place in range(len(names))], names=names
-    )
-    return Rows(table, Places(str(path), "line", numbers), left_out)
+    columns = [pa.array([cells[index] for cells in rows], pa.string()) for index in range(len(names))]
+    return Rows(pa.Table.from_arrays(columns, names=names), Places(str(path), "line", numbers), bad_rows)
 
 
-Record = tuple[int, list[str] | None, str]
-"""(number of its first line, cells or None where it cannot be read, its first line)"""
-
-
-def _tabbed(lines: Iterator[str]) -> Iterator[Record]:
+def tsv_records(lines: Iterator[str]) -> Iterator[Record]:
+    """One record per line that is not empty."""
     for number, line in enumerate(lines, 1):
         if content := line.rstrip("\r\n"):
             yield number, content.split("\t"), line
 
 
-def _quoted(lines: Iterator[str]) -> Iterator[Record]:
-    """A quote that nobody closes takes only its own line with it: reading goes on behind that."""
-    limit = csv.field_size_limit(sys.maxsize)  # a cell may be as long as it likes
+def csv_records(lines: Iterator[str]) -> Iterator[Record]:
+    """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line."""
+    limit = csv.field_size_limit(sys.maxsize)
     try:
-        number, waiting = 1, lines
-        while (first := next(waiting, None)) is not None:
+        number, remaining = 1, lines
+        while (first := next(remaining, None)) is not None:
             if not first.strip("\r\n"):
                 number += 1
                 continue
-            taken = [first]
+            consumed = [first]
             try:
-                cells: list[str] | None = next(csv.reader(chain([first], _kept(waiting, taken)), strict=True))
+                cells: list[str] | None = next(csv.reader(chain([first], recorded(remaining, consumed)), strict=True))
             except csv.Error:
-                cells, waiting = None, chain(taken[1:], waiting)
-                taken = taken[:1]
-            yield number, cells, "".join(taken)
-            number += len(taken)
+                cells, remaining = None, chain(consumed[1:], remaining)
+                consumed = consumed[:1]
+            yield number, cells, "".join(consumed)
+            number += len(consumed)
     finally:
         csv.field_size_limit(limit)
 
 
-def _kept(lines: Iterator[str], taken: list[str]) -> Iterator[str]:
-    """`lines`, which are also put into `taken` as they go."""
+def recorded(lines: Iterator[str], consumed: list[str]) -> Iterator[str]:
+    """`lines`; each one is appended to `consumed` before it is yielded."""
     for line in lines:
-        taken.append(line)
+        consumed.append(line)
         yield line

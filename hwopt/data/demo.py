@@ -1,8 +1,8 @@
-"""The embedded demo: what hwopt trains when it is given no job. No network, no download.
+"""The embedded demo: the job that hwopt trains if none is given. Needs no network.
 
-Which package of the Python standard library does a docstring come from? The eight packages with the most docstrings, read from
-the sources of the running Python, a small BERT of random weights and a vocabulary trained on the spot: an ordinary job over
-ordinary files, written once under the cache.
+The task is to classify docstrings by their package of the Python standard library. Data: the eight packages with the most
+docstrings, read from the sources of the running Python and written once to the cache. Model: a small BERT with random weights and
+a trained tokenizer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hwopt.system.cache import is_cached
 
 FORMAT = 1
 PACKAGES = 8
-LEAST_SAMPLES = 400
-LEAST_WORDS = 3
+MIN_SAMPLES = 400
+MIN_WORDS = 3
 HELD_OUT = 5
-"""Every fifth sample is for evaluation."""
-NO_LIBRARY = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+"""Every fifth sample is used for evaluation."""
+EXCLUDED = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 
 
 def demo_document(cache: Path) -> Document:
-    """The demo as a job document; its data files are written under `cache` where they are not yet.
+    """The demo as a job document; its data files are written to `cache` if they do not exist.
 
-    Raises DataError where the sources of the standard library are not there.
+    Raises DataError if this Python has no sources of its standard library.
     """
     folder = cache / "demo" / f"{platform.python_implementation().lower()}-{platform.python_version()}-{FORMAT}"
     files = {name: folder / f"{name}.jsonl" for name in ("train", "eval")}
@@ -55,7 +55,7 @@ def demo_document(cache: Path) -> Document:
         "intermediate_size": 512,
         "max_position_embeddings": 128,
         "vocab_size": 8_000,
-        "initializer_range": 0.06,  # .02 is for widths of 768; at 128 it learns later, and worse
+        "initializer_range": 0.06,  # BERT's .02 suits a width of 768; at 128 the model then learns more slowly
     }
     data = {
         "model": {"config": config},
@@ -67,9 +67,9 @@ def demo_document(cache: Path) -> Document:
 
 
 def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(train, eval) samples (docstring, package) from the sources in `library`, in an order that only the texts decide.
+    """(train, eval) samples (docstring, package) from the sources in `library`, ordered by a hash of the texts.
 
-    No text occurs twice, nor under two packages. Raises DataError where there are too few.
+    Every text is unique and belongs to one package. Raises DataError if there are too few.
     """
     owners: dict[str, set[str]] = {}
     for package, text in docstrings(library):
@@ -78,11 +78,11 @@ def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, 
     counts = Counter(labels.values())
     chosen = sorted(counts, key=lambda package: (-counts[package], package))[:PACKAGES]
     samples = [(text, label) for text, label in labels.items() if label in chosen]
-    if len(chosen) < PACKAGES or len(samples) < LEAST_SAMPLES:
+    if len(chosen) < PACKAGES or len(samples) < MIN_SAMPLES:
         raise DataError(
-            f"the embedded demo: {library} has {len(samples):,} docstrings of {len(chosen)} packages, too few to train on "
-            f"({LEAST_SAMPLES} of {PACKAGES} are needed): this Python comes without the sources of its standard library. "
-            "Give a job of your own: hwopt run job.toml"
+            f"the embedded demo: {library} has {len(samples):,} docstrings of {len(chosen)} packages; the demo needs "
+            f"{MIN_SAMPLES} docstrings of {PACKAGES} packages. This Python has no sources of its standard library. "
+            "Give your own job: hwopt run job.toml"
         )
     samples.sort(key=lambda sample: hashlib.sha256(sample[0].encode("utf-8", "replace")).digest())
     held_out = samples[::HELD_OUT]
@@ -92,17 +92,17 @@ def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, 
 def docstrings(library: Path) -> Iterator[tuple[str, str]]:
     """(top-level package or module, docstring) of every module, class and function under `library` that has one."""
     for file in sorted(library.rglob("*.py")):
-        inside = file.relative_to(library)
-        if NO_LIBRARY.intersection(inside.parts):
+        path = file.relative_to(library)
+        if EXCLUDED.intersection(path.parts):
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escapes in the library's own strings
+                warnings.simplefilter("ignore")  # deprecated escapes in the library's strings
                 tree = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # the demo needs many files, not each
+            continue  # a few unreadable files do not matter
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
-                if text and len(text.split()) >= LEAST_WORDS:
-                    yield inside.parts[0].removesuffix(".py"), text
+                if text and len(text.split()) >= MIN_WORDS:
+                    yield path.parts[0].removesuffix(".py"), text

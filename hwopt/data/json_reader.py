@@ -2,93 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.rows import Rows
+from hwopt.data.text_file import INVALID_BYTE, not_utf8
 from hwopt.errors import DataError
-from hwopt.text import truncate
+from hwopt.text import first_line, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
-import json
-from collections.abc import Iterable
-from itertools import chain
-from typing import TYPE_CHECKING
-
-from hwopt.data.rows import Rows
-from hwopt.data.text_file import ESCAPED, _byte, _first_line
 
 
-def _to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
-    import pyarrow as pa
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    arrays, odd = [], {}
-    for name in names:
-        values = [row.get(name) for row in rows]
-        try:
-            arrays.append(pa.array(values))
-        except (pa.ArrowException, OverflowError, UnicodeError):
-            # mixed types, huge numbers, lone surrogates: as they are written, since the job may not need the column at all
-            arrays.append(pa.array([v if v is None else _as_written(v) for v in values], pa.string()))
-            odd[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
-    return pa.table(dict(zip(names, arrays, strict=True))), odd
-
-
-def _as_written(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _json(path: Path, lines: Iterator[str], left_out: BadRows) -> Rows:
-    """One object a line, or one array of objects. Own reader: pyarrow's names no line and turns dates into timestamps."""
+def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
+    """The rows of a json or jsonl file. pyarrow's reader is not used: it names no line, and parses dates into timestamps."""
     number, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
     if first.lstrip().startswith("["):
-        left_out.unit = "row"
-        found = _array(path, "".join(["\n" * (number - 1), first, *lines]), left_out)
+        bad_rows.unit = "row"
+        found = read_array(path, "".join(["\n" * (number - 1), first, *lines]), bad_rows)
     else:
-        found = _objects(enumerate(chain([first], lines), number), left_out)
+        found = read_objects(enumerate(chain([first], lines), number), bad_rows)
     numbers, rows = [number for number, _ in found], [row for _, row in found]
-    table, odd = _to_table(rows)
-    return Rows(table, Places(str(path), left_out.unit, numbers), left_out, odd)
+    table, non_strings = to_table(rows)
+    return Rows(table, Places(str(path), bad_rows.unit, numbers), bad_rows, non_strings)
 
 
-def _array(path: Path, text: str, left_out: BadRows) -> list[tuple[int, dict[str, Any]]]:
-    if wrong := ESCAPED.search(text):
-        line = text.count("\n", 0, wrong.start()) + 1
-        raise DataError(f"{path}:{line}: is not UTF-8{_byte(wrong)}; save it as UTF-8")
+def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+    """(number from 1, row) of each object in one JSON array. Raises DataError if `text` is not valid JSON."""
+    if invalid := INVALID_BYTE.search(text):
+        line = text.count("\n", 0, invalid.start()) + 1
+        raise DataError(f"{path}:{line}: {not_utf8(invalid)}; save it as UTF-8")
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
-        raise DataError(f"{path}:{line}: is not valid JSON: {_first_line(error)}") from error
+        raise DataError(f"{path}:{line}: {not_json(error)}") from error
     found = []
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             found.append((number, row))
         else:
-            left_out.add(number, f"is not an object with the columns as keys: {truncate(row)}")
+            bad_rows.add(number, not_an_object(row))
     return found
 
 
-def _objects(lines: Iterable[tuple[int, str]], left_out: BadRows) -> list[tuple[int, dict[str, Any]]]:
+def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, row) of each object of a file with one JSON object per line."""
     found = []
     for number, line in lines:
         if not line.strip():
             continue
-        if wrong := ESCAPED.search(line):
-            left_out.add(number, f"is not UTF-8{_byte(wrong)}")
+        if invalid := INVALID_BYTE.search(line):
+            bad_rows.add(number, not_utf8(invalid))
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            deep = isinstance(error, RecursionError)
-            left_out.add(number, "is nested too deeply" if deep else f"is not valid JSON: {_first_line(error)}")
+            bad_rows.add(number, not_json(error))
             continue
         if isinstance(row, dict):
             found.append((number, row))
         else:
-            left_out.add(number, f"is not an object with the columns as keys: {truncate(row)}")
+            bad_rows.add(number, not_an_object(row))
     return found
+
+
+def not_json(error: ValueError | RecursionError) -> str:
+    return "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {first_line(error)}"
+
+
+def not_an_object(row: Any) -> str:
+    return f"is not an object with the columns as keys: {truncate(row)}"
+
+
+def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+    """(table, for columns with mixed types: column -> row -> value that is not a string)."""
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    arrays, non_strings = [], {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        try:
+            arrays.append(pa.array(values))
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
+            arrays.append(pa.array([v if v is None else json_text(v) for v in values], pa.string()))
+            non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
+    return pa.table(dict(zip(names, arrays, strict=True))), non_strings
+
+
+def json_text(value: Any) -> str:
+    """`value` itself if it is a string, else its JSON; lone surrogates become "?"."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode("utf-8", "replace").decode("utf-8")

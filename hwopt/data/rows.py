@@ -1,4 +1,4 @@
-"""Rows: what was read from one source, where each row comes from, and which were unusable."""
+"""The rows that were read from one source, the place of each row, and the bad rows."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source that could be read, where each comes from, and those that could not be."""
+    """The rows of a source that could be read, with their places, and the bad rows."""
 
     table: pa.Table
     places: Places
-    left_out: BadRows
-    odd: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    """Of columns that hold several types: row of the table -> the value that is no string."""
+    bad_rows: BadRows
+    non_strings: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """For columns with mixed types, which the table stores as strings: column -> table row -> the original value."""
 
     @property
     def source(self) -> str:
         return self.places.source
 
-    def leave_out(self, row: int, why: str) -> None:
-        self.left_out.add(self.places.numbers[row], why)
+    def mark_bad(self, row: int, reason: str) -> None:
+        """Record that a row of the table cannot be used."""
+        self.bad_rows.add(self.places.numbers[row], reason)
 
-    def kept(self) -> list[int]:
-        """The rows of the table that nobody has left out. Raises DataError where too many are."""
-        kept = [row for row, number in enumerate(self.places.numbers) if number not in self.left_out.whys]
-        self.left_out.check([self.places.numbers[row] for row in kept])
-        return kept
+    def usable(self) -> list[int]:
+        """The rows of the table that are not bad. Raises DataError as `BadRows.check` does."""
+        usable = [row for row, number in enumerate(self.places.numbers) if number not in self.bad_rows.reasons]
+        self.bad_rows.check([self.places.numbers[row] for row in usable])
+        return usable

@@ -1,4 +1,4 @@
-"""Which samples each rank uses in each step, for training and for evaluation."""
+"""Samplers: the samples that each rank uses in each step, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hwopt.data.step_batch import Step
 
 @dataclass(frozen=True)
 class StepSampler:
-    """The steps of a whole run, epoch after epoch, for one rank.
+    """The training steps of a whole run for one rank.
 
-    Ranks take contiguous shares of each step; the last step of an epoch takes what is left, by its own size.
+    Each rank gets a contiguous share of each step. The last step of an epoch has the remaining samples and may be smaller.
     """
 
     lengths: np.ndarray  # (samples,) tokens
-    counts: np.ndarray  # (samples,) loss-bearing units
+    counts: np.ndarray  # (samples,) labels that the loss counts
     order: Callable[[np.ndarray, int, int, int], Sequence[int] | np.ndarray]
-    """(lengths, seed, epoch, rows of a step) -> sample indexes."""
+    """(lengths, seed, epoch, rows per step) -> sample indexes of the epoch."""
     seed: int
     rows: int
     """Per step, over all ranks."""
@@ -29,10 +29,11 @@ class StepSampler:
     rank: int = 0
     world_size: int = 1
     start: int = 0
-    """The first step to yield: nonzero when a run is resumed."""
+    """The first step to yield; above 0 in a resumed run."""
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps per epoch, the smaller last one included."""
         return ceil(len(self.lengths) / self.rows)
 
     def __len__(self) -> int:
@@ -47,25 +48,25 @@ class StepSampler:
             for begin in range(skip * self.rows, len(order), self.rows):
                 if index == self.total_steps:
                     return
-                whole = order[begin : begin + self.rows]
-                share = np.array_split(whole, self.world_size)[self.rank]
+                step = order[begin : begin + self.rows]
+                share = np.array_split(step, self.world_size)[self.rank]
                 weightless = len(share) == 0
-                samples = tuple(int(i) for i in (whole[:1] if weightless else share))
-                yield Step(index, epoch, samples, int(self.counts[whole].sum()), weightless)
+                samples = tuple(int(i) for i in (step[:1] if weightless else share))
+                yield Step(index, epoch, samples, int(self.counts[step].sum()), weightless)
                 index += 1
             epoch, skip = epoch + 1, 0
 
     def longest(self) -> Step:
-        """A made-up step of the longest samples, as many as this rank has in any; it belongs to no epoch."""
+        """A step with the longest samples and this rank's largest number of rows, to try before training; part of no epoch."""
         order = np.argsort(-self.lengths, kind="stable")[: ceil(self.rows / self.world_size)]
         return Step(0, 0, tuple(int(i) for i in order), int(self.counts[order].sum()))
 
 
 @dataclass(frozen=True)
 class EvalSampler:
-    """Every sample once over all ranks, the longest first: padding stays low, and the first batch is the largest.
+    """Every sample once over all ranks, longest first: this keeps padding low and makes the first batch the largest.
 
-    Every rank has as many batches as the others, the last one maybe without weight, for some engines meet in each of them.
+    All ranks have the same number of batches, because some engines synchronise in each batch; the last one may be weightless.
     """
 
     lengths: np.ndarray

@@ -1,8 +1,8 @@
-"""Tables: the rows of a file, of a `datasets` folder or of the hub.
+"""Read the rows of a file, of a `datasets` folder or of a hub data set.
 
-Files of lines are read here, since no library names the line of a bad row and goes on behind it; pyarrow and datasets read the
-rest. A file that cannot be used at all is a DataError that says in one sentence what is wrong, and where; a row that cannot is
-left out, or such an error too (hwopt.data.bad_rows).
+hwopt has its own readers for text formats, because no library names the line of a bad row and continues after it. pyarrow and
+datasets read the other formats. A source that cannot be used raises DataError, with the line if there is one. A bad row is
+skipped, or raises DataError too (hwopt.data.bad_rows).
 """
 
 from __future__ import annotations
@@ -12,46 +12,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.csv_reader import read_delimited
+from hwopt.data.json_reader import read_json
+from hwopt.data.rows import Rows
 from hwopt.data.sources import EXTENSIONS, locate
+from hwopt.data.text_file import INVALID_BYTE, not_utf8, read_lines
 from hwopt.errors import DataError, is_gated
-from hwopt.text import listing, nearest, truncate
+from hwopt.text import first_line, listing, nearest, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
-from hwopt.data.csv_reader import _delimited
-from hwopt.data.json_reader import _json
-from hwopt.data.rows import Rows
-from hwopt.data.text_file import ESCAPED, _byte, _first_line, _lines
 
 
 def read_rows(source: str, split: str | None = None, strict: bool = True, name: str | None = None) -> Rows:
-    """The rows of `source`, which messages call `name`; `strict`: a row that cannot be read is an error.
+    """The rows of `source`. If `strict`, a bad row is an error; `name` is the name of the source in messages.
 
-    `source` is a csv (quoted, as Excel writes it), tsv (no quoting, as GLUE's), jsonl, json, parquet or txt file (one row, whose
-    column "text" holds the whole file), a folder made with `datasets`' save_to_disk(), or a hub name, "owner/name" or
-    "owner/name:configuration". Cells of csv and tsv stay strings. `split` (default train) is for the last two.
-    Raises DataError, with the line where there is one.
+    `source` is one of:
+
+    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. Cells of csv and tsv
+      stay strings. A txt file is one row with the column "text".
+    * a folder made with save_to_disk() of `datasets`, or a hub name, "owner/name" or "owner/name:configuration", with `split`
+      (default train).
+
+    Raises DataError, with the line if there is one.
     """
     kind, path = locate(source, split)
     if kind == "file":
-        rows = _file(path, strict)
+        rows = read_file(path, strict)
     else:
-        table = _folder(path, split) if kind == "folder" else _hub(source, split or "train")
-        rows = _numbered(table, name or source, strict)
+        table = read_datasets_folder(path, split) if kind == "folder" else load_from_hub(source, split or "train")
+        rows = numbered_rows(table, name or source, strict)
     if rows.table.num_rows == 0:
-        rows.left_out.check([])
+        rows.bad_rows.check([])
         raise DataError(f"{source}: has no rows; give a file with at least one sample")
     return rows
 
 
-def _numbered(table: pa.Table, source: str, strict: bool) -> Rows:
+def numbered_rows(table: pa.Table, source: str, strict: bool) -> Rows:
+    """`table` with its rows numbered from 1."""
     return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), BadRows(source, "row", strict))
 
 
 def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
-    """The text columns `names`, each a list with one string a row; rows without any text are left out, with "" here.
+    """The columns `names`: one list of strings each, one string per row. Bad rows (no text) are marked and have "" here.
 
-    Raises DataError where a column is missing (with the nearest name) or holds something else than text.
+    Raises DataError if a column is missing (with the nearest name) or does not hold text.
     """
     import pyarrow as pa
 
@@ -61,25 +66,25 @@ def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with data.text")
-        odd = rows.odd.get(name, {})
+        non_strings = rows.non_strings.get(name, {})
         texts = []
         for row, text in enumerate(string_values(column, rows, name)):
             if text is None:
-                rows.leave_out(row, f"{name!r} has no value")
-            elif row in odd:
-                rows.leave_out(row, f"{name!r} is no text: {truncate(odd[row])}")
+                rows.mark_bad(row, f"{name!r} has no value")
+            elif row in non_strings:
+                rows.mark_bad(row, f"{name!r} is not text: {truncate(non_strings[row])}")
             texts.append(text or "")
         if texts and not any(text.strip() for text in texts):
-            raise DataError(f"{rows.source}: every {name!r} is empty; choose another column with data.text")
+            raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with data.text")
         found.append(texts)
     for row, cells in enumerate(zip(*found, strict=True)):
         if not any(cell.strip() for cell in cells):
-            rows.leave_out(row, "has no text")
+            rows.mark_bad(row, "has no text")
     return found
 
 
 def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
-    """The values of a column of strings; parquet does not promise that they are UTF-8."""
+    """The values of a string column. Values that are not UTF-8, which parquet allows, are marked as bad rows."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -90,22 +95,22 @@ def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | 
         found: list[str | None] = []
         for row, raw in enumerate(column.cast(pa.large_binary()).to_pylist()):
             text = None if raw is None else raw.decode("utf-8", "surrogateescape")
-            if text is not None and (wrong := ESCAPED.search(text)):
-                rows.leave_out(row, f"{name!r} is not UTF-8{_byte(wrong)}")
+            if text is not None and (invalid := INVALID_BYTE.search(text)):
+                rows.mark_bad(row, f"{name!r} {not_utf8(invalid)}")
                 text = ""
             found.append(text)
         return found
 
 
 def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
-    """One column. Raises DataError with the columns that there are, and the nearest one."""
+    """The column `name`. Raises DataError, with the nearest name and all names, if it is missing or not unique."""
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
     if name not in table.column_names:
         only = table.column_names[0] if table.num_columns == 1 else ""
         if separator := next((mark for mark in (";", "\t", "|") if mark in only), None):
             raise DataError(
-                f"{source}: its cells seem to be separated by {separator!r}; save it with commas, or with tabs as .tsv"
+                f"{source}: cells seem to be separated by {separator!r}; save it as .csv with commas, or as .tsv with tabs"
             )
         raise DataError(
             f"{source}: has no column {name!r}.{nearest(name, table.column_names)} It has: {listing(table.column_names, 30)}"
@@ -113,33 +118,37 @@ def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     return table[name]
 
 
-def _file(path: Path, strict: bool) -> Rows:
+def read_file(path: Path, strict: bool) -> Rows:
+    """The rows of a file, by the reader for its extension."""
     suffix = path.suffix.lower()
     try:
         if suffix == ".parquet":
-            return _numbered(_parquet(path), str(path), strict)
+            return numbered_rows(read_parquet(path), str(path), strict)
         if suffix == ".txt":
-            return _numbered(_text(path), str(path), strict)
-        left_out = BadRows(str(path), "line", strict)
-        lines = _lines(path)
-        return _delimited(path, lines, left_out, suffix == ".tsv") if suffix in (".csv", ".tsv") else _json(path, lines, left_out)
+            return numbered_rows(read_text(path), str(path), strict)
+        bad_rows = BadRows(str(path), "line", strict)
+        lines = read_lines(path)
+        if suffix in (".csv", ".tsv"):
+            return read_delimited(path, lines, bad_rows, tabs=suffix == ".tsv")
+        return read_json(path, lines, bad_rows)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _text(path: Path) -> pa.Table:
-    """One row, the whole file."""
+def read_text(path: Path) -> pa.Table:
+    """A table of one row with the whole file as "text"; of no row if the file is blank."""
     import pyarrow as pa
 
-    lines = list(_lines(path))
+    lines = list(read_lines(path))
     for number, line in enumerate(lines, 1):
-        if wrong := ESCAPED.search(line):
-            raise DataError(f"{path}:{number}: is not UTF-8{_byte(wrong)}; save it as UTF-8")
+        if invalid := INVALID_BYTE.search(line):
+            raise DataError(f"{path}:{number}: {not_utf8(invalid)}; save it as UTF-8")
     text = "".join(lines)
     return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
 
 
-def _parquet(path: Path) -> pa.Table:
+def read_parquet(path: Path) -> pa.Table:
+    """The table in a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -147,32 +156,34 @@ def _parquet(path: Path) -> pa.Table:
         with path.open("rb") as file:
             return pyarrow.parquet.read_table(file)
     except pa.ArrowException as error:
-        raise DataError(f"{path}: is not a whole parquet file: {_first_line(error)}") from error
+        raise DataError(f"{path}: is not a valid parquet file: {first_line(error)}") from error
 
 
-def _folder(path: Path, split: str | None) -> pa.Table:
+def read_datasets_folder(path: Path, split: str | None) -> pa.Table:
+    """A data set saved with save_to_disk(), or one split of it."""
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # a damaged folder fails in arrow, json or the file system
-        raise DataError(f"{path}: cannot be read as a `datasets` folder: {_first_line(error)}") from error
+    except Exception as error:  # a corrupt folder fails in arrow, json or the file system
+        raise DataError(f"{path}: cannot be read as a `datasets` folder: {first_line(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         name = split or "train"
         if name not in loaded:
             raise DataError(f"{path}: has no split {name!r}.{nearest(name, loaded)} It has: {listing(list(loaded))}")
-        return _arrow(loaded[name])
+        return to_arrow(loaded[name])
     if split is not None:
-        raise DataError(f"{path}: is one data set without splits, and data.split = {split!r}; leave it out")
-    return _arrow(loaded)
+        raise DataError(f"{path}: has no splits; omit data.split = {split!r}")
+    return to_arrow(loaded)
 
 
-def _hub(source: str, split: str) -> pa.Table:
+def load_from_hub(source: str, split: str) -> pa.Table:
+    """One split of a hub data set."""
     import datasets
 
     name, _, configuration = source.partition(":")
     try:
-        return _arrow(datasets.load_dataset(name, configuration or None, split=split))
+        return to_arrow(datasets.load_dataset(name, configuration or None, split=split))
     except Exception as error:  # the hub client, the network and datasets each raise their own
         if is_gated(error):
             raise DataError(
@@ -180,10 +191,11 @@ def _hub(source: str, split: str) -> pa.Table:
             ) from error
         near = nearest(source, [file.name for file in Path().iterdir()])
         raise DataError(
-            f"{source}: no such file or folder, and as a hub data set (split {split!r}) it cannot be loaded: "
-            f"{_first_line(error)}.{near} Give a file ({listing(EXTENSIONS)}), a `datasets` folder or a hub name"
+            f"{source}: no such file or folder, and no such hub data set (split {split!r}): "
+            f"{first_line(error)}.{near} Give a file ({listing(EXTENSIONS)}), a `datasets` folder or a hub name"
         ) from error
 
 
-def _arrow(dataset: Any) -> pa.Table:
+def to_arrow(dataset: Any) -> pa.Table:
+    """The rows of a `datasets` data set, with its column types."""
     return dataset.with_format("arrow")[:] if len(dataset) else dataset.data.table.slice(0, 0)

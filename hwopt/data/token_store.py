@@ -1,7 +1,7 @@
-"""Data: tokenised samples as flat memory-mapped arrays under a cache folder, and the split into train and eval.
+"""Store tokenised samples as flat memory-mapped arrays in the cache folder, and split rows into train and eval.
 
-Tokens are stored once for a (data, tokenizer, settings), so that a second run starts at once and a data-loading worker, forked
-or spawned, opens them by path instead of receiving a copy. Reading files is the work of hwopt.data.tables.
+Tokens are stored once per (data, tokenizer, settings). A second run starts without tokenising, and data-loading workers open the
+arrays by path instead of receiving a copy. hwopt.data.tables reads the source files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers (train, eval), both ascending: a pure function of its arguments. Raises DataError as `held_out_count`."""
+    """Row numbers (train, eval), both ascending; a pure function of the arguments. Raises DataError as `held_out_count` does."""
     import numpy as np
 
     held_out = held_out_count(samples, fraction, source)
@@ -31,7 +31,7 @@ def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[N
 
 
 def held_out_count(samples: int, fraction: float, source: str) -> int:
-    """How many of `samples` to evaluate on. Raises DataError where that leaves none on one of the sides."""
+    """Number of the `samples` to evaluate on. Raises DataError if that leaves no sample for training or for evaluation."""
     held_out = round(samples * fraction)
     if not 0 < held_out < samples:
         raise DataError(
@@ -42,7 +42,7 @@ def held_out_count(samples: int, fraction: float, source: str) -> int:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of nested lists, dicts, strings and numbers, the same in every process; long lists of strings are cheap."""
+    """A hash of nested lists, dicts, strings and numbers, equal in all processes; fast for long lists of strings."""
     digest = hashlib.sha256()
     for part in parts:
         texts = part if isinstance(part, (list, tuple)) and part and all(isinstance(item, str) for item in part) else None
@@ -54,9 +54,9 @@ def fingerprint(*parts: Any) -> str:
 
 
 def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary sibling folder, then put it in the place of `folder` at once.
+    """Replace `folder` atomically by a temporary sibling folder that `write` fills.
 
-    Whoever comes second loses nothing: both wrote the same. Raises StorageError where the disk refuses.
+    Two processes may do this at the same time, because both write the same content. Raises StorageError if writing fails.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
             staged.mkdir()
             write(staged)
             with suppress(FileNotFoundError):
-                folder.rename(Path(scratch) / "old")  # broken, or another process was faster
+                folder.rename(Path(scratch) / "old")  # incomplete, or written by another process meanwhile
             try:
                 staged.rename(folder)
             except OSError:
@@ -79,11 +79,13 @@ def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 class TokenStore:
-    """Tokenised samples in one folder of .npy files, opened on first use; pickles as its path.
+    """Tokenised samples in a folder of .npy files, opened on first use; pickled as its path. The files:
 
-    `input_ids` (int32, all samples one after another), maybe `token_type_ids` (same), `offsets` (int64, samples + 1), `labels`
-    (int64: one a sample, or flat like input_ids and already shifted: labels[t] is the token to predict after t, -100 where none
-    counts), `counts` (int32: labels of each sample that the loss counts) and meta.json.
+    * `input_ids`: int32, the tokens of all samples concatenated; optionally `token_type_ids`, likewise
+    * `offsets`: int64 (samples + 1,), the start of each sample
+    * `labels`: int64, one per sample; or one per token, already shifted: labels[t] is the token to predict after t, or -100
+    * `counts`: int32 (samples,), labels of each sample that the loss counts
+    * meta.json
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +104,7 @@ class TokenStore:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What `cached` was given (`labels_per_token` tells the two kinds of labels apart), and `bytes`: each file's size."""
+        """The `meta` given to `cached` (`labels_per_token` is the kind of labels), and `bytes`: the size of each file."""
         if self._meta is None:
             self._meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
         return self._meta
@@ -122,7 +124,7 @@ class TokenStore:
         return self.array("counts")
 
     def array(self, name: str) -> NDArray[Any]:
-        """One of the files, memory-mapped, as it lies on the disk."""
+        """One of the arrays, memory-mapped."""
         if name not in self._arrays:
             import numpy as np
 
@@ -131,7 +133,7 @@ class TokenStore:
         return self._arrays[name]
 
     def row(self, index: int) -> dict[str, NDArray[Any]]:
-        """Sample `index`: "input_ids" (length,), maybe "token_type_ids" (length,), "labels" () or (length,)."""
+        """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" () or (length,)."""
         offsets = self.array("offsets")
         part = slice(offsets[index], offsets[index + 1])
         found = {"input_ids": self.array("input_ids")[part]}
@@ -142,7 +144,7 @@ class TokenStore:
         return found
 
     def is_complete(self) -> bool:
-        """Whether every file that meta.json names is there in its full size."""
+        """Whether every file in meta.json exists with its full size."""
         try:
             sizes = self.meta["bytes"]
             return bool(sizes) and all((self.folder / name).stat().st_size == size for name, size in sizes.items())
@@ -152,7 +154,7 @@ class TokenStore:
 
     @classmethod
     def cached(cls, folder: Path, make: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> TokenStore:
-        """The store in `folder` where it is whole, else one written from `make()`: (arrays by name, meta)."""
+        """The store in `folder` if it is complete, else a new one written from `make()`: (arrays by name, meta)."""
         store = cls(folder)
         if store.is_complete():
             return store

@@ -1,4 +1,9 @@
-"""Train a tokenizer on the job's texts, for a model that has none."""
+"""Train a tokenizer on the job's texts, for a model with random weights.
+
+As in BERT and GPT-2: WordPiece (lower case, between [CLS] and [SEP]) for encoders, byte-level BPE for decoders. Training is
+deterministic. WordPiece training in `tokenizers` 0.22 is not: it reads letters in the order of a hash table, which differs in
+each process and breaks ties between equally frequent pairs.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +18,33 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
 from hwopt.data.token_store import fingerprint, write_cache_folder
+from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
 from hwopt.errors import InputError
 from hwopt.system.cache import is_cached
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
-from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
 
 VOCABULARY = 8_000
-"""Tokens of a tokenizer that is trained on the spot, where the job's model.config gives no vocab_size."""
+"""Tokens of a trained tokenizer if the job's model.config has no vocab_size."""
 MAX_LETTERS = 1_000
+"""Letters in the vocabulary of a WordPiece tokenizer."""
 
 
 def job_vocab_size(job: Job) -> int | None:
-    """The vocab_size that the job's model.config gives; None where it gives none, or names a trained model."""
+    """The vocab_size in the job's model.config; None if it has none, or if the job names a trained model."""
     config = job.model.config or {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
 
 def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
-    """The config to plan with before any text is read: a copy of `config` with a vocabulary of 8,000 where the tokenizer will be
-    trained on the spot and the job gives no vocab_size. `Task.load_model` then sets the size that the tokenizer really has."""
+    """The config for planning, before any text is read.
+
+    If a tokenizer will be trained and the job has no vocab_size, a copy of `config` with a vocabulary of 8,000; else `config`.
+    `Task.load_model` sets the real size of the trained tokenizer.
+    """
     if job.model.config is None or job.model.tokenizer is not None or job_vocab_size(job) is not None:
         return config
     config = copy.deepcopy(config)
@@ -44,17 +53,17 @@ def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
 
 
 def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, decoder: bool, cache: Path) -> Any:
-    """A tokenizer trained on `texts`, kept under `cache`: WordPiece for encoders, byte-level BPE for decoders.
+    """A tokenizer trained on `texts`, stored in `cache`: WordPiece for encoders, byte-level BPE for decoders.
 
-    It has the job's vocab_size, else 8,000 tokens, or fewer where the texts do not give as many. Raises InputError where the
-    vocabulary is too small for the letters that it must hold.
+    It has the job's vocab_size (default 8,000) or fewer tokens, if the texts give fewer. Raises InputError if the vocabulary is
+    too small for the special tokens and letters.
     """
     from transformers import PreTrainedTokenizerFast
 
     size = job_vocab_size(job) or VOCABULARY
     least = len(DECODER_TOKENS) + 256 if decoder else len(ENCODER_TOKENS) + 16
     if size < least:
-        raise InputError(f"model.config.vocab_size: {size} is too small for a tokenizer of its own; at least {least}")
+        raise InputError(f"model.config.vocab_size: {size} is too small to train a tokenizer; set at least {least}")
     folder = cache / "tokenizers" / fingerprint([FORMAT, size, decoder, uses_token_types(config)], list(texts))
     if not is_cached(folder / "tokenizer_config.json"):
         trained = train_bpe(texts, size) if decoder else train_wordpiece(texts, size)
@@ -80,7 +89,7 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:
         seen.update(normalizer.normalize_str(text))
     letters = sorted((letter for letter in seen if not letter.isspace()), key=lambda letter: (-seen[letter], letter))
     letters = letters[: min(MAX_LETTERS, (size - len(ENCODER_TOKENS)) // 2)]
-    # given as special tokens, the letters inside words get their numbers in our order instead of the hash table's
+    # special tokens get their ids in the given order, so that the letters inside words do not depend on the hash table
     inside = [f"##{letter}" for letter in sorted(letters) if not _is_punctuation(letter)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=[*ENCODER_TOKENS, *inside], limit_alphabet=len(letters), show_progress=False
@@ -97,7 +106,7 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:
 
 
 def train_bpe(texts: Sequence[str], size: int) -> Tokenizer:
-    """GPT-2's tokenizer with at most `size` tokens; <|endoftext|> stands between the two texts of a pair."""
+    """GPT-2's tokenizer with at most `size` tokens; <|endoftext|> separates the two texts of a pair."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.BPE())
@@ -117,13 +126,13 @@ def train_bpe(texts: Sequence[str], size: int) -> Tokenizer:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of everything that decides how `tokenizer` maps texts to numbers."""
+    """A hash of everything that determines how `tokenizer` maps texts to token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     else:
         rules = json.loads(backend.to_str())
-        for state in ("truncation", "padding"):  # left there by the last call
+        for state in ("truncation", "padding"):  # depend on the last call
             rules.pop(state, None)
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
     return fingerprint(rules, special, [tokenizer.truncation_side])

@@ -36,8 +36,8 @@ class Journal(Listener):
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
         write_json(folder / "plan.json", run.plan.to_dict())
-        if run.prepared.left_out:
-            write_json(folder / "left_out.json", run.prepared.left_out)
+        if run.prepared.bad_rows:
+            write_json(folder / "left_out.json", run.prepared.bad_rows)
         write_status(folder, None, "running")
 
     def evidence(self, run: Run, found: list[Any]) -> None:

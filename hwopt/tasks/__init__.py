@@ -1,1 +1,1 @@
-"""What a sample, a loss and a metric are."""
+"""Tasks: what a sample, a loss and a metric are."""

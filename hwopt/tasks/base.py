@@ -1,7 +1,7 @@
 """Tasks: what a sample, a loss and a metric are.
 
-A task turns the job's files into token stores once, and loads the model with the head that fits. The loop knows tasks by this
-class alone; a subclass gives `prepare`, `loss`, `metrics` and what the head needs.
+A task tokenises the job's data into token stores and loads the model with a matching head. The training loop uses only the
+interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and `head_config` if the head needs settings.
 """
 
 from __future__ import annotations
@@ -27,107 +27,108 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
-"""Of the token stores; a change makes old ones be written anew."""
+"""Format of the token stores; a new number invalidates the cached ones."""
 IGNORED = -100
-"""The label of a token that no loss counts, as in transformers."""
+"""The label of a token that the loss ignores, as in transformers."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenised data and what belongs to it."""
+    """The tokenised data of a job, its tokenizer and its labels."""
 
     train: TokenStore
     eval: TokenStore | None
     tokenizer: Any
-    """With a padding token, padding on the right."""
+    """Has a padding token, and pads on the right."""
     label_names: tuple[str, ...] | None
-    """By label number; None where labels are tokens."""
+    """The name of each label number; None if labels are tokens."""
     notes: list[str] = field(default_factory=list)
-    """For the screen."""
-    left_out: list[dict[str, Any]] = field(default_factory=list)
-    """Of each source with bad rows: its name, all its rows, and which of them were left out and why."""
+    """Lines for the screen."""
+    bad_rows: list[dict[str, Any]] = field(default_factory=list)
+    """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
 
-    def leave_out(self, *sources: Rows | None) -> None:
-        """Say which rows of `sources` are not among the samples."""
+    def report_bad_rows(self, *sources: Rows | None) -> None:
+        """Add the bad rows of `sources` to `notes` and `bad_rows`."""
         for source in sources:
-            if source is not None and source.left_out.whys:
-                self.notes.append(source.left_out.note())
-                self.left_out.append(source.left_out.to_dict())
+            if source is not None and source.bad_rows.reasons:
+                self.notes.append(source.bad_rows.note())
+                self.bad_rows.append(source.bad_rows.to_dict())
 
 
 class Metrics(Protocol):
-    """Sums on the device, over all micro-batches of one evaluation and all ranks."""
+    """Metrics of one evaluation: sums on the device, over all micro-batches and ranks."""
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
-        """Add a micro-batch: the model's outputs, and what `Task.loss` takes and gives. Waits for no device."""
+        """Add a micro-batch: the model's outputs, the targets, and the result of `Task.loss`. Must not wait for the device."""
 
     def compute(self) -> dict[str, float]:
-        """The figures by name, without "eval_"; all ranks call it, one transfer."""
+        """The value of each metric, by name without "eval_". Called on all ranks; copies to the host once."""
 
 
 class Task:
-    """One kind of training. Methods are pure but for the caches that `prepare` writes."""
+    """One kind of training. Its methods have no side effects, except that `prepare` writes caches."""
 
     kind: ClassVar[str]
     default_metric: ClassVar[str]
-    rising: ClassVar[dict[str, bool]]
-    """Each metric, and whether a greater one is better."""
+    metric_directions: ClassVar[dict[str, bool]]
+    """Metric name -> whether a greater value is better."""
 
     def greater_is_better(self, name: str) -> bool:
-        """Of a metric, with or without "eval_". Raises InputError where the task has no such metric."""
+        """Whether a greater value of the metric `name`, with or without "eval_", is better. Raises InputError if unknown."""
         short = name.removeprefix("eval_")
-        if short not in self.rising:
-            known = [f"eval_{known}" for known in self.rising]
+        if short not in self.metric_directions:
+            known = [f"eval_{known}" for known in self.metric_directions]
             raise InputError(
                 f"training.metric_for_best_model: {self.kind} has no metric {name!r}.{nearest(name, known)} "
                 f"It has: {listing(known)}"
             )
-        return self.rising[short]
+        return self.metric_directions[short]
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
-        """Read, check and tokenise the job's data, or find it under `cache`.
+        """Read, check and tokenise the job's data, or load it from `cache`.
 
-        `max_positions` is the longest input in tokens that the model takes (ModelFacts has it), None for no limit; `seed`
-        decides the split of data.eval_fraction. Raises DataError for the data, InputError for the job.
+        `max_positions` is the model's longest input in tokens (see ModelFacts), None for no limit. `seed` determines the split by
+        data.eval_fraction. Raises DataError for problems of the data, InputError for problems of the job.
         """
         raise NotImplementedError
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits; pure."""
+        """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits."""
         raise NotImplementedError
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """Empty metrics for one evaluation."""
         raise NotImplementedError
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """What the model's config must say of the head."""
+        """Keys of the model's config that set up the head."""
         return {}
 
     def load_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> torch.nn.Module:
-        """The model with trained weights, or with random ones from torch's generator, which the caller seeds.
+        """The model with trained weights, or with random weights from torch's generator, which the caller seeds.
 
-        float32 unless `model_kwargs` has a dtype. `config` is left as it is. Raises InputError where weights are missing,
-        tokens have no embedding, or the loss of the model has no exact count.
+        In float32 unless `model_kwargs` has a dtype. `config` is not changed. Raises InputError if weights are missing, if tokens
+        have no embedding, or if the loss of the model has no exact count.
         """
         import transformers
 
         refuse_router(config, job)
         config = copy.deepcopy(config)
-        heads = getattr(config, "num_labels", None)
+        num_labels = getattr(config, "num_labels", None)
         for key, value in self.head_config(prepared).items():
             setattr(config, key, value)
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
         model = (
-            self._random(job, config, prepared, model_kwargs)
+            self._random_model(job, config, prepared, model_kwargs)
             if job.model.name is None
             else load_weights(
                 getattr(transformers, AUTO_CLASSES[self.kind]),
                 job.model.name,
                 job.model.revision,
                 config,
-                new_head=heads != getattr(config, "num_labels", None),
+                new_head=num_labels != getattr(config, "num_labels", None),
                 **model_kwargs,
             )
         )
@@ -136,38 +137,39 @@ class Task:
         check_vocabulary(tokenizer, rows)
         largest = max(store.meta["largest_id"] for store in (prepared.train, prepared.eval) if store is not None)
         if largest >= rows:
-            raise InputError(f"model.tokenizer: makes token {largest:,}, the model has embeddings for {rows:,} only")
+            raise InputError(f"model.tokenizer: yields token {largest:,}, but the model has {rows:,} embeddings")
         if tokenizer.pad_token_id >= rows:
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the padding's embedding is never looked at
-        _each(model.config, pad_token_id=tokenizer.pad_token_id)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # padding is never attended to
+        set_in_configs(model.config, pad_token_id=tokenizer.pad_token_id)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.pad_token_id = tokenizer.pad_token_id
         refuse_inexact(model, job)
         return cast("torch.nn.Module", model)
 
-    def _random(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
+    def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
+        """A model with random weights and the vocabulary of the job or the tokenizer."""
         import transformers
 
         tokenizer = prepared.tokenizer
         if job_vocab_size(job) is None:
             config.get_text_config().vocab_size = len(tokenizer)
-        # an embedding's padding row is fixed at zero without a gradient: only a token that is nothing else may have it
-        apart = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.unk_token_id)
-        _each(
+        # the padding row of an embedding is always zero, so the padding token must have no other role
+        only_padding = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.unk_token_id)
+        set_in_configs(
             config,
-            pad_token_id=tokenizer.pad_token_id if apart else None,
+            pad_token_id=tokenizer.pad_token_id if only_padding else None,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        auto = getattr(transformers, AUTO_CLASSES[self.kind])
+        auto_class = getattr(transformers, AUTO_CLASSES[self.kind])
         try:
-            return auto.from_config(config, **in_float32(model_kwargs))
+            return auto_class.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
-            raise InputError(f"model.config: {config.model_type} cannot be built from it: {truncate(str(error), 200)}") from error
+            raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
 
 
 def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`model_kwargs` for a model that no file holds, whose dtype "auto" would ask for."""
+    """`model_kwargs` with float32 in place of the dtype "auto", which needs saved weights."""
     import torch
 
     dtype = model_kwargs.get("dtype", "auto")
@@ -175,34 +177,34 @@ def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_inexact(model: torch.nn.Module, job: Job) -> None:
-    """Raises InputError for a model whose loss is no sum over samples: cutting a step batch would change the training."""
+    """Raise InputError for a model whose loss is not a sum over samples: splitting a step batch would change the training."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     refuse_router(getattr(model, "config", None), job)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise InputError(
-                f"model: {name} is a {type(module).__name__}: its statistics depend on how a step batch is cut, so that "
-                "micro-batches do not add up; choose a model without batch normalisation"
+                f"model: {name} is a {type(module).__name__}, whose statistics depend on the split into micro-batches. "
+                "Choose a model without batch normalisation"
             )
 
 
 def refuse_router(config: PretrainedConfig | None, job: Job) -> None:
-    """Raises InputError for a mixture of experts, unless the job does without its load-balancing loss."""
+    """Raise InputError for a mixture of experts, unless the job sets task.ignore_router_loss."""
     if config is None or job.task.ignore_router_loss:
         return
     text = config.get_text_config()
-    given = [getattr(text, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
-    experts = max((int(number) for number in given if isinstance(number, int)), default=0)
+    values = [getattr(text, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
+    experts = max((int(number) for number in values if isinstance(number, int)), default=0)
     if experts > 1 or (experts == 0 and getattr(text, "router_aux_loss_coef", None)):
         raise InputError(
-            f"model: {config.model_type} is a mixture of {experts or 'several'} experts: its load-balancing loss has no exact "
-            "count over micro-batches; set task.ignore_router_loss = true to train without it, or choose a dense model"
+            f"model: {config.model_type} is a mixture of {experts or 'several'} experts, whose load-balancing loss is not exact "
+            "over micro-batches. Set task.ignore_router_loss = true to train without that loss, or choose a dense model"
         )
 
 
-def _each(config: PretrainedConfig, **values: Any) -> None:
-    """Set `values` in a config and in the one of its text model, which may be another."""
+def set_in_configs(config: PretrainedConfig, **values: Any) -> None:
+    """Set `values` in a config and in the config of its text model."""
     for part in (config, config.get_text_config()):
         for key, value in values.items():
             setattr(part, key, value)

@@ -1,4 +1,4 @@
-"""Causal language modelling: plain text in blocks, and prompts with completions."""
+"""Causal language modelling: plain text in blocks, or prompts with completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
-from hwopt.data.tokenizer import CHUNK, Encoded, Limit
+from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
 from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import add_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
+from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BLOCK = 1_024
-"""Tokens of a block of plain text, where neither the job nor the model says less."""
+"""Tokens per block of plain text, unless the job or the model has a smaller limit."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, or prompts and completions, and where they come from."""
+    """Documents, or prompts with completions, and their places."""
 
     places: Places
-    left_out: BadRows
+    bad_rows: BadRows
     texts: list[list[str]]
-    """One list a column."""
+    """One list per column."""
 
     def take(self, samples: Sequence[int]) -> Texts:
+        """Some of the texts."""
         return replace(
             self,
             places=self.places.take(samples),
@@ -46,24 +47,27 @@ class Texts:
 
 
 def _texts(rows: Rows, names: Sequence[str]) -> Texts:
-    """Every row that has a text."""
+    """The rows that have a text."""
     texts = text_columns(rows, names)
-    return Texts(rows.places, rows.left_out, texts).take(rows.kept())
+    return Texts(rows.places, rows.bad_rows, texts).take(rows.usable())
 
 
 class CausalLM(Task):
+    """Predict the next token."""
+
     kind: ClassVar[str] = "causal-lm"
     default_metric: ClassVar[str] = "eval_loss"
-    rising: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
+    metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
-        """Plain text: documents are joined by the end-of-text token and cut into blocks, so that each token but the very first
-        is predicted exactly once. Prompts: one sample a row, only the completion and the end of text are predicted.
+        """Prepare the data.
 
-        data.eval_fraction holds rows out; of a single document, its end.
+        Plain text: documents are joined by the end-of-text token and split into blocks; every token except the first is predicted
+        exactly once. Prompts: one sample per row; only the completion and the end-of-text token are predicted.
+        data.eval_fraction holds out rows, or the end of a single document.
         """
         refuse_router(config, job)
-        limit = limit_of(job, max_positions)
+        limit = LengthLimit(job.data.max_length, max_positions)
         rows, other = read_sources(job)
         names = job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
         train = _texts(rows, names)
@@ -80,12 +84,12 @@ class CausalLM(Task):
         tokenizer = tokenizer_for(job, config, texts, decoder=True, cache=cache)
         first = _store(train, tokenizer, limit, cache)
         second = None if held_out is None else _store(held_out, tokenizer, limit, cache)
-        done = finish(first, second, tokenizer, None, avoid_used=False)
-        done.leave_out(rows, other)
-        return done
+        prepared = make_prepared(first, second, tokenizer, None, avoid_used=False)
+        prepared.report_bad_rows(rows, other)
+        return prepared
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Cross-entropy summed over the labels that are not -100; targets (batch, length), already shifted."""
+        """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
         from torch.nn import functional
 
         logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
@@ -93,30 +97,32 @@ class CausalLM(Task):
         return summed, (targets != IGNORED).sum()
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss (nats a token) and perplexity."""
+        """loss (nats per token) and perplexity."""
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
 
 
 def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """(inputs, labels, offsets) of a stream of n >= 2 tokens in samples of `length`, the last one maybe shorter.
+    """(inputs, labels, offsets) of n >= 2 tokens in blocks of `length`; the last block may be shorter.
 
-    inputs and labels have n - 1 elements: each token but the last is read once, each but the first predicted once. The label of
-    a block's last position is the first token of the next block, so that no token is lost and none is read twice.
+    inputs and labels have n - 1 elements: every token except the last is an input once, every token except the first a label
+    once. The label of a block's last position is the first token of the next block.
     """
     import numpy as np
 
-    read = len(tokens) - 1
-    offsets = np.append(np.arange(0, read, length, dtype=np.int64), read)
+    inputs = len(tokens) - 1
+    offsets = np.append(np.arange(0, inputs, length, dtype=np.int64), inputs)
     return tokens[:-1].astype(np.int32), tokens[1:].astype(np.int64), offsets
 
 
 def prompted(
     prompt: Sequence[int], completion: Sequence[int], end: int | None, max_length: int | None
 ) -> tuple[list[int], list[int]]:
-    """(inputs, labels) of one sample: labels are shifted by one, -100 inside the prompt; at most `max_length` inputs, cut on
-    the right. The end-of-text token is predicted, never read."""
+    """(inputs, labels) of one sample, truncated on the right to `max_length` inputs.
+
+    Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
+    """
     tokens = [*prompt, *completion, *(() if end is None else (end,))]
     if max_length is not None:
         tokens = tokens[: max_length + 1]
@@ -124,7 +130,8 @@ def prompted(
     return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
 
 
-def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenStore:
+def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path) -> TokenStore:
+    """The token store of `samples`, from the cache or written now."""
     texts = samples.texts
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
@@ -133,9 +140,9 @@ def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenSt
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
         if pairs:
-            arrays, found = _prompts(texts, tokenizer, limit, samples.places)
+            arrays, found = encode_prompts(texts, tokenizer, limit, samples.places)
         else:
-            arrays, found = _plain(texts[0], tokenizer, block, samples.places.source)
+            arrays, found = encode_blocks(texts[0], tokenizer, block, samples.places.source)
         return arrays, {
             "kind": CausalLM.kind,
             "label_names": None,
@@ -145,14 +152,15 @@ def _store(samples: Texts, tokenizer: Any, limit: Limit, cache: Path) -> TokenSt
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    add_tokenless_rows(store, samples.places, samples.left_out)
+    add_tokenless_rows(store, samples.places, samples.bad_rows)
     if pairs:
-        without = {sample for sample, _ in store.meta["left_out"]}
-        limit.check(store.lengths, samples.places.take([s for s in range(len(texts[0])) if s not in without]))
+        skipped = {sample for sample, _ in store.meta["left_out"]}
+        limit.check(store.lengths, samples.places.take([s for s in range(len(texts[0])) if s not in skipped]))
     return store
 
 
-def _plain(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
+def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
+    """(arrays of a token store, tokens) of documents, joined and split into blocks."""
     import numpy as np
 
     end = tokenizer.eos_token_id
@@ -164,43 +172,44 @@ def _plain(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[d
             stream.append(np.asarray(ids, np.int32))
     tokens = np.concatenate(stream)
     if len(tokens) < 2:
-        raise DataError(f"{source}: its text has {len(tokens)} tokens; language modelling needs two at least")
+        raise DataError(f"{source}: has {len(tokens)} tokens; language modelling needs at least two")
     inputs, labels, offsets = blocks(tokens, block)
     lengths = np.diff(offsets)
     arrays = {"input_ids": inputs, "labels": labels, "offsets": offsets, "counts": lengths.astype(np.int32)}
     return arrays, Encoded(inputs, None, lengths, 0)
 
 
-def _prompts(texts: list[list[str]], tokenizer: Any, limit: Limit, places: Places) -> tuple[dict[str, Any], Encoded]:
+def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
+    """(arrays of a token store, tokens) of prompts with completions, one sample per row."""
     import numpy as np
 
     inputs: list[NDArray[np.int32]] = []
     labels: list[NDArray[np.int64]] = []
-    cut = 0
-    left_out: dict[int, str] = {}
+    truncated = 0
+    skipped: dict[int, str] = {}
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
         prompts = _tokens(tokenizer, texts[0][start : start + CHUNK], special=True)
         completions = _tokens(tokenizer, texts[1][start : start + CHUNK], special=False)
         for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
             if not completion:
-                left_out[sample] = "the completion has no tokens"
+                skipped[sample] = "has a completion without tokens"
                 continue
-            read, predicted = prompted(prompt, completion, end, limit.max_length)
-            limit.check([len(read)], places, sample)
-            if all(label == IGNORED for label in predicted):
-                left_out[sample] = (
-                    f"nothing of the completion is left to predict: the prompt has {len(prompt):,} tokens, "
+            ids, targets = prompted(prompt, completion, end, limit.max_length)
+            limit.check([len(ids)], places, sample)
+            if all(target == IGNORED for target in targets):
+                skipped[sample] = (
+                    f"has no completion after truncation: the prompt has {len(prompt):,} tokens, "
                     f"data.max_length = {limit.max_length}"
                 )
                 continue
-            cut += len(prompt) + len(completion) > len(read) + (end is None)
-            inputs.append(np.array(read, np.int32))
-            labels.append(np.array(predicted, np.int64))
+            truncated += len(prompt) + len(completion) > len(ids) + (end is None)
+            inputs.append(np.array(ids, np.int32))
+            labels.append(np.array(targets, np.int64))
     if not inputs:
-        raise DataError(f"{places.source}: no row has anything to predict: {left_out[0]}")
+        raise DataError(f"{places.source}: no row has a token to predict; {places.at(0)} {skipped[0]}")
     lengths = np.array([len(one) for one in inputs], np.int64)
-    found = Encoded(np.concatenate(inputs), None, lengths, cut, left_out)
+    found = Encoded(np.concatenate(inputs), None, lengths, truncated, skipped)
     arrays = {
         "input_ids": found.ids,
         "labels": np.concatenate(labels),
@@ -211,7 +220,7 @@ def _prompts(texts: list[list[str]], tokenizer: Any, limit: Limit, places: Place
 
 
 def _tokens(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    """Tokens of each text; `special`: with the beginning that the tokenizer's template puts there, never with its end."""
+    """The tokens of each text. `special`: with the special tokens that the tokenizer adds at the start, but not at the end."""
     found: list[list[int]] = tokenizer(
         texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]

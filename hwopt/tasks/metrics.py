@@ -1,98 +1,87 @@
-"""Metrics: sums that stay on the device, are reduced over the ranks by torchmetrics, and come to the host once.
+"""Metrics as float64 sums that stay on the device, are added over the ranks, and are copied to the host once.
 
-torchmetrics' own F1 counts with torch.bincount, which reads its greatest element back from the device in every update.
+Float64 counts exactly up to 2**53. The counts use index_add_: torch.bincount, as in torchmetrics, is a host sync in every update.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
-import torchmetrics
+import torch.distributed as dist
 
 LOSS, COUNT = 0, 1
 
 
-class _Sums(torchmetrics.Metric):
-    """One float64 vector, added over updates and ranks; float64 counts exactly to 2**53."""
-
-    full_state_update = False
-    sums: torch.Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.add_state("sums", torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, part: torch.Tensor) -> None:
-        self.sums += part
-
-    def compute(self) -> torch.Tensor:
-        return self.sums
-
-
 class LossMetrics:
-    """The mean loss, in nats a label."""
+    """The mean loss, in nats per label. A subclass has `extra` more sums."""
 
     def __init__(self, device: torch.device | str, extra: int = 0) -> None:
-        self._metric = _Sums(2 + extra).to(device)
-        self._part = torch.zeros(2 + extra, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2 + extra, dtype=torch.float64, device=device)  # (2 + extra,): loss, labels, the subclass's sums
+        self._part = torch.zeros_like(self._sums)
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Add a micro-batch, in one operation: if memory runs out before it, the micro-batch can be evaluated again."""
         self._part.zero_()
         self._part[LOSS] += summed_loss.detach()
         self._part[COUNT] += count
-        self._add(outputs, targets)
-        self._metric.update(self._part)
+        self._count(outputs, targets, self._part[2:])
+        self._sums += self._part
 
     def compute(self) -> dict[str, float]:
-        """nan where nothing was evaluated."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchmetrics warns where this rank had nothing to evaluate
-            sums = self._metric.compute().tolist()
-        return self._named(sums)
+        """The values by name; nan if nothing was evaluated. Called on all ranks."""
+        return self._values(over_ranks(self._sums).tolist())
 
-    def _add(self, outputs: Any, targets: torch.Tensor) -> None:
-        pass
+    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
+        """Write the extra sums of a micro-batch to `extra`, which holds zeros."""
 
-    def _named(self, sums: list[float]) -> dict[str, float]:
+    def _values(self, sums: list[float]) -> dict[str, float]:
         return {"loss": sums[LOSS] / sums[COUNT] if sums[COUNT] else math.nan}
+
+
+def over_ranks(sums: torch.Tensor) -> torch.Tensor:
+    """The sum of `sums` over all ranks, added in the order of the ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return sums
+    gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, sums)
+    return torch.stack(gathered).sum(dim=0)
 
 
 class TokenMetrics(LossMetrics):
     """loss and perplexity."""
 
-    def _named(self, sums: list[float]) -> dict[str, float]:
-        loss = super()._named(sums)["loss"]
+    def _values(self, sums: list[float]) -> dict[str, float]:
+        loss = super()._values(sums)["loss"]
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
 
 
 class ClassMetrics(LossMetrics):
-    """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary of label 1."""
+    """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary for label 1."""
 
     def __init__(self, labels: int, device: torch.device | str) -> None:
         super().__init__(device, extra=3 * labels)
         self.labels = labels
 
-    def _add(self, outputs: Any, targets: torch.Tensor) -> None:
-        found = outputs.logits.argmax(-1)  # (batch,)
-        right = (found == targets).double()
-        hits, predicted, actual = self._part[2:].view(3, self.labels)
-        hits.index_add_(0, targets, right)
-        predicted.index_add_(0, found, torch.ones_like(right))
-        actual.index_add_(0, targets, torch.ones_like(right))
+    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
+        predictions = outputs.logits.argmax(-1)  # (batch,)
+        correct = (predictions == targets).double()
+        hits, predicted, actual = extra.view(3, self.labels)
+        hits.index_add_(0, targets, correct)
+        predicted.index_add_(0, predictions, torch.ones_like(correct))
+        actual.index_add_(0, targets, torch.ones_like(correct))
 
-    def _named(self, sums: list[float]) -> dict[str, float]:
+    def _values(self, sums: list[float]) -> dict[str, float]:
         n = self.labels
         hits, predicted, actual = sums[2 : 2 + n], sums[2 + n : 2 + 2 * n], sums[2 + 2 * n :]
         samples = sum(actual)
-        # 2 tp / (2 tp + fp + fn); None for a class that neither occurs nor is predicted
-        each = [2 * h / (p + a) if p + a else None for h, p, a in zip(hits, predicted, actual, strict=True)]
-        present = [one for one in each if one is not None]
-        found = {
-            **super()._named(sums),
+        # F1 = 2 tp / (2 tp + fp + fn); None for a class that neither occurs nor is predicted
+        f1 = [2 * h / (p + a) if p + a else None for h, p, a in zip(hits, predicted, actual, strict=True)]
+        present = [score for score in f1 if score is not None]
+        values = {
+            **super()._values(sums),
             "accuracy": sum(hits) / samples if samples else math.nan,
             "f1": sum(present) / len(present) if present else math.nan,
         }
-        return {**found, "f1_binary": each[1] or 0.0} if n == 2 else found
+        return {**values, "f1_binary": f1[1] or 0.0} if n == 2 else values

@@ -1,4 +1,4 @@
-"""Steps that tasks share to turn a job's files into token stores."""
+"""Steps of `Task.prepare` that tasks share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import read_rows
 from hwopt.data.token_store import TokenStore
-from hwopt.data.tokenizer import Limit, choose_padding, load_tokenizer
+from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.data.tokenizer_training import trained_tokenizer
+from hwopt.tasks.base import Prepared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-from hwopt.tasks.base import Prepared
 
 
 def read_sources(job: Job) -> tuple[Rows, Rows | None]:
-    """The rows to train on and to evaluate on; None where the job gives none or only a fraction."""
+    """(rows for training, rows for evaluation); None if the job has no evaluation source."""
     strict = job.data.on_bad_row == "stop"
     train = read_rows(job.data.train, job.data.split, strict)
     if job.data.eval is not None:
@@ -29,12 +29,12 @@ def read_sources(job: Job) -> tuple[Rows, Rows | None]:
     return train, None
 
 
-def add_tokenless_rows(store: TokenStore, places: Places, left_out: BadRows) -> None:
-    """What tokenising, now or when the store was made, has left out of the samples at `places`."""
-    for sample, why in store.meta["left_out"]:
-        left_out.add(places.numbers[sample], why)
+def add_tokenless_rows(store: TokenStore, places: Places, bad_rows: BadRows) -> None:
+    """Add the samples at `places` that tokenising skipped, now or when the store was written, to `bad_rows`."""
+    for sample, reason in store.meta["left_out"]:
+        bad_rows.add(places.numbers[sample], reason)
     if store.meta["left_out"]:
-        left_out.check([number for number in places.numbers if number not in left_out.whys])
+        bad_rows.check([number for number in places.numbers if number not in bad_rows.reasons])
 
 
 def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder: bool, cache: Path) -> Any:
@@ -46,22 +46,16 @@ def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder:
     return trained_tokenizer(texts, job, config, decoder, cache)
 
 
-def finish(
+def make_prepared(
     train: TokenStore, held_out: TokenStore | None, tokenizer: Any, names: tuple[str, ...] | None, avoid_used: bool
 ) -> Prepared:
-    """Choose the padding token, and say what was cut. `avoid_used`: no text may contain the padding token."""
-    stores = [(train, "")] if held_out is None else [(train, ""), (held_out, " of the evaluation")]
+    """The Prepared of two stores, with the padding token chosen. `avoid_used`: no text may contain the padding token."""
+    stores = [(train, "")] if held_out is None else [(train, ""), (held_out, " of the evaluation data")]
     used = {number for store, _ in stores for number in store.meta["special_ids"]} if avoid_used else set()
     choose_padding(tokenizer, used)
     notes = [
-        f"{store.meta['cut']:,} of {store.meta['samples']:,} texts{which} are longer than {store.meta['max_length']} tokens "
-        "and are cut"
+        f"truncated {store.meta['cut']:,} of {store.meta['samples']:,} texts{which} to {store.meta['max_length']} tokens"
         for store, which in stores
         if store.meta["cut"]
     ]
     return Prepared(train, held_out, tokenizer, names, notes)
-
-
-def limit_of(job: Job, max_positions: int | None) -> Limit:
-    """Raises InputError where the job's max_length is more than the model takes."""
-    return Limit(job.data.max_length, max_positions)

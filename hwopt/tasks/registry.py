@@ -1,4 +1,4 @@
-"""Find the task that a job names."""
+"""Create the task of a job."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values, text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, split_rows
-from hwopt.data.tokenizer import Limit, encode, uses_token_types
+from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
 from hwopt.model.facts import is_decoder
 from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
-from hwopt.tasks.preparation import add_tokenless_rows, finish, limit_of, read_sources, tokenizer_for
+from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -26,53 +26,56 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-_WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
-_NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
+INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
+NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
 
 
-MEASURED = 0.1
-"""The share of numbers with a fraction from which on a column holds measurements."""
+MAX_FRACTIONAL = 0.1
+"""Above this share of numbers with a fractional part, a column holds measurements instead of classes."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Texts and labels, and where they come from."""
+    """Texts and labels, with their places."""
 
     places: Places
-    left_out: BadRows
+    bad_rows: BadRows
     texts: list[list[str]]
-    """One list a column."""
+    """One list per column."""
     labels: list[str]
 
     def take(self, samples: Sequence[int]) -> Samples:
+        """Some of the samples."""
         return Samples(
             self.places.take(samples),
-            self.left_out,
+            self.bad_rows,
             [[column[sample] for sample in samples] for column in self.texts],
             [self.labels[sample] for sample in samples],
         )
 
 
 class TextClassification(Task):
+    """Classify single texts or pairs of texts."""
+
     kind: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1"
-    rising: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
+    metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
-        """Labels are numbered in the order of the sorted labels of the training file, or as the model's config has them."""
+        """Prepare the data. Labels are numbered as in the model's config, else in the sorted order of the training labels."""
         refuse_router(config, job)
-        limit = limit_of(job, max_positions)
+        limit = LengthLimit(job.data.max_length, max_positions)
         rows, other = read_sources(job)
         train = _samples(rows, job)
         held_out = None if other is None else _samples(other, job)
-        names = _order(train.labels, class_names(rows.table, job.data.label), config)
+        names = label_order(train.labels, class_names(rows.table, job.data.label), config)
         if len(names) == 1:
-            raise DataError(f"{rows.source}: every {job.data.label!r} is {names[0]!r}; classification needs two classes at least")
+            raise DataError(f"{rows.source}: every {job.data.label!r} is {names[0]!r}; classification needs at least two classes")
         notes = []
         if len(names) * 2 > len(train.labels) > 8:
             notes.append(f"{len(names):,} labels in {len(train.labels):,} samples: is {job.data.label!r} the right column?")
         if held_out is not None:
-            held_out = _known(held_out, names)
+            held_out = drop_unknown_labels(held_out, names)
         elif job.data.eval_fraction is not None:
             kept, held = split_rows(len(train.labels), job.data.eval_fraction, seed, rows.source)
             train, held_out = train.take(kept.tolist()), train.take(held.tolist())
@@ -84,12 +87,13 @@ class TextClassification(Task):
             None if samples is None else _store(samples, names, tokenizer, limit, types, cache) for samples in (train, held_out)
         ]
         assert stores[0] is not None
-        done = finish(stores[0], stores[1], tokenizer, names, avoid_used=decoder)
-        done.notes.extend(notes)
-        done.leave_out(rows, other)
-        return done
+        prepared = make_prepared(stores[0], stores[1], tokenizer, names, avoid_used=decoder)
+        prepared.notes.extend(notes)
+        prepared.report_bad_rows(rows, other)
+        return prepared
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
+        """The label names, and the kind of classification."""
         names = prepared.label_names or ()
         return {
             "id2label": dict(enumerate(names)),
@@ -98,22 +102,22 @@ class TextClassification(Task):
         }
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Cross-entropy summed over the samples; targets (batch,)."""
+        """(cross-entropy summed over the samples, number of samples); targets (batch,)."""
         from torch.nn import functional
 
         return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss, accuracy, f1 (macro), and for two labels f1_binary (of label 1)."""
+        """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
         from hwopt.tasks.metrics import ClassMetrics
 
         return ClassMetrics(len(prepared.label_names or ()), device)
 
 
 def read_labels(rows: Rows, name: str) -> list[str]:
-    """The label of each row by its name. Whole numbers are named alike however they are written (1, 1.0, "1").
+    """The label of each row, as a string. Integers have one form, however they are written (1, 1.0, "1").
 
-    Rows without one are left out, with "" here. Raises DataError for measurements (0.37): classification wants classes.
+    Rows without a label are marked as bad, with "" here. Raises DataError for measurements (0.37).
     """
     import pyarrow as pa
 
@@ -123,40 +127,41 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
-        raise DataError(f"{source}: column {name!r} holds {kind}; labels are strings or whole numbers")
+        raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers")
     classes = class_names(table, name)
     values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     for row, value in enumerate(values):
-        odd = rows.odd.get(name, {}).get(row)
+        original = rows.non_strings.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
-            rows.leave_out(row, f"{name!r} has no label ({truncate(value)})")
+            rows.mark_bad(row, f"{name!r} has no label ({truncate(value)})")
             values[row] = None
-        elif isinstance(odd, list | dict):
-            rows.leave_out(row, f"{name!r} is no label: {truncate(odd)}")
+        elif isinstance(original, list | dict):
+            rows.mark_bad(row, f"{name!r} is not a label: {truncate(original)}")
             values[row] = None
-    there = [value for value in values if value is not None]
+    present = [value for value in values if value is not None]
     if classes:
         return ["" if value is None else classes[value] for value in values]
-    if pa.types.is_floating(kind) or (text and all(map(_NUMBER.fullmatch, there))):
-        measured = [row for row, value in enumerate(values) if value is not None and float(value) % 1]
-        for row in measured:
-            if len(measured) > MEASURED * len(there) or rows.left_out.strict:
+    if pa.types.is_floating(kind) or (text and all(map(NUMBER.fullmatch, present))):
+        fractional = [row for row, value in enumerate(values) if value is not None and float(value) % 1]
+        for row in fractional:
+            if len(fractional) > MAX_FRACTIONAL * len(present) or rows.bad_rows.strict:
                 raise DataError(
-                    f"{rows.places.at(row)}: {name!r} is {truncate(values[row])}: expected classes, not measurements; "
-                    "choose another column with data.label"
+                    f"{rows.places.at(row)}: {name!r} is {truncate(values[row])}, a measurement; expected classes. "
+                    "Choose another column with data.label"
                 )
-            rows.leave_out(row, f"{name!r} is a measurement among classes: {truncate(values[row])}")
+            rows.mark_bad(row, f"{name!r} is a measurement, not a class: {truncate(values[row])}")
             values[row] = None
-        return ["" if value is None else _whole(value) for value in values]
+        return ["" if value is None else integer_text(value) for value in values]
     return ["" if value is None else str(value) for value in values]
 
 
-def _whole(value: Any) -> str:
-    return str(int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else int(float(value)))
+def integer_text(value: Any) -> str:
+    """The integer `value`, given as a number or a string, in its shortest form."""
+    return str(int(value) if isinstance(value, str) and INTEGER.fullmatch(value) else int(float(value)))
 
 
 def class_names(table: pa.Table, name: str) -> list[str] | None:
-    """The names of a ClassLabel column of `datasets`, whose numbers are their places."""
+    """The class names of a ClassLabel column of `datasets`, by number; None for other columns."""
     if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
         return None
     import datasets
@@ -165,44 +170,43 @@ def class_names(table: pa.Table, name: str) -> list[str] | None:
     return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
-def _order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
-    """The labels that occur, by number: as the model or the data set has them, else sorted, numbers by value."""
+def label_order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
+    """The labels that occur, by number: in the order of the model or the data set, else sorted (integers by value)."""
     found = set(labels)
     own = [name for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
     if len(own) == len(found) and set(own) == found:
         return tuple(own)
     if classes:
         return tuple(name for name in classes if name in found)
-    if all(map(_WHOLE.fullmatch, found)):
+    if all(map(INTEGER.fullmatch, found)):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
 
 
 def _samples(rows: Rows, job: Job) -> Samples:
-    """Every row that has a text and a label."""
+    """The rows that have a text and a label."""
     texts, labels = text_columns(rows, job.data.text), read_labels(rows, job.data.label)
-    kept = rows.kept()
-    whole = Samples(rows.places, rows.left_out, texts, labels)
-    return whole.take(kept)
+    return Samples(rows.places, rows.bad_rows, texts, labels).take(rows.usable())
 
 
-def _known(samples: Samples, names: tuple[str, ...]) -> Samples:
-    """`samples` without those whose label no training sample has."""
+def drop_unknown_labels(samples: Samples, names: tuple[str, ...]) -> Samples:
+    """The samples whose label occurs in the training data; the others become bad rows."""
     known = set(names)
     numbers = samples.places.numbers
     for number, label in zip(numbers, samples.labels, strict=True):
         if label not in known:
-            samples.left_out.add(
+            samples.bad_rows.add(
                 number,
-                f"its label does not occur in the training data: {truncate(label)}.{nearest(label, names)} "
-                f"It has: {listing(names)}",
+                f"has a label that is not in the training data: {truncate(label)}.{nearest(label, names)} "
+                f"Known labels: {listing(names)}",
             )
-    kept = [sample for sample, label in enumerate(samples.labels) if label in known]
-    samples.left_out.check([numbers[sample] for sample in kept])
-    return samples.take(kept)
+    usable = [sample for sample, label in enumerate(samples.labels) if label in known]
+    samples.bad_rows.check([numbers[sample] for sample in usable])
+    return samples.take(usable)
 
 
-def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limit, types: bool, cache: Path) -> TokenStore:
+def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path) -> TokenStore:
+    """The token store of `samples`, from the cache or written now."""
     import numpy as np
 
     numbers = {name: number for number, name in enumerate(names)}
@@ -211,12 +215,12 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
         found = encode(tokenizer, samples.texts, limit, samples.places, types)
-        kept = [label for sample, label in enumerate(samples.labels) if sample not in found.left_out]
+        labels = [label for sample, label in enumerate(samples.labels) if sample not in found.skipped]
         arrays = {
             "input_ids": found.ids,
             "offsets": np.concatenate([[0], np.cumsum(found.lengths)]),
-            "labels": np.array([numbers[label] for label in kept], np.int64),
-            "counts": np.ones(len(kept), np.int32),
+            "labels": np.array([numbers[label] for label in labels], np.int64),
+            "counts": np.ones(len(labels), np.int32),
         }
         if found.types is not None:
             arrays["token_type_ids"] = found.types
@@ -229,8 +233,8 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Limi
         }
 
     store = TokenStore.cached(cache / "tokens" / key, make)
-    add_tokenless_rows(store, samples.places, samples.left_out)
-    without = {sample for sample, _ in store.meta["left_out"]}
-    places = samples.places.take([sample for sample in range(len(samples.labels)) if sample not in without])
-    limit.check(store.lengths, places)  # another model may take less
+    add_tokenless_rows(store, samples.places, samples.bad_rows)
+    skipped = {sample for sample, _ in store.meta["left_out"]}
+    places = samples.places.take([sample for sample in range(len(samples.labels)) if sample not in skipped])
+    limit.check(store.lengths, places)  # the store may come from a run with another model
     return store

@@ -56,7 +56,7 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--profile", "cpu", "--name", ""], 2, "--name"),
         (["run", "--profile", "cpu", "--name", "CON"], 2, "--name"),
         (["plan", "--profile", "cpu", "--set", "plugins.nope.x=1"], 2, "--set: no plugin 'nope'"),
-        (["plan", "--profile", "cpu", "--set", "model.config.hidden_size=33"], 2, "cannot be built"),
+        (["plan", "--profile", "cpu", "--set", "model.config.hidden_size=33"], 2, "cannot build"),
         (["plan", "--profile", "cpu", "--set", "data.max_length=4096"], 2, "--set: data.max_length: 4,096"),
         (["plan", "--profile", "cpu", "--set", "plugins.batch.train=99999999999999999999"], 2, "plugins.batch.train"),
         (["run", "--profile", "cpu", "--memory-limit", "8GiB"], 2, "no CUDA|there is none|limit"),
@@ -121,7 +121,7 @@ def test_a_label_seen_only_in_eval(tmp_path: Path) -> None:
     assert "Did you mean 'colour'" in done.stderr
     done = hwopt("run", "--profile", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 13 rows of dev.jsonl was left out: line 13" in done.stdout
+    assert "skipped 1 of 13 rows of dev.jsonl: line 13" in done.stdout
 
 
 def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ def test_a_semicolon_table_and_empty_texts(tmp_path: Path) -> None:
     (tmp_path / "gaps.csv").write_text("text,label\n" + rows)
     done = hwopt("run", "--profile", "cpu", "--set", "data.train=gaps.csv", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 20 rows of gaps.csv was left out: line 5 (has no text)" in done.stdout
+    assert "skipped 1 of 20 rows of gaps.csv: line 5 (has no text)" in done.stdout
     (tmp_path / "empty.csv").write_text("text,label\n,colour\n,other\n")
     assert hwopt("run", "--profile", "cpu", "--set", "data.train=empty.csv", cwd=tmp_path).returncode == 4

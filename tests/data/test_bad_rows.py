@@ -109,16 +109,16 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
     source = spoilt(kind, tmp_path / f"train.{kind}", rows, bad)
     clean = prepare(spoilt(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
     unit, first = ("row", 1) if kind == "parquet" else ("line", 1 if kind == "jsonl" else 2)
-    assert clean.left_out == []
+    assert clean.bad_rows == []
     for _ in range(2):  # made, and found in the cache
         found = prepare(source, tmp_path)
-        assert len(found.left_out) == 1
-        assert found.left_out[0]["rows"] == len(rows)
-        assert [entry[unit] for entry in found.left_out[0]["left_out"]] == [row + first for row in bad]
-        assert [note for note in found.notes if note.startswith(f"{len(bad)} of 800 rows of {source} were left out: {unit}s ")]
+        assert len(found.bad_rows) == 1
+        assert found.bad_rows[0]["rows"] == len(rows)
+        assert [entry[unit] for entry in found.bad_rows[0]["left_out"]] == [row + first for row in bad]
+        assert [note for note in found.notes if note.startswith(f"skipped {len(bad)} of 800 rows of {source}: {unit}s ")]
         for name in ("input_ids", "labels", "offsets"):
             assert found.train.array(name).tolist() == clean.train.array(name).tolist()
-    with pytest.raises(DataError, match=r"mend or remove it, or set data\.on_bad_row = 'skip'"):
+    with pytest.raises(DataError, match=r"Fix or remove it, or set data\.on_bad_row = 'skip'"):
         prepare(source, tmp_path, on_bad_row="stop")
 
 
@@ -127,13 +127,13 @@ def test_a_hundred_in_a_row(tmp_path: Path) -> None:
     fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
     assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
     source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
-    with pytest.raises(DataError, match=r"train\.jsonl:150: the 100th row in a row that cannot be used \(.*is it the right file"):
+    with pytest.raises(DataError, match=r"train\.jsonl:150: .* The 100 rows up to here cannot be used: .* the right file"):
         prepare(source, tmp_path)
 
 
 def test_nothing_left(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("1\n2\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.jsonl: none of its 2 rows can be used; the first one, line 1, is not an object"):
+    with pytest.raises(DataError, match=r"a\.jsonl: none of its 2 rows can be used\. First one: line 1: is not an object"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
     source = tmp_path / "a.csv"
     source.write_text('text,label\n"two\nlines",a\n\n"open,b\nlast,b\nx,y,z\n"more\n\nlines",a\n,a\n', encoding="utf-8")
     found = prepare(str(source), tmp_path)
-    assert [entry["line"] for entry in found.left_out[0]["left_out"]] == [5, 7, 11]
+    assert [entry["line"] for entry in found.bad_rows[0]["left_out"]] == [5, 7, 11]
     texts = [found.tokenizer.decode(found.train.row(index)["input_ids"]) for index in range(len(found.train))]
     assert texts == ["[CLS] two lines [SEP]", "[CLS] last [SEP]", "[CLS] more lines [SEP]"]
 
@@ -152,21 +152,19 @@ def test_one_measurement_among_classes(tmp_path: Path) -> None:
     source.write_text("text,label\n" + "".join(f"t{n},{n % 2}\n" for n in range(20)) + "x,0.37\n", encoding="utf-8")
     found = prepare(str(source), tmp_path)
     assert found.label_names == ("0", "1")
-    assert found.left_out[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement among classes: '0.37'"}]
+    assert found.bad_rows[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement, not a class: '0.37'"}]
 
 
 def test_the_note_of_one_and_of_many() -> None:
-    left_out = BadRows("a.csv", "line", strict=False)
-    left_out.add(1_700, "has no text")
-    left_out.add(1_700, "has no label")
-    left_out.check([2])
-    assert left_out.note() == "1 of 2 rows of a.csv was left out: line 1,700 (has no text)"
+    bad_rows = BadRows("a.csv", "line", strict=False)
+    bad_rows.add(1_700, "has no text")
+    bad_rows.add(1_700, "has no label")
+    bad_rows.check([2])
+    assert bad_rows.note() == "skipped 1 of 2 rows of a.csv: line 1,700 (has no text)"
     for number in range(3, 9):
-        left_out.add(number, "is not valid JSON: Expecting value")
-    left_out.check([2])
-    assert left_out.note() == (
-        "7 of 8 rows of a.csv were left out: lines 3, 4, 5, 6, 7, … (6 x is not valid JSON; 1 x has no text)"
-    )
+        bad_rows.add(number, "is not valid JSON: Expecting value")
+    bad_rows.check([2])
+    assert bad_rows.note() == ("skipped 7 of 8 rows of a.csv: lines 3, 4, 5, 6, 7, … (6 x is not valid JSON; 1 x has no text)")
 
 
 def test_the_run_has_them_in_its_folder(tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ def test_the_run_has_them_in_its_folder(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "left_out.json").read_text(encoding="utf-8"))
     assert found[0]["rows"] == 41
     assert found[0]["left_out"][0]["line"] == 41
-    assert any("1 of 41 rows of" in note for note in heard.run.notes)
+    assert any("skipped 1 of 41 rows of" in note for note in heard.run.notes)
 
 
 def test_a_run_that_goes_on_leaves_out_the_same(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
-from hwopt.data.tokenizer import Limit, check_vocabulary, choose_padding, encode, load_tokenizer
+from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, encode, load_tokenizer
 from hwopt.data.tokenizer_training import planned_config, tokenizer_fingerprint, train_bpe, train_wordpiece, trained_tokenizer
 from hwopt.errors import DataError, InputError
 
@@ -135,12 +135,12 @@ def test_vocabulary_and_embedding(tmp_path: Path) -> None:
     size = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
     check_vocabulary(tokenizer, size)  # an added token may lie beyond
-    with pytest.raises(InputError, match=f"has {size:,} tokens, the model has embeddings for {size - 1:,}"):
+    with pytest.raises(InputError, match=f"has {size:,} tokens, but the model has {size - 1:,} embeddings"):
         check_vocabulary(tokenizer, size - 1)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model\.tokenizer: .*has no tokenizer that can be loaded"):
+    with pytest.raises(InputError, match=r"model\.tokenizer: .*cannot load a tokenizer from"):
         load_tokenizer(str(tmp_path))
 
 
@@ -148,10 +148,10 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
     tokenizer = encoder(tmp_path)
     texts = [TEXTS] * columns
-    whole = encode(tokenizer, texts, Limit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
-    found = encode(tokenizer, texts, Limit(9, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
-    assert whole.cut == 0
-    assert found.cut == (whole.lengths > 9).sum() > 0
+    whole = encode(tokenizer, texts, LengthLimit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
+    found = encode(tokenizer, texts, LengthLimit(9, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
+    assert whole.truncated == 0
+    assert found.truncated == (whole.lengths > 9).sum() > 0
     assert found.lengths.tolist() == whole.lengths.clip(max=9).tolist()
     assert (found.types is None) == (columns == 1)
     assert found.types is None or len(found.types) == len(found.ids) == found.lengths.sum()
@@ -162,14 +162,14 @@ def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
 
 
 def test_limits(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.max_length: 600 is more than the 512 tokens that the model takes"):
-        Limit(600, 512)
+    with pytest.raises(InputError, match=r"data\.max_length: 600 exceeds the model.s limit of 512 tokens"):
+        LengthLimit(600, 512)
     tokenizer = encoder(tmp_path)
-    with pytest.raises(DataError, match=r"a\.csv:12: has \d+ tokens, the model takes 5; set data\.max_length = 5"):
-        encode(tokenizer, [TEXTS[:1]], Limit(None, 5), Places("a.csv", "line", [12]), types=False)
-    with pytest.raises(InputError, match="leaves no room beside 3 special tokens"):
-        encode(tokenizer, [TEXTS, TEXTS], Limit(4, None), Places("a.csv", "line", range(12)), types=False)
-    found = encode(decoder(tmp_path), [["a", "", "a"]], Limit(4, None), Places("a.csv", "line", range(3)), types=False)
-    assert (found.lengths.tolist(), found.left_out) == ([1, 1], {1: "its text has no tokens"})
-    with pytest.raises(DataError, match=r"a\.csv: no text has any token"):
-        encode(decoder(tmp_path), [["", ""]], Limit(4, None), Places("a.csv", "line", range(2)), types=False)
+    with pytest.raises(DataError, match=r"a\.csv:12: has \d+ tokens, more than the model.s limit of 5; set data\.max_length = 5"):
+        encode(tokenizer, [TEXTS[:1]], LengthLimit(None, 5), Places("a.csv", "line", [12]), types=False)
+    with pytest.raises(InputError, match="leaves no room for text: 3 special tokens"):
+        encode(tokenizer, [TEXTS, TEXTS], LengthLimit(4, None), Places("a.csv", "line", range(12)), types=False)
+    found = encode(decoder(tmp_path), [["a", "", "a"]], LengthLimit(4, None), Places("a.csv", "line", range(3)), types=False)
+    assert (found.lengths.tolist(), found.skipped) == ([1, 1], {1: "has no tokens"})
+    with pytest.raises(DataError, match=r"a\.csv: no text has a token"):
+        encode(decoder(tmp_path), [["", ""]], LengthLimit(4, None), Places("a.csv", "line", range(2)), types=False)

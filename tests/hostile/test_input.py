@@ -752,7 +752,10 @@ def test_a_config_is_refused_or_a_model_can_be_built_from_it(config: str) -> Non
     ("config", "said"),
     [
         ("{ hidden_size = 32 }", "model.config.model_type: missing; give the architecture"),
-        ("{ model_type = 'bert', num_hidden_layers = 1, hidden_act = 'gelo' }", "'gelo'; the config has hidden_act = 'gelo'"),
+        (
+            "{ model_type = 'bert', num_hidden_layers = 1, hidden_act = 'gelo' }",
+            "KeyError: 'gelo'; the config has hidden_act = 'gelo'",
+        ),
         ("{ model_type = 'bert', num_hidden_layers = 1, vocab_size = 0 }", "IndexError: .*; the config has .*vocab_size = 0"),
         (
             "{ model_type = 'llama', num_hidden_layers = 1, hidden_size = 0 }",

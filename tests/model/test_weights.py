@@ -43,9 +43,7 @@ def test_a_new_head_may_have_another_shape(tmp_path: Path, weights: dict[str, to
 
 def test_weights_of_another_architecture_are_rejected(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"16 weights that its config needs are missing from its files: bert\.encoder\.layer\.1\."
-    ):
+    with pytest.raises(InputError, match=r"16 weights .* are missing from its files: bert\.encoder\.layer\.1\."):
         load(tmp_path, num_hidden_layers=2)
     with pytest.raises(InputError, match=r"weights do not have the shape that its config needs: bert\..* expected "):
         load(tmp_path, intermediate_size=24)

@@ -149,11 +149,11 @@ JOB = '[model]\nname = "."\n[data]\n'
     ("data", "message"),
     [
         ('train = "rows.jsnl"', "rows.jsonl"),
-        ('train = "no-such/rows.jsonl"', "there is no folder 'no-such'"),
+        ('train = "no-such/rows.jsonl"', "the folder 'no-such' does not exist"),
         ('train = "rows.jsonl"\neval = "evaluation.csv"', r"evaluation\.csv: no such file"),
         ('train = "rows.zip"', "archive"),
         ('train = "."', r"give one of its files: rows\.jsonl"),
-        ('train = "rows.jsonl"\nsplit = "train"', "a file is read whole"),
+        ('train = "rows.jsonl"\nsplit = "train"', "applies to hub names and .datasets. folders, not to files"),
     ],
     ids=["a typo", "a folder", "evaluation", "an archive", "not made by datasets", "a split of a file"],
 )
@@ -180,7 +180,7 @@ def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
 ) -> None:
     assert run_folder(tmp_path / "new" / "runs", "mine", "") == tmp_path / "new" / "runs" / "mine"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write everywhere
-    with pytest.raises(StorageError, match="nothing can be written in"):
+    with pytest.raises(StorageError, match="no permission to write in"):
         run_folder(tmp_path / "new" / "runs", "mine", "")
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert run_folder(tmp_path / "runs", "mine", "", resume=True).name == "mine"  # its own rights count

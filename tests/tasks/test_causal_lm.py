@@ -78,7 +78,7 @@ def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
     _, _, prepared = prepare(source, tmp_path / "cache", text="story")
     row = prepared.train.row(0)
     assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs"
-    assert prepared.notes == [f"1 of 3 rows of {source} was left out: line 3 (has no text)"]
+    assert prepared.notes == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
 
 
 def test_what_is_held_out(tmp_path: Path) -> None:
@@ -117,27 +117,27 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
     config = {**GPT2, "vocab_size": 258}  # bytes only
     columns = {"prompt": "ask", "completion": "answer"}
     _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
-    assert prepared.notes == ["1 of 2 texts are longer than 6 tokens and are cut"]
+    assert prepared.notes == ["truncated 1 of 2 texts to 6 tokens"]
     labels = prepared.train.row(0)["labels"]
     assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last one is predicted from the sixth token
-    with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, the model takes 20; set data\.max_length = 20"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, more than .* limit of 20; set data\.max_length = 20"):
         prepare(source, tmp_path / "cache", config, 20, **columns)
     prepare(source, tmp_path / "cache", config, 26, **columns)
     source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
-    with pytest.raises(DataError, match=r"b\.jsonl:2: nothing of the completion is left to predict: the prompt has 6 tokens"):
+    with pytest.raises(DataError, match=r"b\.jsonl:2: has no completion after truncation: the prompt has 6 tokens"):
         prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
     for _ in range(2):  # made, and found in the cache
         _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, **columns)
         assert len(prepared.train) == 1
-        assert prepared.left_out[0]["rows"] == 2
-        assert [(row["line"], row["why"][:25]) for row in prepared.left_out[0]["left_out"]] == [(2, "nothing of the completion")]
+        assert prepared.bad_rows[0]["rows"] == 2
+        assert [(row["line"], row["why"][:25]) for row in prepared.bad_rows[0]["left_out"]] == [(2, "has no completion after t")]
     source = write(tmp_path / "c.jsonl", [{"ask": "a", "answer": ""}])
-    with pytest.raises(DataError, match=r"every 'answer' is empty"):
+    with pytest.raises(DataError, match=r"column 'answer' is empty"):
         prepare(source, tmp_path / "cache", config, **columns)
 
 
 def test_too_short(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="every 'text' is empty"):
+    with pytest.raises(DataError, match="column 'text' is empty"):
         prepare(write(tmp_path / "a.jsonl", [{"text": ""}]), tmp_path / "cache")
 
 

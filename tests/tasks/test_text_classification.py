@@ -98,18 +98,18 @@ def test_the_longer_text_of_a_pair_is_cut(tmp_path: Path) -> None:
     whole = prepare(tmp_path, text=["text", "second"])[2].train.lengths
     longer = int((whole > 10).sum())
     assert prepared.notes == [
-        f"{longer} of 4 texts are longer than 10 tokens and are cut",
-        f"{longer} of 4 texts of the evaluation are longer than 10 tokens and are cut",
+        f"truncated {longer} of 4 texts to 10 tokens",
+        f"truncated {longer} of 4 texts of the evaluation data to 10 tokens",
     ]
 
 
 def test_too_long(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:2: has \d+ tokens, the model takes 8; set data\.max_length = 8"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: has \d+ tokens, more than .* limit of 8; set data\.max_length = 8"):
         prepare(tmp_path, positions=8)
     prepare(tmp_path, positions=32)
     with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens are those of a model that takes more
         prepare(tmp_path, positions=8)
-    with pytest.raises(InputError, match="40 is more than the 32 tokens"):
+    with pytest.raises(InputError, match="40 exceeds the model.s limit of 32 tokens"):
         prepare(tmp_path, positions=32, max_length=40)
 
 
@@ -145,7 +145,7 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
     assert prepared.train.array("labels").tolist() == [1, 0, 1]
     hidden = rows.map(lambda row: {"label": -1}, features=features)
     hidden.save_to_disk(str(tmp_path / "hidden"))
-    with pytest.raises(DataError, match=r"none of its 3 rows can be used; the first one, row 1, 'label' has no label \(-1\)"):
+    with pytest.raises(DataError, match=r"none of its 3 rows can be used\. First one: row 1: 'label' has no label \(-1\)"):
         prepare(tmp_path, str(tmp_path / "hidden"))
 
 
@@ -155,9 +155,9 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
         (["a", None], r"a\.csv: row 2: 'label' has no label \(None\)"),
         (["a", ""], r"row 2: 'label' has no label \(''\)"),
         ([1.0, float("nan")], r"row 2: 'label' has no label"),
-        ([1.0, 0.37], r"row 2: 'label' is 0\.37: expected classes, not measurements"),
-        (["1", "2.5e-1"], r"row 2: 'label' is '2\.5e-1': expected classes"),
-        ([[1], [2]], r"column 'label' holds list<.*>; labels are strings or whole numbers"),
+        ([1.0, 0.37], r"row 2: 'label' is 0\.37, a measurement; expected classes"),
+        (["1", "2.5e-1"], r"row 2: 'label' is '2\.5e-1', a measurement; expected classes"),
+        ([[1], [2]], r"column 'label' holds list<.*>; labels must be strings or integers"),
     ],
 )
 def test_labels_that_are_none(values: list[Any], message: str) -> None:
@@ -167,14 +167,14 @@ def test_labels_that_are_none(values: list[Any], message: str) -> None:
 
 def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:
     unknown = [ROWS[0], {**ROWS[1], "label": "yess"}]
-    message = r"eval\.jsonl:2: its label does not occur in the training data: 'yess'\. Did you mean 'yes'\?"
+    message = r"eval\.jsonl:2: has a label that is not in the training data: 'yess'\. Did you mean 'yes'\?"
     with pytest.raises(DataError, match=message):
         prepare(tmp_path, eval=unknown, on_bad_row="stop")
     prepared = prepare(tmp_path, eval=unknown)[2]
     assert prepared.eval is not None
     assert len(prepared.eval) == 1
     assert "1 of 2 rows of" in prepared.notes[0]
-    with pytest.raises(DataError, match="every 'label' is 'yes'; classification needs two classes"):
+    with pytest.raises(DataError, match="every 'label' is 'yes'; classification needs at least two classes"):
         prepare(tmp_path, [ROWS[0], ROWS[3]])
     many = [{"text": "a", "label": number} for number in range(9)]
     assert prepare(tmp_path, many)[2].notes == ["9 labels in 9 samples: is 'label' the right column?"]
@@ -297,7 +297,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     job = Job.model_validate({"model": {"config": {**BERT, "vocab_size": 20}, "tokenizer": str(tmp_path / "own")}, "data": data})
     task = make_task(job)
     prepared = task.prepare(job, load_config(None, job.model.config), tmp_path / "cache", 0)
-    with pytest.raises(InputError, match=r"model\.tokenizer: has \d+ tokens, the model has embeddings for 20"):
+    with pytest.raises(InputError, match=r"model\.tokenizer: has \d+ tokens, but the model has 20 embeddings"):
         load(job, task, prepared)
 
 
