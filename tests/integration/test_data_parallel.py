@@ -61,7 +61,7 @@ class Shortage(Plugin):
             os.kill(os.getpid(), 9)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
 
-signals.listen()
+signals.install_handlers()
 registry = Registry()
 registry.add(Shortage)
 plan = api.resolve("./ranks.toml", "job.toml", world_size=world, registry=registry)

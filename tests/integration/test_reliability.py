@@ -30,7 +30,7 @@ from hwopt import api
 from hwopt.cli.options import quiet_transformers
 from hwopt.config.job import JobFile
 from hwopt.planning.plan import Plan
-from hwopt.runs import execute as execution
+from hwopt.runs import resume as resuming
 from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
@@ -342,10 +342,10 @@ def test_a_slow_disk_is_no_hang(work: Work, undisturbed: Path, ranks: int) -> No
 
 
 def hold_when_owner(gate: int) -> None:
-    """Whoever owns the folder waits until the others have been told."""
+    """The process that gets the folder waits until the others have failed."""
     from contextlib import contextmanager
 
-    real = execution.lock_run_folder
+    real = resuming.lock_run_folder
 
     @contextmanager
     def lock_run_folder(*arguments: Any, **named: Any) -> Iterator[Path]:
@@ -353,7 +353,7 @@ def hold_when_owner(gate: int) -> None:
             os.read(gate, 1)
             yield folder
 
-    setattr(execution, "lock_run_folder", lock_run_folder)  # noqa: B010
+    setattr(resuming, "lock_run_folder", lock_run_folder)  # noqa: B010
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])

@@ -259,7 +259,7 @@ def test_an_auto_batch_is_the_most_that_fits_and_keeps_the_step(tmp_path: Path, 
     assert memory.fits
     assert memory.largest_train is not None
     assert plan.batch.train <= memory.largest_train < 2 * plan.batch.train
-    assert "the one before would need" in next(entry.reason for entry in plan.entries if entry.name == "batch")
+    assert "the option before needs" in next(entry.reason for entry in plan.entries if entry.name == "batch")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -296,7 +296,7 @@ def test_data_that_is_not_there_is_planned_with_the_most_that_is_allowed(tmp_pat
     (tmp_path / "data" / "train.jsonl").unlink()
     memory = plan_memory(plan, tmp_path / "cache")
     assert memory.width == 32
-    assert "the data was not read" in memory.width_source
+    assert "the data could not be read" in memory.width_source
 
 
 @pytest.mark.filterwarnings("ignore")

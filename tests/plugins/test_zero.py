@@ -165,8 +165,8 @@ def test_auto_takes_the_cheapest_that_fits_and_says_what_the_one_before_would_ne
         entry = next(e for e in resolved(tmp_path, memory_gib, "").entries if e.name == "zero")
         chosen[memory_gib] = (entry.options.stage, entry.options.offload), entry.reason
     assert [options for options, _ in chosen.values()] == [(0, "none"), (2, "optimizer"), (3, "parameters")]
-    assert "the one before would need" not in chosen[4.0][1]
-    assert "the one before would need 1." in chosen[1.5][1]
+    assert "the option before needs" not in chosen[4.0][1]
+    assert "the option before needs 1." in chosen[1.5][1]
     assert "on one device nothing is spread" in chosen[1.5][1]
 
 
