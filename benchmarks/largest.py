@@ -2,8 +2,9 @@
 
     python benchmarks/largest.py [--profile rtx3070_8gb] [--memory-limit 8GiB] [--rows 1] [--length 512] [--json FILE]
 
-The models are Llama-like: hidden size 2,048, vocabulary 32,000. With a GPU the step also runs under the memory limit, with the planned
-number of layers and with an eighth more. Without a GPU the profile's card is planned, and the last columns are empty.
+The models are Llama-like: hidden size 2,048, vocabulary 32,000. With a GPU the step also runs under the memory limit, with the
+planned number of layers and with an eighth more. Without a GPU the script plans for the profile's card and leaves the last two
+columns empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def model_config(layers: int) -> str:
     """The model.config of a job, as TOML."""
     return (
         f"{{ model_type = 'llama', vocab_size = 32000, hidden_size = {HIDDEN_SIZE}, num_hidden_layers = {layers}, "
-        f"num_attention_heads = 16, num_key_value_heads = 4, intermediate_size = {3 * HIDDEN_SIZE}, max_position_embeddings = 4096 }}"
+        f"num_attention_heads = 16, num_key_value_heads = 4, intermediate_size = {3 * HIDDEN_SIZE}, "
+        "max_position_embeddings = 4096 }"
     )
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py [--count 12] [--seed N] [--json FILE]
 
-On a CUDA device the measured peak is `max_memory_allocated`. On a CPU it is the peak of all allocations that torch's profiler reports.
+On a CUDA device the measured peak is `max_memory_allocated`. On a CPU it is the peak of all allocations that torch's profiler
+reports.
 Each configuration runs in its own process. Without --seed the clock gives the seed, and the script prints it.
 """
 
@@ -161,6 +162,38 @@ def error_of(row: dict[str, Any]) -> float:
     return float(row["predicted_train"] / row["measured_train"] - 1)
 
 
+COLUMNS = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
+FIGURES = ("predicted MiB", "measured MiB", "off", "eval")
+
+
+def table_row(config: dict[str, Any], found: dict[str, Any]) -> str:
+    """The row of the Markdown table for `config`."""
+    rows, width = batch_shape(config)
+    base = f"{config['quantize']} bit" if config["quantize"] else None
+    other = ", ".join(name for name in ("fused_loss", "pack") if config[name])
+    options = [config[key] for key in ("precision", "optimizer", "checkpointing", "adapter")] + [base, config["zero"], other]
+    cells = [f"{config['model']} {config['hidden']} x {config['layers']}", f"{rows} x {width}"]
+    cells += [str(option or "-") for option in options]
+    if "failed" in found:
+        cells += [f"failed: {found['failed']}", "", "", ""]
+    else:
+        sizes = (f"{found[f'{what}_train'] / 2**20:.1f}" for what in ("predicted", "measured"))
+        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
+        cells += [*sizes, f"{error_of(found):+.2%}", f"{evaluation:+.2%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    """Print the median, the 95th percentile and the maximum of the errors, and how many predictions are too low."""
+    measured = [row for row in rows if "failed" not in row]
+    errors = sorted(abs(error_of(row)) for row in measured)
+    if errors:
+        p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+        under = sum(error_of(row) < -0.03 for row in measured)
+        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
+        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--count", type=int, default=12)
@@ -175,45 +208,18 @@ def main() -> None:
     import torch
     import transformers
 
-    where = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(f"seed {options.seed}, {where}, {date.today()}")
-    named = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
-    print(f"| {' | '.join((*named, 'predicted MiB', 'measured MiB', 'off', 'eval'))} |")
-    print("|---" * (len(named) + 4) + "|")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    print(f"seed {options.seed}, {versions}, {date.today()}")
+    print(f"| {' | '.join((*COLUMNS, *FIGURES))} |")
+    print("|---" * (len(COLUMNS) + len(FIGURES)) + "|")
     rows = []
     for config in draw(options.seed, options.count):
         found = compare_in_child(config)
         rows.append(config | found)
-        name = f"{config['model']} {config['hidden']} x {config['layers']}"
-        base = f"{config['quantize']} bit" if config["quantize"] else None
-        other = ", ".join(name for name in ("fused_loss", "pack") if config[name])
-        chosen = (
-            config["precision"],
-            config["optimizer"],
-            config["checkpointing"],
-            config["adapter"],
-            base,
-            config["zero"],
-            other,
-        )
-        what = " | ".join(str(option or "-") for option in chosen)
-        if "failed" in found:
-            print(
-                f"| {name} | {' x '.join(map(str, batch_shape(config)))} | {what} | failed: {found['failed']} | | | |", flush=True
-            )
-            continue
-        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
-        predicted, real = found["predicted_train"] / 2**20, found["measured_train"] / 2**20
-        figures = f"{predicted:.1f} | {real:.1f} | {error_of(found):+.2%} | {evaluation:+.2%}"
-        print(f"| {name} | {found['rows']} x {found['width']} | {what} | {figures} |", flush=True)
+        print(table_row(config, found), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    errors = sorted(abs(error_of(row)) for row in rows if "failed" not in row)
-    if errors:
-        p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-        under = sum(error_of(row) < -0.03 for row in rows if "failed" not in row)
-        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
-        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
+    print_summary(rows)
 
 
 if __name__ == "__main__":

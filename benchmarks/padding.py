@@ -8,9 +8,9 @@ TOKENIZER is a Hub name or folder. FILE is csv, tsv or jsonl. Methods:
     trainer           transformers' own grouping by length, micro-batches of 16
     length_batching, grouped + length_batching, packed    hwopt's plugins
 
-"real" is the fraction of the computed tokens that are not padding. --time runs forward and backward passes of that many steps of each
-method, spread over the epoch, with the model of TOKENIZER. It prints real tokens per second relative to `trainer`: median, minimum and
-maximum of 5 interleaved rounds.
+"real" is the fraction of the computed tokens that are not padding. --time runs forward and backward passes of that many steps of
+each method, spread over the epoch, with the model of TOKENIZER. It prints real tokens per second relative to `trainer`: median,
+minimum and maximum of 5 interleaved rounds.
 """
 
 from __future__ import annotations
