@@ -1,10 +1,10 @@
-"""The largest decoder that trains a step on a card, by the plan and, on a GPU, in truth.
+"""Find the deepest decoder that trains a step on a card, by the memory plan and, on a GPU, by running the step.
 
     python benchmarks/largest.py [--profile rtx3070_8gb] [--memory-limit 8GiB] [--rows 1] [--length 512] [--json FILE]
 
-Llama-like models, 2,048 wide, 32,000 words, of as many layers as fit. With a GPU the step is also run under the memory limit,
-with the planned number of layers and with an eighth more; without one the profile's card is planned, and the last columns are
-empty.
+The models are Llama-like: hidden size 2,048, vocabulary 32,000. With a GPU the step also runs under the memory limit, with the
+planned number of layers and with an eighth more. Without a GPU the script plans for the profile's card and leaves the last two
+columns empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-WIDE = 2048
-METHODS = {  # tables behind those of precision, batch and sdpa, each on top of the one before unless it says otherwise
+HIDDEN_SIZE = 2048
+METHODS = {  # name -> plugin tables; those of precision and batch are added
     "plain": "",
     "8-bit optimizer": '[plugins.optimizer]\nname = "adamw_bnb_8bit"\n',
     "checkpointing": '[plugins.checkpointing]\n[plugins.optimizer]\nname = "adamw_bnb_8bit"\n',
@@ -28,27 +28,30 @@ METHODS = {  # tables behind those of precision, batch and sdpa, each on top of 
     "LoRA": "[plugins.adapter]\nalways = true\n[plugins.checkpointing]\n",
     "QLoRA": "[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.checkpointing]\n",
 }
-MOST_LAYERS = 256
+MAX_LAYERS = 256
 
 
-def model_of(layers: int) -> str:
+def model_config(layers: int) -> str:
+    """The model.config of a job, as TOML."""
     return (
-        f"{{ model_type = 'llama', vocab_size = 32000, hidden_size = {WIDE}, num_hidden_layers = {layers}, "
-        f"num_attention_heads = 16, num_key_value_heads = 4, intermediate_size = {3 * WIDE}, max_position_embeddings = 4096 }}"
+        f"{{ model_type = 'llama', vocab_size = 32000, hidden_size = {HIDDEN_SIZE}, num_hidden_layers = {layers}, "
+        f"num_attention_heads = 16, num_key_value_heads = 4, intermediate_size = {3 * HIDDEN_SIZE}, "
+        "max_position_embeddings = 4096 }"
     )
 
 
-def profile_of(card: str, method: str, rows: int) -> str:
-    """A profile with the card's facts and nothing but this method."""
+def profile_toml(card: str, method: str, rows: int) -> str:
+    """A profile with the card's facts and this method only."""
     level = "O1" if "ZeRO" in method else "O2"
     tables = METHODS[method]
     precision = f'[plugins.precision]\ndtype = "bf16"\nlevel = "{level}"\n'
-    before, marker, behind = tables.partition("[plugins.checkpointing]")
-    ordered = f"{before}{precision}{marker}{behind}" if "adapter" in before else f"{precision}{tables}"
+    before, marker, after = tables.partition("[plugins.checkpointing]")
+    ordered = f"{before}{precision}{marker}{after}" if "adapter" in before else f"{precision}{tables}"
     return f'name = "largest"\n{card}\n{ordered}[plugins.batch]\ntrain = {rows}\neval = {rows}\naccumulation = 2\n'
 
 
-def card_of(name: str) -> str:
+def card_toml(name: str) -> str:
+    """The [card] table of profile `name`."""
     from hwopt.config.profile import load_profile
     from hwopt.config.profile_files import profile_files
 
@@ -57,24 +60,30 @@ def card_of(name: str) -> str:
     return "[card]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in facts.items())
 
 
-def planned(profile: Path, layers: int, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> Any:
+def plan_layers(profile: Path, layers: int, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> Any:
+    """The plan for a model of `layers` layers, and its memory plan."""
     from hwopt import api
 
-    job = [f"model.config={model_of(layers)}", "task.kind=causal-lm", "data.train=none.txt", f"data.max_length={options.length}"]
+    job = [
+        f"model.config={model_config(layers)}",
+        "task.kind=causal-lm",
+        "data.train=none.txt",
+        f"data.max_length={options.length}",
+    ]
     plan = api.resolve(str(profile), assignments=job, hardware=hardware, memory_limit=options.memory_limit)
     from hwopt.memory import planner
 
     return plan, planner.plan_memory(plan, api.cache_folder())
 
 
-def largest(profile: Path, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> tuple[int, Any]:
-    """(layers, their memory plan) of the deepest model that fits; (0, …) where not even one layer does."""
+def deepest(profile: Path, options: argparse.Namespace, hardware: Literal["detected", "profile"]) -> tuple[int, Any]:
+    """The layers of the deepest model that fits, with its plan and memory plan; (0, None) if no model fits."""
     low, high, best = 0, 2, None
-    while high <= MOST_LAYERS and (found := planned(profile, high, options, hardware))[1].fits:
+    while high <= MAX_LAYERS and (found := plan_layers(profile, high, options, hardware))[1].fits:
         low, best, high = high, found, 2 * high
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
-        found = planned(profile, middle, options, hardware)
+        found = plan_layers(profile, middle, options, hardware)
         if found[1].fits:
             low, best = middle, found
         else:
@@ -82,21 +91,21 @@ def largest(profile: Path, options: argparse.Namespace, hardware: Literal["detec
     return low, best
 
 
-def runs(profile: Path, layers: int, options: argparse.Namespace) -> bool:
-    """Whether a real step goes through under the limit, in a process of its own."""
+def step_fits(profile: Path, layers: int, options: argparse.Namespace) -> bool:
+    """Whether a real step runs under the memory limit, in a child process."""
     command = [sys.executable, __file__, "--step", str(layers), "--one", str(profile), "--length", str(options.length)]
     command += ["--memory-limit", options.memory_limit] if options.memory_limit else []
     return subprocess.run(command, check=False).returncode == 0
 
 
-def step(profile: Path, layers: int, options: argparse.Namespace) -> None:
-    """One training step on made-up samples; raises torch.OutOfMemoryError where the device has not as much."""
+def run_step(profile: Path, layers: int, options: argparse.Namespace) -> None:
+    """Run one training step on random samples. Raises torch.OutOfMemoryError if the device has too little memory."""
     import torch
 
     from hwopt.memory.dry_run import Shape
     from hwopt.memory.measured import measure_peak
 
-    plan, _ = planned(profile, layers, options, "detected")
+    plan, _ = plan_layers(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * 2**30 / total))
@@ -114,7 +123,7 @@ def main() -> None:
     arguments.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.one:
-        step(options.one, options.step, options)
+        run_step(options.one, options.step, options)
         return
     import torch
 
@@ -125,8 +134,8 @@ def main() -> None:
     for method in METHODS:
         with tempfile.TemporaryDirectory() as folder:
             profile = Path(folder) / "largest.toml"
-            profile.write_text(profile_of(card_of(options.profile), method, options.rows), encoding="utf-8")
-            layers, found = largest(profile, options, "detected" if real else "profile")
+            profile.write_text(profile_toml(card_toml(options.profile), method, options.rows), encoding="utf-8")
+            layers, found = deepest(profile, options, "detected" if real else "profile")
             if found is None:
                 print(f"| {method} | 0 | | | | | | |", flush=True)
                 continue
@@ -134,7 +143,10 @@ def main() -> None:
             row = {"method": method, "layers": layers, "parameters": plan.model.parameters, "peak_gib": memory.peak_gib}
             row |= {"eval_peak_gib": memory.eval_peak_gib, "host_gib": memory.host_gib, "free_gib": memory.free_gib}
             if real:
-                row |= {"trains": runs(profile, layers, options), "more": runs(profile, layers + max(1, layers // 8), options)}
+                row |= {
+                    "trains": step_fits(profile, layers, options),
+                    "more": step_fits(profile, layers + max(1, layers // 8), options),
+                }
         rows.append(row)
         figures = f"{row['peak_gib']:.2f} | {row['eval_peak_gib']:.2f} | {row['host_gib']:.1f}"
         truth = f"{'yes' if row['trains'] else 'NO'} | {'yes' if row['more'] else 'no'}" if real else "|"

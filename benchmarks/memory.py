@@ -1,9 +1,10 @@
-"""C9: predicted peak memory against the allocator's, for configurations drawn by seed from a grid.
+"""Compare the predicted peak memory with that of the allocator, for random configurations from a grid.
 
     python benchmarks/memory.py [--count 12] [--seed N] [--json FILE]
 
-On a CUDA device the measured peak is `max_memory_allocated`; on a CPU every allocation of torch's allocator, as its profiler
-reports it. Each configuration runs in a process of its own. Without --seed it is drawn from the clock, and printed.
+On a CUDA device the measured peak is `max_memory_allocated`. On a CPU it is the peak of all allocations that torch's profiler
+reports.
+Each configuration runs in its own process. Without --seed the clock gives the seed, and the script prints it.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ GRID: dict[str, tuple[Any, ...]] = {
 
 
 def draw(seed: int, count: int) -> list[dict[str, Any]]:
-    chosen = random.Random(seed)
-    return [possible({key: chosen.choice(values) for key, values in GRID.items()}) for _ in range(count)]
+    """`count` random configurations."""
+    generator = random.Random(seed)
+    return [compatible({key: generator.choice(values) for key, values in GRID.items()}) for _ in range(count)]
 
 
-def possible(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` without what its other parts exclude (docs/conflicts.md)."""
+def compatible(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without parts that conflict with others (docs/conflicts.md)."""
     decoder = config["model"] in DECODERS
     if not config["adapter"]:
         config["quantize"] = None
@@ -71,12 +73,14 @@ def possible(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def shape_of(config: dict[str, Any]) -> tuple[int, int]:
+def batch_shape(config: dict[str, Any]) -> tuple[int, int]:
+    """Rows and tokens per row of a micro-batch."""
     tokens = min(config["tokens"], 512) if config["model"] == "gemma3" else config["tokens"]
     return max(1, tokens // config["length"]), config["length"]
 
 
-def model_of(config: dict[str, Any]) -> dict[str, Any]:
+def model_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The model.config of the job."""
     hidden, layers = config["hidden"], config["layers"]
     names = {
         "gpt2": {"n_embd": hidden, "n_layer": layers, "n_head": 4},
@@ -88,8 +92,9 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
     return MODELS[config["model"]] | names.get(config["model"], usual) | grouped | heads
 
 
-def profile_of(config: dict[str, Any]) -> str:
-    rows, _ = shape_of(config)
+def profile_toml(config: dict[str, Any]) -> str:
+    """The profile, as TOML."""
+    rows, _ = batch_shape(config)
     dtype, _, level = config["precision"].partition(" ")
     tables = ['name = "drawn"']
     if config["adapter"]:
@@ -114,19 +119,19 @@ def profile_of(config: dict[str, Any]) -> str:
 
 
 def compare(config: dict[str, Any]) -> dict[str, Any]:
-    """Predicted and measured bytes of a training step and an evaluation."""
+    """The predicted and the measured bytes of a training step and of an evaluation."""
     from hwopt import api
     from hwopt.memory.dry_run import Shape
     from hwopt.memory.measured import measure_peak
     from hwopt.memory.planner import bucket_bytes, on_one_device, training_step
     from hwopt.memory.tracer import trace_plan
 
-    rows, width = shape_of(config)
+    rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in model_of(config).items())
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in model_config(config).items())
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "drawn.toml"
-        profile.write_text(profile_of(config), encoding="utf-8")
+        profile.write_text(profile_toml(config), encoding="utf-8")
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
     began = time.perf_counter()
@@ -136,13 +141,14 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     step = training_step(plan, Shape(rows, width), trace, 2, None)
     for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
-        # torch's profiler does not see what another thread releases (gloo's, of what it has reduced), which then counts for
-        # ever; of two readings the smaller has lost less
+        # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the
+        # end, so the smaller of two measurements is the better one
         found[f"measured_{what}"] = min(measure_peak(plan, Shape(rows, width), 2, what) for _ in range(2))
     return found
 
 
-def in_process(config: dict[str, Any]) -> dict[str, Any]:
+def compare_in_child(config: dict[str, Any]) -> dict[str, Any]:
+    """What `compare` returns in a child process, or its error under "failed"."""
     command = [sys.executable, __file__, "--one", json.dumps(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -151,9 +157,41 @@ def in_process(config: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def off(row: dict[str, Any]) -> float:
-    """Of the training step: predicted over measured, less one."""
+def error_of(row: dict[str, Any]) -> float:
+    """The relative error of the predicted training step; positive if the prediction is too high."""
     return float(row["predicted_train"] / row["measured_train"] - 1)
+
+
+COLUMNS = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
+FIGURES = ("predicted MiB", "measured MiB", "off", "eval")
+
+
+def table_row(config: dict[str, Any], found: dict[str, Any]) -> str:
+    """The row of the Markdown table for `config`."""
+    rows, width = batch_shape(config)
+    base = f"{config['quantize']} bit" if config["quantize"] else None
+    other = ", ".join(name for name in ("fused_loss", "pack") if config[name])
+    options = [config[key] for key in ("precision", "optimizer", "checkpointing", "adapter")] + [base, config["zero"], other]
+    cells = [f"{config['model']} {config['hidden']} x {config['layers']}", f"{rows} x {width}"]
+    cells += [str(option or "-") for option in options]
+    if "failed" in found:
+        cells += [f"failed: {found['failed']}", "", "", ""]
+    else:
+        sizes = (f"{found[f'{what}_train'] / 2**20:.1f}" for what in ("predicted", "measured"))
+        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
+        cells += [*sizes, f"{error_of(found):+.2%}", f"{evaluation:+.2%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    """Print the median, the 95th percentile and the maximum of the errors, and how many predictions are too low."""
+    measured = [row for row in rows if "failed" not in row]
+    errors = sorted(abs(error_of(row)) for row in measured)
+    if errors:
+        p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+        under = sum(error_of(row) < -0.03 for row in measured)
+        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
+        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
 
 
 def main() -> None:
@@ -170,43 +208,18 @@ def main() -> None:
     import torch
     import transformers
 
-    where = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(f"seed {options.seed}, {where}, {date.today()}")
-    named = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
-    print(f"| {' | '.join((*named, 'predicted MiB', 'measured MiB', 'off', 'eval'))} |")
-    print("|---" * (len(named) + 4) + "|")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    print(f"seed {options.seed}, {versions}, {date.today()}")
+    print(f"| {' | '.join((*COLUMNS, *FIGURES))} |")
+    print("|---" * (len(COLUMNS) + len(FIGURES)) + "|")
     rows = []
     for config in draw(options.seed, options.count):
-        found = in_process(config)
+        found = compare_in_child(config)
         rows.append(config | found)
-        name = f"{config['model']} {config['hidden']} x {config['layers']}"
-        base = f"{config['quantize']} bit" if config["quantize"] else None
-        other = ", ".join(name for name in ("fused_loss", "pack") if config[name])
-        chosen = (
-            config["precision"],
-            config["optimizer"],
-            config["checkpointing"],
-            config["adapter"],
-            base,
-            config["zero"],
-            other,
-        )
-        what = " | ".join(str(option or "-") for option in chosen)
-        if "failed" in found:
-            print(f"| {name} | {' x '.join(map(str, shape_of(config)))} | {what} | failed: {found['failed']} | | | |", flush=True)
-            continue
-        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
-        predicted, real = found["predicted_train"] / 2**20, found["measured_train"] / 2**20
-        figures = f"{predicted:.1f} | {real:.1f} | {off(found):+.2%} | {evaluation:+.2%}"
-        print(f"| {name} | {found['rows']} x {found['width']} | {what} | {figures} |", flush=True)
+        print(table_row(config, found), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    errors = sorted(abs(off(row)) for row in rows if "failed" not in row)
-    if errors:
-        p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-        under = sum(off(row) < -0.03 for row in rows if "failed" not in row)
-        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
-        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
+    print_summary(rows)
 
 
 if __name__ == "__main__":

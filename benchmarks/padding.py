@@ -1,11 +1,16 @@
-"""C2: what steps of 16 x 8 compute on real lengths, in each way of laying out their samples; and how long that takes.
+"""Count the tokens that steps of 16 x 8 samples compute on real lengths, by method, and measure the time.
 
     python benchmarks/padding.py TOKENIZER FILE --text premise --text hypothesis [--max-length 512] [--time 20]
 
-TOKENIZER is a hub name or folder; FILE a csv, tsv or jsonl. random: micro-batches of 16 as they come. trainer: transformers'
-grouping by length (its own function), micro-batches of 16. cut, grouped + cut, packed: hwopt's plugins. real: of the computed
-tokens, those that are no padding. --time: forward and backward passes of that many steps of each way, spread over the epoch,
-with TOKENIZER's own model, as real tokens a second over those of `trainer`; in turn, 5 rounds, median, least and most.
+TOKENIZER is a Hub name or folder. FILE is csv, tsv or jsonl. Methods:
+
+    random            micro-batches of 16 samples in random order
+    trainer           transformers' own grouping by length, micro-batches of 16
+    length_batching, grouped + length_batching, packed    hwopt's plugins
+
+"real" is the fraction of the computed tokens that are not padding. --time runs forward and backward passes of that many steps of
+each method, spread over the epoch, with the model of TOKENIZER. It prints real tokens per second relative to `trainer`: median,
+minimum and maximum of 5 interleaved rounds.
 """
 
 from __future__ import annotations
@@ -29,76 +34,82 @@ from hwopt.training.randomness import shuffled
 
 ROWS, STEP, ROUNDS = 16, 128, 5
 Layout = list[list[list[int]]]
-"""Of a step: micro-batches of rows of the lengths of their documents."""
+"""One step: micro-batches of rows, each a list of the lengths of its documents."""
 
 
 def module_of(plugin: str) -> Any:
+    """The module of a built-in plugin."""
     return sys.modules[Registry().plugin(plugin).__module__]
 
 
-def in_turn(step: Sequence[int]) -> Layout:
+def unsorted(step: Sequence[int]) -> Layout:
+    """Micro-batches of 16 samples in the given order."""
     return [[[length] for length in step[at : at + ROWS]] for at in range(0, len(step), ROWS)]
 
 
-def by_cut(step: Sequence[int]) -> Layout:
-    groups = module_of("cut").cut_by_length(step, ROWS, tokens=None, overhead_tokens=256)
+def by_length(step: Sequence[int]) -> Layout:
+    """Micro-batches as the plugin length_batching makes them."""
+    groups = module_of("length_batching").cut_by_length(step, ROWS, tokens=None, overhead_tokens=256)
     return [[[step[index]] for index in group] for group in groups]
 
 
 def packed(step: Sequence[int]) -> Layout:
-    """As the plugin's collate: rows of twice the longest sample, as many tokens in a micro-batch as 16 of the longest."""
+    """Micro-batches as the plugin pack makes them: rows of twice the longest sample, with the tokens of 16 longest samples."""
     width = 2 * max(step)
     rows = [[step[index] for index in row] for row in module_of("pack").shared_rows(step, width)]
-    most = ROWS * max(step) // width
-    return [rows[at : at + most] for at in range(0, len(rows), most)]
+    size = ROWS * max(step) // width
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def layouts(lengths: np.ndarray) -> dict[str, list[Layout]]:
-    """Every whole step of an epoch in every way; the same samples in all, each once."""
+    """Every whole step of an epoch by each method. Each method sees every sample once."""
     orders = {
         "random": shuffled(lengths, 0, 0),
         "trainer": get_length_grouped_indices(lengths.tolist(), STEP, generator=torch.Generator().manual_seed(0)),
         "grouped": module_of("group_lengths").grouped(lengths, 0, 0, STEP),
     }
-    ways = {
-        "random": ("random", in_turn),
-        "trainer": ("trainer", in_turn),
-        "cut": ("random", by_cut),
-        "grouped + cut": ("grouped", by_cut),
+    methods = {
+        "random": ("random", unsorted),
+        "trainer": ("trainer", unsorted),
+        "length_batching": ("random", by_length),
+        "grouped + length_batching": ("grouped", by_length),
         "packed": ("random", packed),
     }
     whole = range(0, len(lengths) // STEP * STEP, STEP)
-    return {name: [way(lengths[orders[order][at : at + STEP]].tolist()) for at in whole] for name, (order, way) in ways.items()}
+    return {
+        name: [layout(lengths[orders[order][at : at + STEP]].tolist()) for at in whole]
+        for name, (order, layout) in methods.items()
+    }
 
 
 def tokens(steps: list[Layout]) -> tuple[int, int]:
-    """(real, computed)"""
+    """The real and the computed tokens of `steps`."""
     parts = [[sum(row) for row in part] for step in steps for part in step]
     return sum(map(sum, parts)), sum(len(part) * max(part) for part in parts)
 
 
 def seconds(model: Any, steps: list[Layout]) -> float:
-    """Of the forward and backward passes; packed documents under a mask of their own."""
-    begun = time.perf_counter()
+    """The seconds of the forward and backward passes. Packed documents attend only to themselves."""
+    began = time.perf_counter()
     for part in (part for step in steps for part in step):
         width = max(map(sum, part))
         numbers = torch.zeros(len(part), width, dtype=torch.long)
-        for filled, row in zip(numbers, part, strict=True):
-            filled[: sum(row)] = torch.repeat_interleave(torch.arange(1, len(row) + 1), torch.tensor(row))
+        for document_numbers, row in zip(numbers, part, strict=True):
+            document_numbers[: sum(row)] = torch.repeat_interleave(torch.arange(1, len(row) + 1), torch.tensor(row))
         mask = numbers.ne(0).long()
         if any(len(row) > 1 for row in part):
             mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & numbers.ne(0)[:, None, None, :]
-            mask |= torch.eye(width, dtype=torch.bool)  # padding sees itself, so that no row of the softmax is empty
+            mask |= torch.eye(width, dtype=torch.bool)  # padding attends to itself, so that no row of the softmax is empty
         output = model(input_ids=torch.ones_like(numbers), attention_mask=mask).last_hidden_state
         output.mean().backward()
         model.zero_grad(set_to_none=True)
-    return time.perf_counter() - begun
+    return time.perf_counter() - began
 
 
-def speeds(model: Any, ways: dict[str, list[Layout]], number: int) -> dict[str, Any]:
-    """Real tokens a second of `number` steps of each way, over those of the Trainer's grouping: [median, least, most]."""
+def speeds(model: Any, methods: dict[str, list[Layout]], number: int) -> dict[str, Any]:
+    """Real tokens per second of `number` steps of each method, relative to `trainer`: [median, minimum, maximum]."""
     model.train()
-    chosen = {name: [steps[at] for at in np.linspace(0, len(steps) - 1, number).astype(int)] for name, steps in ways.items()}
+    chosen = {name: [steps[at] for at in np.linspace(0, len(steps) - 1, number).astype(int)] for name, steps in methods.items()}
     chosen["trainer again"] = chosen["trainer"]
     for steps in chosen.values():
         seconds(model, steps[:1])
@@ -123,15 +134,15 @@ def main() -> None:
     lengths = np.array([len(ids) for ids in tokenizer(*texts, truncation=True, max_length=options.max_length)["input_ids"]])
     if len(lengths) < STEP:
         arguments.error(f"{options.file} has {len(lengths)} samples, less than a step of {STEP}")
-    ways = layouts(lengths)
-    counted = {name: tokens(steps) for name, steps in ways.items()}
+    methods = layouts(lengths)
+    counted = {name: tokens(steps) for name, steps in methods.items()}
     print(json.dumps({"file": options.file, "samples": len(lengths), "torch": torch.__version__}))
     print(json.dumps({"real": {name: round(real / computed, 3) for name, (real, computed) in counted.items()}}))
     _, plain = counted["random"]
     print(json.dumps({"fewer tokens than random": {name: round(plain / computed, 2) for name, (_, computed) in counted.items()}}))
     if options.time:
         model = AutoModel.from_pretrained(options.tokenizer, dtype=torch.float32)
-        print(json.dumps({"real tokens a second over trainer": speeds(model, ways, options.time)}))
+        print(json.dumps({"real tokens a second over trainer": speeds(model, methods, options.time)}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Writes what the long tests have measured into the table of docs/reliability.md.
+"""Write the figures of the soak tests into the table of docs/reliability.md.
 
     HWOPT_FIGURES=figures.jsonl pytest -m soak && python benchmarks/reliability.py figures.jsonl docs/reliability.md
 
-Rows that this run has not measured stay as they are.
+Rows that this run did not measure stay as they are.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
 def rows_of(table: str) -> dict[str, str]:
-    """First cell -> the whole line, of the table that is there."""
+    """First cell -> whole line, of the existing table."""
     lines = [line for line in table.splitlines() if line.startswith("|")][2:]
     return {line.split("|")[1].strip(): line for line in lines}
 
 
 def measured(path: Path) -> dict[str, list[str]]:
-    """What -> the figures that were measured, without repetitions."""
+    """What was measured -> its figures, without duplicates."""
     found: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""C8: CPU seconds of `hwopt --help`, `hwopt profiles` and `hwopt plugins list`.
+"""Measure the CPU seconds of `hwopt --help`, `hwopt profiles` and `hwopt plugins list`.
 
 python benchmarks/startup.py [--rounds 9]
 """
@@ -13,10 +13,11 @@ import statistics
 import subprocess
 import sys
 
-BARS = {("--help",): 0.15, ("profiles",): 0.15, ("plugins", "list"): 0.25}
+LIMITS = {("--help",): 0.15, ("profiles",): 0.15, ("plugins", "list"): 0.25}
 
 
 def cpu_seconds(command: list[str]) -> float:
+    """The user and system seconds of `command`."""
     before = os.times()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     after = os.times()
@@ -29,9 +30,9 @@ def main() -> None:
     rounds = arguments.parse_args().rounds
     program = shutil.which("hwopt", path=os.path.dirname(sys.executable)) or "hwopt"
     found = {}
-    for words, bar in BARS.items():
+    for words, limit in LIMITS.items():
         each = [cpu_seconds([program, *words]) for _ in range(rounds)]
-        found[" ".join(words)] = {"median": round(statistics.median(each), 3), "min": min(each), "max": max(each), "bar": bar}
+        found[" ".join(words)] = {"median": round(statistics.median(each), 3), "min": min(each), "max": max(each), "limit": limit}
     print(json.dumps(found, indent=2))
 
 

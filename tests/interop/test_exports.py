@@ -1,4 +1,4 @@
-"""Exported files, read back by those that they are for: accelerate's launcher with real ranks, and transformers."""
+"""Exported files work with Accelerate's launcher, on real ranks, and with transformers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ZERO = {"stage": 2, "offload": "none"}
 
 
 def planned(folder: Path, *, max_grad_norm: float = 1.0, **options: Any) -> Plan:
-    """Of a tiny job; plugin tables are given as dicts, all else is for `plan_for`."""
+    """The plan of a tiny job. Options that are dicts are plugin tables; the others go to `plan_for`."""
     tables = {name: options.pop(name) for name in list(options) if isinstance(options[name], Mapping)}
     return plan_for(tiny_profile(**tables), tiny_job(folder / "data", max_grad_norm=max_grad_norm), **options)
 
 
-def told(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """What accelerate's launcher exports for `config`."""
+def launcher_environment(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """The environment variables that Accelerate's launcher sets for `config`."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch
 
@@ -70,16 +70,16 @@ PLANS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("number", range(len(PLANS)))
-def test_what_the_launcher_says_agrees_with_its_own_plan_alone(number: int, tmp_path: Path) -> None:
+def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_path: Path) -> None:
     plan = planned(tmp_path, **PLANS[number])
-    environment = told(launcher_config(plan), tmp_path / "own.yaml")
+    environment = launcher_environment(launcher_config(plan), tmp_path / "own.yaml")
     refuse(environment, plan)
     if "zero" in PLANS[number]:
         assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
         assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == str(PLANS[number]["zero"]["stage"])
         assert float(environment["ACCELERATE_GRADIENT_CLIPPING"]) == PLANS[number].get("max_grad_norm", 1.0)
         (tmp_path / "ds.json").write_text(exported(plan, "deepspeed"))
-        refuse(told(launcher_config(plan, 1, str(tmp_path / "ds.json")), tmp_path / "two.yaml"), plan)
+        refuse(launcher_environment(launcher_config(plan, 1, str(tmp_path / "ds.json")), tmp_path / "two.yaml"), plan)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_what_the_launcher_says_agrees_with_its_own_plan_alone(number: int, tmp_
         ({"zero": {"stage": 0, "offload": "none"}}, "ACCELERATE_USE_DEEPSPEED=true asks for DeepSpeed"),
     ],
 )
-def test_of_another_plan_both_values_are_said(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     base = {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}}
-    environment = told(launcher_config(planned(tmp_path, **base)), tmp_path / "other.yaml")
+    environment = launcher_environment(launcher_config(planned(tmp_path, **base)), tmp_path / "other.yaml")
     with pytest.raises(InputError, match=said):
         refuse(environment, planned(tmp_path, **base | change))
 
 
-def test_a_run_that_is_told_otherwise_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_refuses_a_contradicting_environment_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     with pytest.raises(InputError, match="ZERO_STAGE=3 contradicts the plan, in which it is 2"):
@@ -107,7 +107,7 @@ def test_a_run_that_is_told_otherwise_does_not_begin(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_launcher_says_does_not_reach_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_ignores_the_launcher_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(tmp_path, zero=ZERO)
     before = engine_config(plan)
     for name, value in {
@@ -122,7 +122,7 @@ def test_what_a_launcher_says_does_not_reach_the_export(tmp_path: Path, monkeypa
     assert dict(os.environ) == environment
 
 
-def test_several_nodes(tmp_path: Path) -> None:
+def test_export_for_several_nodes(tmp_path: Path) -> None:
     plan = planned(tmp_path, world_size=8, hardware=GPU, zero=ZERO)
     config = launcher_config(plan, 2)
     assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 8, 0)
@@ -133,7 +133,7 @@ def test_several_nodes(tmp_path: Path) -> None:
     assert yaml.safe_load(text) == config
 
 
-def test_the_json_is_what_the_engine_got(tmp_path: Path) -> None:
+def test_exported_json_is_the_config_of_the_engine(tmp_path: Path) -> None:
     plan = planned(tmp_path, zero={"stage": 3, "offload": "parameters"}, precision={"dtype": "bf16"}, max_grad_norm=0.5)
     expected = json.loads(exported(plan, "deepspeed"))
     engine = train_tiny(plan, tmp_path).run.accelerator.deepspeed_config
@@ -190,7 +190,7 @@ def spread() -> Registry:
 
 
 @pytest.mark.parametrize("fields", FSDP)
-def test_fsdp_is_what_accelerate_makes_of_the_file(
+def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
     fields: dict[str, Any], spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -199,7 +199,7 @@ def test_fsdp_is_what_accelerate_makes_of_the_file(
     plan = planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU)
     config = launcher_config(plan)
     assert config["distributed_type"] == "FSDP"
-    environment = told(config, tmp_path / "fsdp.yaml")
+    environment = launcher_environment(config, tmp_path / "fsdp.yaml")
     refuse(environment, plan)
     monkeypatch.setattr(Spread, "fields", fields | {"fsdp_version": 2, "reshard_after_forward": True, "sharding_strategy": None})
     if fields["fsdp_version"] == 2:
@@ -211,13 +211,13 @@ def test_fsdp_is_what_accelerate_makes_of_the_file(
     theirs, ours = FullyShardedDataParallelPlugin(), FullyShardedDataParallelPlugin(**fields)
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if name in os.environ and name not in before:
-            monkeypatch.delenv(name)  # the second one was put there by accelerate
+            monkeypatch.delenv(name)  # Accelerate set the second one
     assert {key: value for key, value in vars(theirs).items() if key != "param_init_fn"} == {
         key: value for key, value in vars(ours).items() if key != "param_init_fn"
     }
 
 
-def test_an_engine_that_no_file_describes(spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def policy(*_: Any) -> bool:
         return True
 
@@ -268,8 +268,8 @@ def launched(file: str, profile: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.integration
-def test_launched_from_its_file_it_is_the_same_plan(folder: Path) -> None:
-    """Two ranks: data parallel, and ZeRO as the YAML spells it out; one rank: ZeRO from the JSON that it points to."""
+def test_launch_from_an_exported_file_makes_the_same_plan(folder: Path) -> None:
+    """Two ranks with data parallelism, two with ZeRO settings in the YAML, and one with ZeRO settings in a JSON file."""
     two = ["--world-size", "2"]
     assert export("ddp", "--to", "accelerate", *two, "--output", "ddp.yaml") == 0
     assert export("zero", "--to", "accelerate", *two, "--output", "spelled.yaml") == 0
@@ -291,13 +291,13 @@ def test_launched_from_its_file_it_is_the_same_plan(folder: Path) -> None:
         assert {row["status"] for row in evidence} == {"active"}, evidence
 
 
-def test_a_json_that_somebody_changed_is_refused(folder: Path) -> None:
+def test_edited_json_is_refused(folder: Path) -> None:
     plan = api.resolve("./zero.toml", "job.toml", world_size=2)
     changed = json.loads(exported(plan, "deepspeed"))
     changed["zero_optimization"]["stage"] = 3
     changed["optimizer"] = {"type": "Lion"}
     Path("changed.json").write_text(json.dumps(changed))
-    environment = told(launcher_config(plan, 1, "changed.json"), folder / "changed.yaml")
+    environment = launcher_environment(launcher_config(plan, 1, "changed.json"), folder / "changed.yaml")
     with pytest.raises(InputError) as caught:
         refuse(environment, plan)
     lines = str(caught.value).splitlines()
@@ -323,7 +323,7 @@ for rows in (3, 5):
         output_dir="trainer", deepspeed="ds.json", per_device_train_batch_size=rows, max_grad_norm=1.0, bf16=True, use_cpu=True
     )
     try:
-        arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 3)  # refuses what does not match
+        arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 3)  # raises for values that do not match
         print("stage", arguments.hf_deepspeed_config.get_value("zero_optimization.stage"))
     except ValueError as error:
         print(error)
@@ -331,7 +331,7 @@ for rows in (3, 5):
 
 
 @pytest.mark.integration
-def test_transformers_takes_the_json(folder: Path) -> None:
+def test_transformers_accepts_the_exported_json(folder: Path) -> None:
     assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
     done = subprocess.run(
         [sys.executable, "-c", TRAINER],
@@ -347,7 +347,7 @@ def test_transformers_takes_the_json(folder: Path) -> None:
     assert "ds train_micro_batch_size_per_gpu=3 vs hf per_device_train_batch_size=5" in refused
 
 
-def test_to_the_screen_goes_the_file_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_holds_only_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export("zero", "--to", "deepspeed") == 0
     assert json.loads(capsys.readouterr().out)["zero_optimization"]["stage"] == 2
     assert run_command(["export", "job.toml", "--profile", "rtx3070_8gb", "--to", "accelerate"]) == 0
@@ -361,7 +361,7 @@ def test_to_the_screen_goes_the_file_alone(folder: Path, capsys: pytest.CaptureF
     assert (config["use_cpu"], config["deepspeed_config"]["offload_optimizer_device"]) == (False, "cpu")
 
 
-def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine").write_text("mine")
     assert export("ddp", "--to", "accelerate", "--output", "mine") == 2
     assert "--output mine: exists; give another name, or --force" in capsys.readouterr().err
@@ -387,14 +387,16 @@ def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixt
         ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
     ],
 )
-def test_bad_input(profile: str, arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_bad_input(
+    profile: str, arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export(profile, *arguments) == 2
     found = capsys.readouterr()
     assert said in " ".join(found.err.replace("│", " ").split())
     assert not found.out
 
 
-def test_without_deepspeed_the_error_says_why_the_plan_has_none(tmp_path: Path) -> None:
+def test_export_error_shows_why_the_plan_has_no_deepspeed(tmp_path: Path) -> None:
     plan = planned(tmp_path, zero=ZERO)
     skipped = replace(
         plan,

@@ -15,7 +15,7 @@ from hwopt.system.ranks import rank_and_world
 CPU = described("a CPU", None, 16)
 GPU = described("a GPU", (8, 6), 8)
 
-BARE_LAUNCH = {  # what `accelerate launch` exports without options
+BARE_LAUNCH = {  # what `accelerate launch` sets without options
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_DYNAMO_BACKEND": "no",
     "ACCELERATE_DYNAMO_MODE": "default",
@@ -26,7 +26,7 @@ BARE_LAUNCH = {  # what `accelerate launch` exports without options
 
 
 @pytest.mark.parametrize("mixed", ["no", "fp16", "bf16"])
-def test_neutral_defaults_contradict_nothing(mixed: str) -> None:
+def test_neutral_defaults_are_accepted(mixed: str) -> None:
     refuse_contradictions(BARE_LAUNCH, {"mixed_precision": mixed}, GPU)
 
 
@@ -41,12 +41,12 @@ def test_neutral_defaults_contradict_nothing(mixed: str) -> None:
         ("ACCELERATE_USE_CPU", "true"),
     ],
 )
-def test_a_contradiction_names_the_variable(name: str, value: str) -> None:
+def test_contradiction_names_the_variable(name: str, value: str) -> None:
     with pytest.raises(InputError, match=f"{name}.*{value}|{name}"):
         refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU)
 
 
-def test_agreement_is_no_contradiction() -> None:
+def test_equal_settings_are_accepted() -> None:
     refuse_contradictions({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, {"mixed_precision": "bf16"}, CPU)
 
 
@@ -69,10 +69,10 @@ EXPORTS = {
         ("ACCELERATE_GRADIENT_CLIPPING", "1"),
         ("ACCELERATE_GRADIENT_CLIPPING", ""),
         ("FSDP_OFFLOAD_PARAMS", "true"),
-        ("FSDP_OFFLOAD_PARAMS", "false"),  # what a bare --use_fsdp exports
+        ("FSDP_OFFLOAD_PARAMS", "false"),  # what --use_fsdp alone sets
     ],
 )
-def test_equal_values_of_an_engine_contradict_nothing(name: str, value: str) -> None:
+def test_equal_engine_settings_are_accepted(name: str, value: str) -> None:
     refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
 
 
@@ -87,7 +87,7 @@ def test_equal_values_of_an_engine_contradict_nothing(name: str, value: str) -> 
         ("FSDP_OFFLOAD_PARAMS", "maybe"),
     ],
 )
-def test_different_ones_are_both_said(name: str, value: str) -> None:
+def test_different_engine_settings_show_both_values(name: str, value: str) -> None:
     planned = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "FSDP_OFFLOAD_PARAMS": "true"}.get(name, EXPORTS[name])
     with pytest.raises(InputError, match=f"{name}={value} contradicts the plan, in which it is {planned}"):
         refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
@@ -107,7 +107,7 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
         {"zero_optimization": {"stage": 2, "round_robin_gradients": False}},
     ],
 )
-def test_a_deepspeed_file_that_agrees(said: dict[str, Any], tmp_path: Path) -> None:
+def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(said))
     refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
 
@@ -124,7 +124,7 @@ def test_a_deepspeed_file_that_agrees(said: dict[str, Any], tmp_path: Path) -> N
         (None, "cannot be read as JSON .*no such file"),
     ],
 )
-def test_a_deepspeed_file_that_does_not(text: str | None, expected: str, tmp_path: Path) -> None:
+def test_contradicting_deepspeed_file_is_refused(text: str | None, expected: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
@@ -132,7 +132,7 @@ def test_a_deepspeed_file_that_does_not(text: str | None, expected: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_is_on_or_off(name: str) -> None:
+def test_switch_must_be_on_or_off(name: str) -> None:
     for value in ("perhaps", "", " true", "2", "\x1b[31m"):
         with pytest.raises(InputError, match=f"^{name}=.*expected one of 1, true, .* unset it$"):
             refuse_odd_switches({name: value})
@@ -143,7 +143,7 @@ def test_a_switch_is_on_or_off(name: str) -> None:
         assert str_to_bool(value) == (value.lower() in YES)
 
 
-def test_rank_and_world() -> None:
+def test_rank_and_world_size_come_from_the_environment() -> None:
     assert rank_and_world({}) == (0, 1)
     assert rank_and_world({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
     with pytest.raises(InputError, match="whole number"):

@@ -1,4 +1,4 @@
-"""Ranks: what the formulas say is what a ring sends that is played through, and what torch's own FSDP asks for."""
+"""Memory and communication of several ranks: the formulas agree with a simulated ring and with torch's FSDP."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ specs = st.builds(
 ranks = st.builds(lambda per_node, nodes: Ranks(per_node * nodes, nodes), st.integers(1, 16), st.integers(1, 64))
 
 
-def held(scheme: Scheme, spec: MemorySpec, over: Ranks) -> float:
+def states_bytes(scheme: Scheme, spec: MemorySpec, over: Ranks) -> float:
     return sum(closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(over)).values())
 
 
-def test_memory_as_in_the_paper_on_zero() -> None:
-    """arXiv:1910.02054, figure 1; a hybrid on nodes of 8 is stage 3 on 8."""
-    found = {scheme.name: round(held(scheme, PAPER, Ranks(64, 8)) / 1e9, 1) for scheme in schemes_for(Ranks(64, 8))}
+def test_states_match_figure_1_of_the_zero_paper() -> None:
+    """Source: arXiv:1910.02054, figure 1. The hybrid on nodes of 8 ranks is stage 3 on 8 ranks."""
+    found = {scheme.name: round(states_bytes(scheme, PAPER, Ranks(64, 8)) / 1e9, 1) for scheme in schemes_for(Ranks(64, 8))}
     expected = {"data parallel": 120.0, "ZeRO-1": 31.4, "ZeRO-2": 16.6, "ZeRO-3": 1.9, "FSDP": 1.9, "FSDP hybrid": 15.0}
     assert found == expected
 
 
-def test_volumes_as_in_the_paper_on_zero() -> None:
-    """Section 7: twice the parameters for data parallel and stages 1 and 2, three times for stage 3."""
+def test_volumes_match_section_7_of_the_zero_paper() -> None:
+    """Section 7: twice the parameters for data parallelism and stages 1 and 2, three times for stage 3."""
     many = Ranks(1 << 20)
     sent = {scheme.name: volume(scheme, PAPER, many).sent / (2 * PAPER.parameters) for scheme in schemes_for(many)}
     assert sent == pytest.approx({"data parallel": 2, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3, "FSDP": 3}, rel=1e-5)
@@ -71,31 +71,31 @@ def test_volumes_as_in_the_paper_on_zero() -> None:
     assert volume(BY_NAME["ZeRO-3"], PAPER, few).sent == pytest.approx(1.5 * volume(DATA_PARALLEL, PAPER, few).sent)
 
 
-def test_micro_batches_cost_where_gradients_or_weights_are_spread() -> None:
+def test_micro_batches_add_volume_with_sharded_gradients_or_weights() -> None:
     over = Ranks(8)
     once, four = ({name: volume(scheme, PAPER, over, n).sent for name, scheme in BY_NAME.items()} for n in (1, 4))
     ratios = {name: four[name] / once[name] for name in once if name != "FSDP hybrid"}
     assert ratios == pytest.approx({"data parallel": 1, "ZeRO-1": 1, "ZeRO-2": 2.5, "ZeRO-3": 4, "FSDP": 4})
 
 
-def test_frozen_weights_are_gathered_and_nothing_else() -> None:
+def test_frozen_weights_are_sent_only_with_sharded_weights() -> None:
     frozen = MemorySpec(1000, 0, weight_bytes=2)
     sent = {scheme.name: volume(scheme, frozen, Ranks(2)).sent for scheme in schemes_for(Ranks(2))}
     assert sent == {"data parallel": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": 2000, "FSDP": 2000}
 
 
 @given(specs, ranks)
-def test_memory_falls_with_the_stage_and_with_ranks(spec: MemorySpec, over: Ranks) -> None:
-    by_stage = [held(scheme, spec, over) for scheme in SCHEMES[:4]]
+def test_states_shrink_with_the_stage_and_with_more_ranks(spec: MemorySpec, over: Ranks) -> None:
+    by_stage = [states_bytes(scheme, spec, over) for scheme in SCHEMES[:4]]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(by_stage))
     doubled = Ranks(2 * over.number, over.nodes)
     for scheme in SCHEMES:
-        assert held(scheme, spec, doubled) <= held(scheme, spec, over)
-    assert held(HYBRID, spec, over) >= by_stage[3] * (1 - 1e-9)
+        assert states_bytes(scheme, spec, doubled) <= states_bytes(scheme, spec, over)
+    assert states_bytes(HYBRID, spec, over) >= by_stage[3] * (1 - 1e-9)
 
 
 @given(specs, ranks, st.integers(1, 64))
-def test_volume_is_below_its_limit_and_nothing_is_lost(spec: MemorySpec, over: Ranks, micro_batches: int) -> None:
+def test_volume_stays_below_its_limit_and_splits_by_node(spec: MemorySpec, over: Ranks, micro_batches: int) -> None:
     for scheme in SCHEMES:
         sent = volume(scheme, spec, over, micro_batches)
         assert min(sent.within, sent.between) >= 0
@@ -111,7 +111,7 @@ def test_volume_is_below_its_limit_and_nothing_is_lost(spec: MemorySpec, over: R
 
 
 @given(specs.filter(lambda spec: spec.trained > 0), st.integers(2, 16), st.integers(2, 64), st.integers(1, 8))
-def test_a_hybrid_sends_less_between_nodes(spec: MemorySpec, per_node: int, nodes: int, micro_batches: int) -> None:
+def test_hybrid_sends_less_between_nodes(spec: MemorySpec, per_node: int, nodes: int, micro_batches: int) -> None:
     over = Ranks(per_node * nodes, nodes)
     assert HYBRID in schemes_for(over)
     spec.weight_bytes = max(spec.weight_bytes, spec.gradient_bytes)
@@ -119,19 +119,19 @@ def test_a_hybrid_sends_less_between_nodes(spec: MemorySpec, per_node: int, node
     assert hybrid.between < whole.between
 
 
-def test_a_hybrid_of_one_node_or_of_single_ranks_is_none() -> None:
+def test_hybrid_needs_several_nodes_with_several_ranks() -> None:
     assert HYBRID not in schemes_for(Ranks(8, 1))
     assert HYBRID not in schemes_for(Ranks(8, 8))
 
 
 @pytest.mark.parametrize(("number", "nodes"), [(8, 3), (8, 16), (1, 2)])
-def test_ranks_that_cannot_be_spread_evenly(number: int, nodes: int) -> None:
+def test_ranks_that_nodes_do_not_divide_are_refused(number: int, nodes: int) -> None:
     with pytest.raises(InputError, match=rf"--nodes {nodes}: .* multiple of {nodes} as --world-size"):
         Ranks(number, nodes)
 
 
 def all_reduced(values: np.ndarray, sent: Counter[tuple[int, int]]) -> np.ndarray:
-    """A ring all-reduce of `values` (ranks, chunks, numbers), one chunk a rank and step; what goes over each link is counted."""
+    """A simulated ring all-reduce of `values` (ranks, chunks, numbers); `sent` counts the bytes over each link."""
     number = len(values)
     held = values.copy()
     for begin, adds in ((0, True), (1, False)):  # reduce-scatter, all-gather
@@ -146,7 +146,7 @@ def all_reduced(values: np.ndarray, sent: Counter[tuple[int, int]]) -> np.ndarra
 
 
 @pytest.mark.parametrize(("number", "nodes"), [(2, 1), (2, 2), (6, 2), (8, 4), (9, 3)])
-def test_a_ring_that_is_played_through(number: int, nodes: int) -> None:
+def test_simulated_ring_sends_the_predicted_volume(number: int, nodes: int) -> None:
     over = Ranks(number, nodes)
     values = np.random.default_rng(0).integers(0, 100, (number, number, 5)).astype(np.float32)
     sent: Counter[tuple[int, int]] = Counter()
@@ -162,8 +162,8 @@ def test_a_ring_that_is_played_through(number: int, nodes: int) -> None:
         assert staying == pytest.approx(said.within * over.per_node)
 
 
-class Counted(TorchDispatchMode):
-    """Bytes that a rank sends in the collectives that it asks for, on rings."""
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the bytes that a rank sends in its collectives, on rings."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__()
@@ -172,15 +172,15 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default):
-            self.spread += abs(args[0].nbytes - args[1].nbytes)  # all but one's own part
+            self.spread += abs(args[0].nbytes - args[1].nbytes)  # all parts except the rank's own
         elif func is torch.ops.c10d.allreduce_.default:
             self.replicated += sum(2 * tensor.nbytes * (self.replicas - 1) / self.replicas for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def made_up_group(number: int) -> Iterator[None]:
-    """A process group of ranks that are not there: nothing is sent."""
+def fake_group(number: int) -> Iterator[None]:
+    """A process group without other processes; nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
@@ -192,7 +192,7 @@ def made_up_group(number: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("over", [Ranks(8), Ranks(8, 2)], ids=["full", "hybrid"])
 @pytest.mark.parametrize("frozen", [0, 2])
-def test_fsdp_of_torch_sends_what_the_formula_says(over: Ranks, frozen: int) -> None:
+def test_fsdp_of_torch_sends_the_predicted_volume(over: Ranks, frozen: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -201,12 +201,12 @@ def test_fsdp_of_torch_sends_what_the_formula_says(over: Ranks, frozen: int) -> 
     for layer in layers[1 : 1 + frozen]:
         layer.requires_grad_(False)
     scheme = HYBRID if over.nodes > 1 else BY_NAME["FSDP"]
-    with made_up_group(over.number):
+    with fake_group(over.number):
         shape, names = ((over.nodes, over.per_node), ("copies", "parts")) if over.nodes > 1 else ((over.number,), ("parts",))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for part in (*layers, model):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        with Counted(over.nodes) as counted:
+        with CollectiveBytes(over.nodes) as counted:
             for _ in range(micro_batches):
                 model(torch.zeros(2, 64)).sum().backward()
     trained = sum(layer.weight.requires_grad for layer in layers)
@@ -217,8 +217,8 @@ def test_fsdp_of_torch_sends_what_the_formula_says(over: Ranks, frozen: int) -> 
         assert split_by_node(counted.spread, over) == said
 
 
-def test_the_highest_point_moves_where_states_are_spread() -> None:
-    """Whole, it is in the update, whose temporaries are as large as the weights; spread over 10, in the backward pass."""
+def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:
+    """Unsharded, the update is the peak: its temporary tensors are large. Sharded over 10 ranks, the backward pass is."""
     kinds = [KINDS.index(kind) for kind in ("weights", "activations", "gradients", "temporary")]
     timeline = Timeline(
         events=np.array([1, 2, 3, -2, 4, -4, -3]),
@@ -251,7 +251,7 @@ def job_file(folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plan_compares_what_the_ranks_could_do(tmp_path: Path) -> None:
+def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
     job = str(job_file(tmp_path))
     asked = [job, "--profile", "rtx3070_8gb", "--world-size", "16", "--nodes", "4"]
     document = json.loads(CliRunner().invoke(plan_command, [*asked, "--format", "json"], catch_exceptions=False).output)
@@ -281,7 +281,7 @@ def test_plan_compares_what_the_ranks_could_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_trace_the_states_answer_and_it_is_said(tmp_path: Path) -> None:
+def test_comparison_without_a_trace_is_a_stated_lower_bound(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path), world_size=4)
     memory = replace(plan_memory(plan, tmp_path / "cache"), tier="closed form")
     found = compare_schemes(replace(plan, memory=memory), Ranks(4), tmp_path / "cache")
@@ -299,7 +299,7 @@ def test_without_a_trace_the_states_answer_and_it_is_said(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_rank_is_compared_with_nothing_unless_asked(tmp_path: Path) -> None:
+def test_one_rank_is_compared_only_with_nodes_option(tmp_path: Path) -> None:
     job = str(job_file(tmp_path))
     plain = CliRunner().invoke(plan_command, [job, "--profile", "cpu", "--format", "json"], catch_exceptions=False)
     assert "parallel" not in json.loads(plain.output)

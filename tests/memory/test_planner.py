@@ -1,4 +1,4 @@
-"""Memory: what is predicted is what torch's allocator holds, for recipes that nobody told the planner about too."""
+"""The planner predicts what torch's allocator holds, for third-party plugins too."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA", "a large vocabulary")))
-def test_predicted_is_what_the_allocator_holds(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     config, plugins = case
     plan = planned(tmp_path, config, plugins)
     trace, rows = trace_plan(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
@@ -76,8 +76,8 @@ def test_predicted_is_what_the_allocator_holds(case: tuple[dict[str, Any], dict[
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_update_is_measured_too(tmp_path: Path) -> None:
-    """Where it is the highest point; made-up weights must be finite, or it would be left out."""
+def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
+    """The update is the peak here. The random weights must be finite, or the update would be skipped."""
     plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
     trace = trace_plan(plan, 16, 2)
     predicted = trace.train.at(1, 16).peak()
@@ -88,13 +88,13 @@ def test_an_update_is_measured_too(tmp_path: Path) -> None:
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
     with fake_step_functions(plan, 2) as (train, _):
-        train(Shape(2, 16))  # what is made once and kept
+        train(Shape(2, 16))  # creates what later steps reuse
         yield train
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hardware", [None, described("a card", (8, 6), 8.0)], ids=["cpu", "card"])
-def test_any_size_follows_from_two(hardware: Any, tmp_path: Path) -> None:
+def test_any_shape_follows_from_two_traces(hardware: Any, tmp_path: Path) -> None:
     plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=hardware)
     trace = trace_plan(plan, 64, 2)
     with steps(plan) as train:
@@ -112,7 +112,7 @@ def test_any_size_follows_from_two(hardware: Any, tmp_path: Path) -> None:
 @given(st.integers(1, 200), st.floats(1e5, 1e9))
 @settings(max_examples=examples(10))
 @pytest.mark.filterwarnings("ignore")
-def test_the_most_rows_fit_and_one_more_does_not(width: int, budget: float) -> None:
+def test_max_rows_fit_and_one_more_does_not(width: int, budget: float) -> None:
     scaled = tiny_trace().train
     most = scaled.max_rows(width, budget)
     assert most == 0 or scaled.at(most, width).peak().bytes <= budget
@@ -132,7 +132,7 @@ def tiny_trace() -> Any:
 
 
 class Hoard(Plugin):
-    """Keeps a copy of the weights: a plugin that the planner has never heard of."""
+    """A third-party plugin that keeps a copy of the weights."""
 
     name = "hoard"
     stage = Stage.MODEL
@@ -149,7 +149,7 @@ class Hoard(Plugin):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_stranger_is_counted(tmp_path: Path) -> None:
+def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Hoard)
     plain = trace_plan(planned(tmp_path, BERT, {}), 32, 2).train.base.peak()
@@ -158,7 +158,7 @@ def test_a_stranger_is_counted(tmp_path: Path) -> None:
 
 
 class Stubborn(Hoard):
-    """Reads a table of unknown size from a tensor: fake ones have no values."""
+    """Needs the values of a tensor, which fake tensors do not have."""
 
     name = "stubborn"
 
@@ -171,7 +171,7 @@ class Stubborn(Hoard):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_traced_is_answered_in_closed_form_and_says_so(tmp_path: Path) -> None:
+def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Stubborn)
     memory = plan_memory(planned(tmp_path / "data", BERT, {"stubborn": {}}, registry), tmp_path / "cache")
@@ -182,8 +182,8 @@ def test_what_cannot_be_traced_is_answered_in_closed_form_and_says_so(tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_kernels_of_the_card_and_not_of_this_machine(tmp_path: Path) -> None:
-    """Flash and memory-efficient attention keep no score matrix; math does. A T4 has no flash kernel."""
+def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
+    """Flash and memory-efficient attention store no score matrix; math does. A T4 has no flash kernel."""
 
     def held(prefer: list[str], capability: tuple[int, int]) -> float:
         card = described("a card", capability, 8.0)
@@ -200,8 +200,8 @@ def test_kernels_of_the_card_and_not_of_this_machine(tmp_path: Path) -> None:
     assert held(["math", "flash"], (8, 6)) > scores
 
 
-def test_zero_as_in_its_paper() -> None:
-    """7.5 billion parameters on 64 devices: 120 GB, 31.4, 16.6 and 1.9 (arXiv:1910.02054, figure 1)."""
+def test_closed_form_matches_figure_1_of_the_zero_paper() -> None:
+    """7.5 billion parameters on 64 devices need 120, 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
     spec = MemorySpec(7_500_000_000, 7_500_000_000, weight_bytes=2, gradient_bytes=2, state_bytes=8, master_bytes=4)
     whole = closed_form.states(spec)
     found = [round(sum(closed_form.sharded(whole, stage, 64).values()) / 1e9, 1) for stage in range(4)]
@@ -219,7 +219,7 @@ def job_file(folder: Path, length: int = 32) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_lines_that_are_offered_make_it_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     profile = tmp_path / "card.toml"
     profile.write_text(
@@ -246,7 +246,7 @@ def test_the_lines_that_are_offered_make_it_fit(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_auto_batch_is_the_most_that_fits_and_keeps_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     profile = tmp_path / "card.toml"
     profile.write_text(
@@ -263,7 +263,7 @@ def test_an_auto_batch_is_the_most_that_fits_and_keeps_the_step(tmp_path: Path, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plan_says_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     job = job_file(tmp_path)
     found = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb", "--format", "json"], catch_exceptions=False)
@@ -279,7 +279,7 @@ def test_plan_says_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_is_measured_where_the_device_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_needs_the_device_in_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     asked = [str(job_file(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
     found = CliRunner().invoke(plan_command, [*asked, "--hardware", "detected"], catch_exceptions=False)
@@ -291,7 +291,7 @@ def test_a_step_is_measured_where_the_device_is_here(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_data_that_is_not_there_is_planned_with_the_most_that_is_allowed(tmp_path: Path) -> None:
+def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     plan = planned(tmp_path / "data", BERT, {})
     (tmp_path / "data" / "train.jsonl").unlink()
     memory = plan_memory(plan, tmp_path / "cache")
@@ -300,11 +300,11 @@ def test_data_that_is_not_there_is_planned_with_the_most_that_is_allowed(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_more_ranks_than_samples_are_refused(tmp_path: Path) -> None:
+def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="64 ranks for 40 training samples"):
         plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), tmp_path / "cache")
 
 
-def test_auto_needs_the_size_of_a_step(tmp_path: Path) -> None:
+def test_auto_batch_needs_effective(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needs effective = N"):
         planned(tmp_path, BERT, {"batch": {"train": "auto"}})

@@ -1,4 +1,4 @@
-"""What the logged numbers of a run are held against."""
+"""Divergence: loss spikes, and limits of skipped updates."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LOSSES = st.floats(0.01, 20.0)
 
 
 @given(st.lists(LOSSES, min_size=ENOUGH, max_size=RECENT), LOSSES)
-def test_what_a_spike_is(recent: list[float], began: float) -> None:
-    """Above the median by a quarter of where the run began at least, and not moved by a few outliers."""
+def test_spike_limit_is_above_the_median_and_robust_to_outliers(recent: list[float], began: float) -> None:
+    """The limit exceeds the median by at least a quarter of the first loss, and a few outliers do not move it."""
     limit = spike_above(recent, began)
     assert limit >= sorted(recent)[len(recent) // 2 - (len(recent) % 2 == 0)] + 0.25 * began
     few = (len(recent) - 1) // 4
@@ -29,59 +29,59 @@ def test_what_a_spike_is(recent: list[float], began: float) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
-def test_one_spike_is_said_once_however_long_it_lasts(seed: int, length: int, height: float) -> None:
+def test_a_long_spike_is_reported_once(seed: int, length: int, height: float) -> None:
     noise = random.Random(seed)
     course = Course()
     calm = [2.0 * 0.99**step * (1 + noise.uniform(-0.05, 0.05)) for step in range(60)]
-    assert not any(course.jumped(loss) for loss in calm), "noise is none"
+    assert not any(course.jumped(loss) for loss in calm), "noise is not a spike"
     assert [course.jumped(calm[-1] + height) for _ in range(length)] == [True] + [False] * (length - 1)
     assert not any(course.jumped(loss) for loss in calm[-10:])
-    assert course.jumped(calm[-1] + height), "another one"
+    assert course.jumped(calm[-1] + height), "a second spike"
 
 
-def test_a_level_that_stays_is_the_runs_own() -> None:
+def test_a_loss_that_stays_high_becomes_the_new_level() -> None:
     course = Course()
     jumps = [course.jumped(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
     assert [number for number, jumped in enumerate(jumps) if jumped] == [10, 70]
 
 
-def test_nothing_is_a_spike_before_there_is_a_course() -> None:
+def test_the_first_log_points_are_never_spikes() -> None:
     course = Course()
     assert not any(course.jumped(loss) for loss in [9.0, 0.1, 50.0, 0.1])
 
 
-def saw(watch: DivergenceMonitor, step: int, norms: list[float], **given: Any) -> tuple[list[str], NonFiniteError | None]:
+def observe(monitor: DivergenceMonitor, step: int, norms: list[float], **given: Any) -> tuple[list[str], NonFiniteError | None]:
     rest: dict[str, Any] = {"lost": 0, "loss": 1.0, "scale": None} | given
     training = Training(**rest.pop("training", {}))
-    return watch.saw(training, 1_000, step, norms, **rest)
+    return monitor.saw(training, 1_000, step, norms, **rest)
 
 
-def test_a_loss_scaler_may_leave_out_what_overflows() -> None:
-    nan, watch = float("nan"), DivergenceMonitor()
-    assert saw(watch, 10, [nan] * 10, scale=64.0) == ([], None)
-    assert saw(watch, 50, [nan] * 40, scale=64.0) == ([], None)
-    _, error = saw(watch, 51, [nan], scale=64.0)
+def test_a_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
+    nan, monitor = float("nan"), DivergenceMonitor()
+    assert observe(monitor, 10, [nan] * 10, scale=64.0) == ([], None)
+    assert observe(monitor, 50, [nan] * 40, scale=64.0) == ([], None)
+    _, error = observe(monitor, 51, [nan], scale=64.0)
     assert "51 updates in a row were not finite up to step 51" in str(error)
-    _, error = saw(DivergenceMonitor(), 1, [1.0], scale=0.5)
+    _, error = observe(DivergenceMonitor(), 1, [1.0], scale=0.5)
     assert "loss scale 0.5" in str(error)
-    _, error = saw(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1)
+    _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1)
     assert "the loss was not finite at or before step 1" in str(error)
-    said, error = saw(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1, training={"on_nonfinite": "skip"})
+    said, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1, training={"on_nonfinite": "skip"})
     assert error is None
     assert "the loss of 1 micro-batch(es) was not finite" in said[0]
 
 
-def test_numbers() -> None:
+def test_long_lists_of_steps_are_shortened() -> None:
     assert numbers([3]) == "3"
     assert numbers(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("follows", ["warn", "stop", "off"])
-def test_a_run_whose_loss_jumps(follows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learning rate is so high from step 7 on that the loss leaves its course."""
+def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learning rate is so high at steps 7 and 8 that the loss rises."""
     import hwopt.training.optimizer
 
-    monkeypatch.setattr(hwopt.training.optimizer, "make_scheduler", jumping)
+    monkeypatch.setattr(hwopt.training.optimizer, "make_scheduler", spiking_schedule)
     job = tiny_job(tmp_path / "data", max_steps=12, loss_spike=follows, max_grad_norm=0)
     plan = plan_for(tiny_profile(), job)
     if follows == "stop":
@@ -92,7 +92,7 @@ def test_a_run_whose_loss_jumps(follows: str, tmp_path: Path, monkeypatch: pytes
     assert sum("the loss rose to" in line for line in heard.warnings) == (1 if follows == "warn" else 0), heard.losses
 
 
-def jumping(run: Any) -> Any:
+def spiking_schedule(run: Any) -> Any:
     import torch
 
     return torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 3e3 if 6 <= step <= 7 else 1e-3)

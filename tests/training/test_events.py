@@ -1,4 +1,4 @@
-"""Events: when each fires, and what it sees."""
+"""Events: when each one fires, and what it receives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_events_fire_in_the_documented_order(tmp_path: Path) -> None:
     assert Counter(steps)["saved"] >= 3, "two checkpoints and the best weights"
 
 
-def test_gradients_are_named_unscaled_and_before_clipping(tmp_path: Path) -> None:
+def test_gradients_event_sees_named_unscaled_unclipped_gradients(tmp_path: Path) -> None:
     """With a loss scale of 65,536 the event sees the gradients of fp32 training, up to rounding."""
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for dtype, level in (("fp32", "O1"), ("fp16", "O2")):
@@ -66,7 +66,7 @@ def with_fp16(plan: Plan) -> Plan:
     return replace(plan, recipe=recipe)
 
 
-def test_step_end_says_whether_the_update_was_applied(tmp_path: Path) -> None:
+def test_step_end_reports_whether_the_update_was_applied(tmp_path: Path) -> None:
     plan, applied = planned(tmp_path, on_nonfinite="skip"), []
 
     def poison(run: Any) -> None:
@@ -83,7 +83,7 @@ def test_step_end_says_whether_the_update_was_applied(tmp_path: Path) -> None:
     assert applied == [(1, True), (2, False), (3, True), (4, True)]
 
 
-def test_resume_fires_no_step_event_for_steps_that_were_done(tmp_path: Path) -> None:
+def test_resume_fires_step_events_only_for_new_steps(tmp_path: Path) -> None:
     train_tiny(planned(tmp_path), tmp_path)
     again, plan, ended = gone_back(tmp_path / "run", tmp_path / "again", 2), planned(tmp_path), []
     plan.recipe.events["step_end"].append(lambda run, applied: ended.append(run.step))
@@ -114,7 +114,7 @@ class Average:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: Path) -> None:
-    """A learning rate that ruins the model late: the averaged weights of final/ are those of the best evaluation."""
+    """The learning rate ruins the model late: final/ holds the averaged weights of the best evaluation."""
     from safetensors.torch import load_file
 
     averages: dict[int, dict[str, torch.Tensor]] = {}

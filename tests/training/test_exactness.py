@@ -1,4 +1,4 @@
-"""Any cut of a step batch, on any number of ranks, gives the same gradients (docs/exactness.md)."""
+"""Any split of a step batch, on any number of ranks, gives the same gradients (docs/exactness.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 11
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
 
 
-class Width(Plugin):
+class Float64(Plugin):
     """Builds the model in float64, so that rounding does not hide a wrong weight."""
 
     name = "width"
@@ -39,14 +39,14 @@ class Width(Plugin):
 @contextmanager
 def tiny_run(folder: Path, kind: str, dtype: str) -> Iterator[Run]:
     registry = Registry()
-    registry.add(Width)
+    registry.add(Float64)
     profile = tiny_profile(**({"width": {}} if dtype == "float64" else {}))
     with build(plan_for(profile, tiny_job(folder / "data", kind), registry), folder / "run", folder / "cache") as run:
         yield run
 
 
-def cut_step(run: Run, groups: list[list[int]]) -> StepBatch:
-    """The first step batch of `run`'s data, cut into `groups`."""
+def split_step(run: Run, groups: list[list[int]]) -> StepBatch:
+    """The first step batch of the data of `run`, split into `groups`."""
     dataset = run.train_loader.dataset
     samples = tuple(range(sum(map(len, groups))))
     count = int(dataset.store.counts[list(samples)].sum())
@@ -67,7 +67,7 @@ def gradient(run: Run, batch: StepBatch) -> torch.Tensor:
 
 @st.composite
 def partitions(draw: st.DrawFn) -> list[list[int]]:
-    """Rows 0 … ROWS - 1 in any order, cut anywhere."""
+    """Rows 0 … ROWS - 1 in any order, split anywhere."""
     order = draw(st.permutations(range(ROWS)))
     cuts = sorted(draw(st.sets(st.integers(1, ROWS - 1))))
     return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
@@ -76,15 +76,15 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 @pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
-def test_any_cut_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
+def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
     with tiny_run(tmp_path, kind, dtype) as run:
-        whole = gradient(run, cut_step(run, [list(range(ROWS))]))
+        whole = gradient(run, split_step(run, [list(range(ROWS))]))
         assert whole.norm() > 0
 
         @given(partitions())
         @settings(deadline=None, max_examples=examples)
         def check(groups: list[list[int]]) -> None:
-            difference = (gradient(run, cut_step(run, groups)) - whole).norm() / whole.norm()
+            difference = (gradient(run, split_step(run, groups)) - whole).norm() / whole.norm()
             assert difference <= LIMITS[dtype], groups
 
         check()
@@ -92,14 +92,14 @@ def test_any_cut_gives_the_same_gradient(kind: str, dtype: str, examples: int, t
 
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_ranks_shares_add_up(kind: str, world: int, tmp_path: Path) -> None:
-    """What each rank's sampler deals, summed as DDP's mean times the world size, is the gradient of one rank."""
+def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int, tmp_path: Path) -> None:
+    """The gradients over each rank's samples, summed, equal the gradient of a single rank."""
     with tiny_run(tmp_path, kind, "float64") as run:
         dataset = run.train_loader.dataset
         for step in range(run.steps_per_epoch):  # the last one is partial
             parts = []
             for ranks in (1, world):
-                run.world_size = 1  # shares count all ranks; summed here by hand
+                run.world_size = 1  # the weights count all ranks; this test sums the ranks itself
                 total = torch.zeros(())
                 for rank in range(ranks):
                     sampler: StepSampler = partial_sampler(run, rank, ranks)
@@ -114,13 +114,13 @@ def partial_sampler(run: Run, rank: int, world: int) -> StepSampler:
     return replace(run.train_loader.sampler, rank=rank, world_size=world, total_steps=run.steps_per_epoch)
 
 
-def test_padding_is_never_seen(tmp_path: Path) -> None:
-    """A row's logits do not depend on the rows that it is padded to."""
+def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
+    """The logits of a row do not depend on the width that it is padded to."""
     for kind in ("text-classification", "causal-lm"):
         with tiny_run(tmp_path / kind, kind, "float64") as run:
             run.inner_model.eval()
-            together = cut_step(run, [list(range(ROWS))])
-            alone = cut_step(run, [[row] for row in range(ROWS)])
+            together = split_step(run, [list(range(ROWS))])
+            alone = split_step(run, [[row] for row in range(ROWS)])
             (whole, _), *_ = together.micro_batches()
             logits = run.inner_model(**whole.inputs).logits
             for row, (single, _) in enumerate(alone.micro_batches()):
@@ -129,7 +129,7 @@ def test_padding_is_never_seen(tmp_path: Path) -> None:
                 torch.testing.assert_close(found, expected)
 
 
-def test_the_last_partial_step_is_weighed_by_its_own_size(tmp_path: Path) -> None:
+def test_a_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
     with tiny_run(tmp_path, "text-classification", "float64") as run:
         sampler = run.train_loader.sampler
         steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))
@@ -138,7 +138,7 @@ def test_the_last_partial_step_is_weighed_by_its_own_size(tmp_path: Path) -> Non
         assert sum(micro_batch.loss_weight * micro_batch.count for micro_batch, _ in last.micro_batches()) == pytest.approx(1.0)
 
 
-def test_samplers_travel_to_workers() -> None:
+def test_sampler_and_collate_are_picklable() -> None:
     import pickle
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""The loop: what a step calls, what it waits for, what happens to numbers that are not finite."""
+"""The training loop: kernels and host syncs per step, evaluation, best weights, non-finite gradients."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hwopt.training.run import Run
 SYNCS = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero")
 
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
-ONE_A_PARAMETER = -1
+ONE_PER_PARAMETER = -1
 
 READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
-    # plugin set: its tables, and every read back to the host in a step, by whose it is. With fused AdamW there is none.
+    # plugins -> their tables, and the host syncs of a step by their cause. With fused AdamW there are none.
     "fused": (FUSED, {}),
     "unfused": (
         {"optimizer": {"name": "adamw_torch"}},
         {
-            "ours: found_inf, since this optimizer cannot skip on the device": 1,
-            "torch: AdamW's step counters, host tensors": ONE_A_PARAMETER,
+            "hwopt: found_inf, because this optimizer cannot skip on the device": 1,
+            "torch: the step counters of AdamW, which are host tensors": ONE_PER_PARAMETER,
         },
     ),
     "O1": (FUSED | {"precision": {"dtype": "bf16"}}, {}),
@@ -48,7 +48,7 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
 
 
 class Calls(TorchDispatchMode):
-    """Counts what reaches the dispatcher: every kernel, and every read back to the host."""
+    """Counts the calls to the dispatcher: every kernel, and every host sync."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Calls(TorchDispatchMode):
 
 
 def counted_step(run: Run, steps: int = 3) -> Calls:
-    """Dispatcher calls of the last of `steps` steps; the first ones make state and caches."""
+    """The dispatcher calls of the last of `steps` steps; earlier steps create state and caches."""
     loop = Loop(run, AsyncWriter(run))
     run.model.train()
     calls = Calls()
@@ -78,18 +78,18 @@ def counted_step(run: Run, steps: int = 3) -> Calls:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_host_reads_of_a_step(name: str, tmp_path: Path) -> None:
+def test_host_syncs_per_step(name: str, tmp_path: Path) -> None:
     tables, reads = READS[name]
     kind = "causal-lm" if name == "decoder" else "text-classification"
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", kind, max_steps=4, logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
         parameters = len(run.engine.parameters)
-        expected = sum(parameters if number == ONE_A_PARAMETER else number for number in reads.values())
+        expected = sum(parameters if number == ONE_PER_PARAMETER else number for number in reads.values())
         assert counted_step(run).syncs == expected
 
 
-def test_calls_do_not_grow_with_what_the_loop_adds(tmp_path: Path) -> None:
-    """Beside forward, backward, clip and optimizer of a bare loop, a step of ours calls a fixed handful of kernels."""
+def test_a_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> None:
+    """A bare loop has forward, backward, clipping and the optimizer's step."""
     plan = plan_for(tiny_profile(**FUSED), tiny_job(tmp_path / "data", max_steps=4, logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
         ours = counted_step(run)
@@ -97,7 +97,7 @@ def test_calls_do_not_grow_with_what_the_loop_adds(tmp_path: Path) -> None:
         assert batch is not None
         parameters = list(run.inner_model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-        for _ in range(2):  # the first step makes Adam's state
+        for _ in range(2):  # the first step creates Adam's state
             bare = Calls()
             with bare:
                 for micro_batch, _last in batch.micro_batches():
@@ -109,11 +109,11 @@ def test_calls_do_not_grow_with_what_the_loop_adds(tmp_path: Path) -> None:
                 optimizer.zero_grad(set_to_none=True)
         extra = ours.counts - bare.counts
         micro_batches = len(batch.parts)
-        # a micro-batch: factor fill, its part of the loss; a step: the finite check (3), found_inf for fused AdamW
+        # per micro-batch: fill the factor, add its part of the loss; per step: the finite check (3), found_inf for fused AdamW
         assert sum(extra.values()) <= 4 * micro_batches + 8, extra
 
 
-def test_the_schedule_counts_steps_and_best_weights_are_kept(tmp_path: Path) -> None:
+def test_schedule_counts_steps_and_summary_names_the_best_one(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", max_steps=10, learning_rate=1e-2, eval_steps=2, lr_scheduler_type="linear")
     heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
     rates = [row["learning_rate"] for row in heard.rows if "loss" in row]
@@ -125,8 +125,8 @@ def test_the_schedule_counts_steps_and_best_weights_are_kept(tmp_path: Path) -> 
     assert evaluations[summary["best_step"]] == summary["best_eval_f1"]
 
 
-def test_final_is_the_best_model(tmp_path: Path) -> None:
-    """A learning rate that ruins the model late: what is saved evaluates as the best one did."""
+def test_final_holds_the_best_weights(tmp_path: Path) -> None:
+    """The learning rate ruins the model late: final/ evaluates like the best step."""
     from transformers import AutoModelForSequenceClassification
 
     job = tiny_job(tmp_path / "data", max_steps=8, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant")
@@ -140,7 +140,7 @@ def test_final_is_the_best_model(tmp_path: Path) -> None:
     metrics = Evaluation(run).evaluate()
     assert metrics is not None
     assert metrics["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
-    assert not list((tmp_path / "run").glob(".*")), "nothing temporary stays behind"
+    assert not list((tmp_path / "run").glob(".*")), "no temporary files are left"
 
 
 def test_final_opens_and_predicts(tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_final_opens_and_predicts(tmp_path: Path) -> None:
 
 
 class Poison(Plugin):
-    """Makes the loss of step 3 infinite."""
+    """Makes a gradient of step 3 infinite."""
 
     name = "poison"
     stage = Stage.LOOP
 
     def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of what is not finite")
+        return Decision.apply("tests non-finite gradients")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.events["gradients"].append(poison)
@@ -170,7 +170,7 @@ def poison(run: Run) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(optimizer: str, tmp_path: Path) -> None:
+def test_nonfinite_gradient_never_reaches_the_weights(optimizer: str, tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Poison)
     plan = plan_for(tiny_profile(optimizer={"name": optimizer}, poison={}), tiny_job(tmp_path / "data", max_steps=6), registry)
@@ -184,14 +184,14 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(optimizer: str,
 
 
 @pytest.mark.parametrize(("metric", "expected"), [("eval_f2", "Did you mean 'eval_f1'"), ("perplexity", "Choose one of")])
-def test_an_unknown_metric_leaves_no_folder(metric: str, expected: str, tmp_path: Path) -> None:
+def test_unknown_metric_is_refused_before_the_run_folder_exists(metric: str, expected: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", metric_for_best_model=metric)
     with pytest.raises(InputError, match=expected):
         train_tiny(plan_for(tiny_profile(), job), tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_checkpoints_open_and_old_ones_go(tmp_path: Path) -> None:
+def test_checkpoints_open_with_from_pretrained_and_old_ones_are_deleted(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     job = tiny_job(tmp_path / "data", max_steps=6, save_steps=2, save_total_limit=2)
@@ -201,7 +201,7 @@ def test_checkpoints_open_and_old_ones_go(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-4")
 
 
-def test_the_same_run_twice_has_the_same_bits(tmp_path: Path) -> None:
+def test_two_equal_runs_have_the_same_bits(tmp_path: Path) -> None:
     losses = []
     for number in range(2):
         job = tiny_job(tmp_path / "data")
@@ -209,7 +209,7 @@ def test_the_same_run_twice_has_the_same_bits(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_workers_do_not_reach_the_result(tmp_path: Path) -> None:
+def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
     losses = []
     for number, workers in enumerate((0, 2)):
         plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data"))
@@ -218,8 +218,8 @@ def test_workers_do_not_reach_the_result(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
-    """A worker dies between two micro-batches, say: the run goes on from the step before, and makes this one again."""
+def test_a_failed_step_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+    """For example, a worker dies between two micro-batches. The resumed run repeats this step."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
@@ -242,8 +242,8 @@ def test_a_step_that_fails_leaves_nothing_in_the_log(tmp_path: Path) -> None:
         assert run.step == 1
 
 
-def test_a_metric_that_is_named_is_taken(tmp_path: Path) -> None:
-    """As in the README: by its own name, or by the one that evaluations have."""
+def test_best_metric_is_accepted_with_and_without_eval_prefix(tmp_path: Path) -> None:
+    """`eval_f1`, as evaluations log it, or `accuracy`."""
     for metric in ("eval_f1", "accuracy"):
         job = tiny_job(tmp_path / "data", metric_for_best_model=metric, max_steps=2)
         train_tiny(plan_for(tiny_profile(), job), tmp_path / metric)

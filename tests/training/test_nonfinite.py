@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: no poisoned update, whoever makes it, and every one of them is in the log."""
+"""Losses and gradients that are not finite: every engine skips the update, and the log shows it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from hwopt.training.telemetry import Telemetry
 
 STEPS = 6
 PARAMETERS = 12
-"""Of which one is poisoned, spread over the model."""
+"""Parameters of which one is poisoned, evenly spaced over the model."""
 
 
 class Poison(Plugin):
-    """Makes the loss, or the gradient of one parameter, not finite in one micro-batch of some steps."""
+    """Makes the loss, or the gradient of one parameter, non-finite in one micro-batch of some steps."""
 
     name = "poison"
     stage = Stage.LOOP
@@ -43,7 +43,7 @@ class Poison(Plugin):
         steps: tuple[int, ...] = ()
         micro_batch: int = 0
         parameter: int | None = None
-        """None: the loss."""
+        """None poisons the loss."""
         value: float = math.nan
 
         model_config = PluginOptions.model_config | {"allow_inf_nan": True}
@@ -51,7 +51,7 @@ class Poison(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of what is not finite")
+        return Decision.apply("tests non-finite numbers")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         poisoning = Poisoning(self.options)
@@ -64,7 +64,7 @@ class Poisoning:
         self.options = options
         self.run: Any = None
         self.at = (0, 0)
-        """Step and number of the micro-batch."""
+        """The step, and the number of the micro-batch in it."""
 
     def enter(self, model: Any, run: Run) -> Any:
         self.run = run
@@ -108,7 +108,7 @@ def trained(plan: Plan, folder: Path) -> tuple[Run, Recorder, list[dict[str, Any
 
 
 def state_of(run: Run) -> list[torch.Tensor]:
-    """All that the updates have made: weights (masters, where there are some) and the optimizer's state."""
+    """What updates change: the weights (or their fp32 masters) and the optimizer state."""
     found = [p.detach() for p in run.engine.parameters]
     for p in run.engine.parameters:
         for _, value in sorted(run.optimizer.state[p].items()):
@@ -117,8 +117,8 @@ def state_of(run: Run) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in found]
 
 
-def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Tensor]:
-    """The state after a run that never makes the updates of `steps`."""
+def state_without_updates(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Tensor]:
+    """The state after a run that skips the updates of `steps`."""
     with build(plan, folder / "reference", folder / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
         run.engine.init_state()
@@ -136,7 +136,7 @@ def left_out(plan: Plan, folder: Path, steps: tuple[int, ...]) -> list[torch.Ten
 
 @dataclass
 class Draw:
-    """One way to go wrong."""
+    """One place and kind of a non-finite number."""
 
     step: int
     micro_batch: int
@@ -160,7 +160,7 @@ PRECISIONS = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "level": "
 
 
 def draws(number: int, optimizers: list[str]) -> list[Draw]:
-    """Optimizers and precisions in turn, so that few draws have all of them together; the rest is drawn."""
+    """`number` cases: optimizers and precisions in turn, the rest at random."""
     drawn = random.Random(0)
     return [
         Draw(
@@ -179,31 +179,31 @@ def draws(number: int, optimizers: list[str]) -> list[Draw]:
 @pytest.mark.parametrize(
     ("number", "optimizers"), [(3, OPTIMIZERS[:1]), pytest.param(100, OPTIMIZERS, marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_no_poisoned_update_is_made(
+def test_nonfinite_update_is_skipped(
     number: int, optimizers: list[str], tmp_path: Path, figures: Callable[[str, str], None]
 ) -> None:
     for place, draw in enumerate(draws(number, optimizers)):
         folder = tmp_path / str(place)
         tables = {"optimizer": {"name": draw.optimizer}, "precision": draw.precision}
         run, heard, rows = trained(planned(folder, tables, draw.poison, on_nonfinite="skip"), folder)
-        wanted = left_out(planned(folder, tables), folder, (draw.step,))
+        wanted = state_without_updates(planned(folder, tables), folder, (draw.step,))
         found = state_of(run)
         assert all(torch.isfinite(tensor.float()).all() for tensor in found), draw
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)), draw
         first = next(row for row in rows if "skipped_updates" in row)
-        assert first["step"] == draw.step + draw.step % 2, "the first log point behind it"
+        assert first["step"] == draw.step + draw.step % 2, "the first log point after the step"
         assert [row["skipped_updates"] for row in rows if "skipped_updates" in row][-1] == 1
-        assert all(math.isfinite(row["loss"]) for row in rows), "the mean leaves out what is not finite"
+        assert all(math.isfinite(row["loss"]) for row in rows), "the mean counts finite losses only"
         assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
         assert [line for line in heard.warnings if f"at step {draw.step}: the update was left out" in line], heard.warnings
     figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
 
 
-def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path) -> None:
+def test_logged_loss_is_the_mean_of_the_finite_micro_batches(tmp_path: Path) -> None:
     poison = {"steps": [2], "micro_batch": 1, "value": math.inf}
     plan = planned(tmp_path, {}, poison, on_nonfinite="skip", logging_steps=2)
     _, _, rows = trained(plan, tmp_path)
-    # the same two steps by hand: 3 of their 4 micro-batches
+    # the same two steps: the mean over 3 of their 4 micro-batches
     with build(planned(tmp_path, {}), tmp_path / "again", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
         run.model.train()
@@ -223,20 +223,22 @@ def test_the_mean_loss_is_that_of_the_micro_batches_that_have_one(tmp_path: Path
         ({"on_nonfinite": "skip"}, [2, 4], r"2 of 6 updates.*up to step 4.*nonfinite_share = 0\.1 allows 1"),
     ],
 )
-def test_where_it_stops(training: dict[str, Any], steps: list[int], message: str, tmp_path: Path) -> None:
+def test_run_stops_at_the_limit_of_skipped_updates(
+    training: dict[str, Any], steps: list[int], message: str, tmp_path: Path
+) -> None:
     plan = planned(tmp_path, {}, {"steps": steps}, **training)
     with pytest.raises(NonFiniteError, match=message):
         trained(plan, tmp_path)
     assert json.loads((tmp_path / "run" / "status.json").read_text(encoding="utf-8"))["exit_code"] == 5
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert rows[-1]["skipped_updates"] == len(steps), "the row that ended the run is in the log"
+    assert rows[-1]["skipped_updates"] == len(steps), "the log has the last row"
 
 
-def test_as_many_as_the_limits_allow(tmp_path: Path) -> None:
+def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> None:
     plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_share=0.5)
     _, heard, rows = trained(plan, tmp_path)
     assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
-    assert sum("was left out" in line for line in heard.warnings) == 3, "one line a log point"
+    assert sum("was left out" in line for line in heard.warnings) == 3, "one line per log point"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +251,8 @@ def test_as_many_as_the_limits_allow(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_zero_leaves_them_out_too(stage: int, dtype: str, tmp_path: Path) -> None:
-    """DeepSpeed asks for overflow where it scales the loss; here it is held to it without."""
+def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) -> None:
+    """DeepSpeed checks for overflow only with a loss scale; hwopt makes it check always."""
     pytest.importorskip("deepspeed")
     tables = {"zero": {"stage": stage, "offload": "none"}, "precision": {"dtype": dtype}}
     parameter = {1: None, 2: 0, 3: 7}[stage]
@@ -259,14 +261,14 @@ def test_zero_leaves_them_out_too(stage: int, dtype: str, tmp_path: Path) -> Non
     assert all(torch.isfinite(p).all() for p in run.engine.parameters)
     assert rows[-1]["skipped_updates"] == 1
     assert any("at step 3: the update was left out" in line for line in heard.warnings)
-    # the updates that were made are those of a run without ZeRO
+    # the other updates equal those of a run without ZeRO
     again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
     _, _, plain = trained(again, tmp_path / "plain")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-2 if dtype == "bf16" else 1e-5)
 
 
-def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp_path: Path) -> None:
-    """Put away in the middle of a log interval, as JSON, and taken up by another telemetry."""
+def test_telemetry_state_is_json_and_restores_in_a_log_interval(tmp_path: Path) -> None:
+    """A new Telemetry loads the state, as JSON, in the middle of a log interval."""
     poison = {"steps": [2, 5], "micro_batch": 0}
     plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_share=1.0, logging_steps=3)
     _, _, whole = trained(plan, tmp_path)
@@ -288,8 +290,8 @@ def test_the_state_of_the_log_is_plain_numbers_and_goes_on_as_if_nothing_was(tmp
     assert loop.telemetry.divergence.skipped == 2
 
 
-def test_an_update_that_an_engine_has_made_all_the_same_ends_the_run() -> None:
-    """What another version of DeepSpeed may do."""
+def test_nonfinite_update_applied_by_deepspeed_ends_the_run() -> None:
+    """Another version of DeepSpeed may apply such an update."""
     pytest.importorskip("deepspeed")
     from hwopt_plugins.zero.engine import ZeroEngine
 

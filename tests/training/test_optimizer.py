@@ -1,4 +1,4 @@
-"""Parameter groups, and the names under which what the optimizer updates is saved."""
+"""Parameter groups, and the names under which optimizer state is saved."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def planned(folder: Path, *plugins: type[Plugin], tables: dict[str, Any] | None 
 
 @pytest.mark.parametrize("precision", [{}, {"precision": {"dtype": "bf16", "level": "O2"}}], ids=["fp32", "O2"])
 def test_state_is_saved_under_the_names_of_the_final_optimizer(precision: dict[str, Any], tmp_path: Path) -> None:
-    """A plugin that regroups parameters changes their order, not their names; fp32 masters keep the names of their weights."""
+    """Regrouping changes the order of parameters, not their names. fp32 masters have the names of their weights."""
     plan = planned(tmp_path, Regroup, tables=precision)
     run = train_tiny(plan, tmp_path).run
     checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-4")
@@ -84,7 +84,7 @@ def test_state_is_saved_under_the_names_of_the_final_optimizer(precision: dict[s
     assert saved_bits(again / "final") == saved_bits(tmp_path / "run" / "final")
 
 
-def test_a_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:
+def test_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:
     plan = planned(tmp_path, OneRate, learning_rate=1e-3, lr_scheduler_type="constant")
     run = train_tiny(plan, tmp_path).run
     fast, rest = run.optimizer.param_groups
@@ -94,7 +94,7 @@ def test_a_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:
     assert run.parameter_names == fast["param_names"] + rest["param_names"]
 
 
-def test_a_parameter_without_a_group_is_an_error(tmp_path: Path) -> None:
+def test_parameter_without_a_group_is_refused(tmp_path: Path) -> None:
     class Forgetful(OneRate):
         name = "forgetful"
         dropped = "classifier.bias"
@@ -103,7 +103,7 @@ def test_a_parameter_without_a_group_is_an_error(tmp_path: Path) -> None:
         train_tiny(planned(tmp_path, Forgetful), tmp_path)
 
 
-def test_an_optimizer_of_unknown_tensors_is_an_error(tmp_path: Path) -> None:
+def test_optimizer_of_unknown_tensors_is_refused(tmp_path: Path) -> None:
     class Foreign(Regroup):
         name = "foreign"
 
@@ -114,7 +114,7 @@ def test_an_optimizer_of_unknown_tensors_is_an_error(tmp_path: Path) -> None:
         train_tiny(planned(tmp_path, Foreign), tmp_path)
 
 
-def test_weight_decay_leaves_out_biases_and_norms(tmp_path: Path) -> None:
+def test_weight_decay_skips_biases_and_norms(tmp_path: Path) -> None:
     recorder = Recorder()
     api.execute(planned(tmp_path, weight_decay=0.1), tmp_path / "run", recorder, cache=tmp_path / "cache")
     decayed, plain = recorder.run.optimizer.param_groups

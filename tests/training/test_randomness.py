@@ -10,34 +10,34 @@ number = st.integers(0, 2**63 - 1)
 
 
 @given(number, st.lists(number, max_size=4))
-def test_mix_is_a_function_into_63_bits(seed: int, place: list[int]) -> None:
+def test_mix_is_deterministic_and_has_63_bits(seed: int, place: list[int]) -> None:
     assert mix(seed, *place) == mix(seed, *place)
     assert 0 <= mix(seed, *place) < 2**63
 
 
-def test_mix_tells_neighbours_apart() -> None:
+def test_mix_differs_for_neighbouring_places() -> None:
     seen = {mix(seed, step, sample) for seed in range(8) for step in range(40) for sample in range(40)}
     assert len(seen) == 8 * 40 * 40
     assert mix(0, 1, 2) != mix(0, 2, 1)
 
 
-def test_every_bit_of_the_place_matters() -> None:
+def test_mix_depends_on_every_bit_of_the_place() -> None:
     flips = [bin(mix(7, 1, 1 << bit) ^ mix(7, 1, 0)).count("1") for bit in range(63)]
-    assert min(flips) >= 12  # of 63: half in the mean
+    assert min(flips) >= 12  # of 63; the mean is half of them
 
 
 @given(st.integers(0, 300), number, st.integers(0, 50))
-def test_order_is_a_permutation_of_seed_and_epoch(samples: int, seed: int, epoch: int) -> None:
+def test_order_is_a_permutation_fixed_by_seed_and_epoch(samples: int, seed: int, epoch: int) -> None:
     order = shuffled([1] * samples, seed, epoch)
     assert sorted(order) == list(range(samples))
     assert (order == shuffled([1] * samples, seed, epoch)).all()
 
 
-def test_epochs_differ() -> None:
+def test_epochs_have_different_orders() -> None:
     assert (shuffled([1] * 100, 0, 0) != shuffled([1] * 100, 0, 1)).any()
 
 
-def test_dropout_depends_on_step_and_sample_only() -> None:
+def test_dropout_depends_only_on_step_and_sample() -> None:
     reseed = reseeder(torch.device("cpu"), 3)
 
     def drawn(step: int, sample: int) -> torch.Tensor:
