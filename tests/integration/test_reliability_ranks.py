@@ -18,14 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from integration.test_reliability import ended, forked, free_port
+from integration.forks import ended, forked_ranks
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -86,17 +85,9 @@ class Work:
 
     def forked(self, name: str, *arguments: str, ranks: int = 2) -> list[int]:
         """The pids of children that go on in the run `name`, or begin it."""
-        port = free_port()
         goes_on = [] if "--resume-from" in arguments else ["--resume"]
         command = [*RUN, *goes_on, "--name", name, *arguments]
-        return [forked(partial(self.child, command, rank, ranks, port)) for rank in range(ranks)]
-
-    def child(self, command: list[str], rank: int, ranks: int, port: int) -> None:
-        os.chdir(self.folder)
-        if ranks > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-        os._exit(run_command(command))
+        return forked_ranks(lambda rank: os._exit(run_command(command)), ranks, self.folder)
 
     def goes_on(self, name: str, *arguments: str, ranks: int = 2) -> Path:
         assert [ended(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
