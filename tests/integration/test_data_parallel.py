@@ -95,7 +95,7 @@ def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]
     """The exit codes of two ranks, and what they print."""
 
     def work(rank: int) -> None:
-        signals.listen()
+        signals.install_handlers()
         Shortage.case = case
         registry = Registry()
         registry.add(Shortage)
