@@ -127,7 +127,7 @@ def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
     shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(25, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [pytest.param(5, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
 def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
     """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
     chance = random.Random(kills)
@@ -162,7 +162,7 @@ def status(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("times", [pytest.param(8, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [pytest.param(4, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
 def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
     """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
     chance = random.Random(times)
@@ -437,7 +437,7 @@ def changes_of_saves(work: Work, tmp_path: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("every", [pytest.param(23, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [pytest.param(47, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
 def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
     work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
