@@ -82,8 +82,14 @@ def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], 
     assert set(imported) <= allowed
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code", "workers"),
+    [
+        (signal.SIGINT, 130, 2),
+        pytest.param(signal.SIGINT, 130, 0, marks=pytest.mark.soak),
+        *(pytest.param(signal.SIGTERM, 143, workers, marks=pytest.mark.soak) for workers in (0, 2)),
+    ],
+)
 def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
     write_job(tmp_path, max_steps=100_000)
     process = subprocess.Popen(
@@ -145,7 +151,9 @@ def test_a_signal_that_nobody_can_be_told_of_is_heeded(tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "long").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("command", ["plan", "plan --format json", "run"])
+@pytest.mark.parametrize(
+    "command", ["run", *(pytest.param(each, marks=pytest.mark.soak) for each in ("plan", "plan --format json"))]
+)
 def test_a_reader_that_goes_away_ends_nothing(command: str, tmp_path: Path) -> None:
     """As in `hwopt plan | head -1`; a run is trained to its end."""
     write_job(tmp_path, max_steps=2)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import named
 from hostile.test_input import JOB, check_message
 
 
@@ -33,10 +34,16 @@ ALONE: list[tuple[str, ...]] = [
     ("plan", "a_pipe.toml"),
     ("export", "job.toml", "--profile", "cpu", "--to", "accelerate", "--set", "plugins.no_such.x=1"),
 ]
+SHORT = (
+    "run no-such.toml --profile cpu",
+    "run job.toml --profile cpu --set training.learning_rat=1",
+    "--no-such",
+    "plan a_pipe.toml",
+)
 WITHOUT_TORCH = "import sys; from hwopt.cli import run_command; print(run_command(sys.argv[1:]), 'torch' in sys.modules)"
 
 
-@pytest.mark.parametrize("arguments", ALONE, ids=" ".join)
+@pytest.mark.parametrize("arguments", named({" ".join(each): each for each in ALONE}, SHORT))
 def test_bad_input_is_reported_before_torch_is_imported(arguments: tuple[str, ...]) -> None:
     """The import of torch takes longer than everything else."""
     os.mkfifo("a_pipe.toml")

@@ -3,52 +3,48 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
+from integration.forks import run_ranks
 from safetensors.torch import load_file
 
+from hwopt.plugin import Decision
 from hwopt.testing import (
     TINY_BERT,
     TINY_LLAMA,
     apart,
-    finished,
     gone_back,
-    launcher,
     logged,
     saved_bits,
     write_samples,
 )
+from hwopt_plugins.fsdp import Fsdp, engine
 
 # two real ranks: Accelerate's own sharding, told that a CPU were enough for it
 
-ON_HOSTS = """
-import os, sys
-import torch
-from accelerate.utils import DistributedType
-from hwopt.cli import main
-from hwopt.plugin import Decision
-from hwopt_plugins.fsdp import Fsdp, engine
 
-by_accelerate = engine.sharded
+def on_hosts(half: bool) -> None:
+    """Make this process, a rank, shard between CPUs."""
+    by_accelerate = engine.sharded
 
-def on_hosts(run):
-    state = run.accelerator.state
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = run.recipe.accelerator["fsdp_plugin"]()
-    if os.environ.get("HALF"):
-        state._shared_state["_mixed_precision"] = "fp16"
-        run.scaler = torch.amp.GradScaler("cpu")
-    return by_accelerate(run)
+    def sharded(run: Any) -> Any:
+        state = run.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = run.recipe.accelerator["fsdp_plugin"]()
+        if half:
+            state._shared_state["_mixed_precision"] = "fp16"
+            run.scaler = torch.amp.GradScaler("cpu")
+        return by_accelerate(run)
 
-engine.sharded = on_hosts
-Fsdp.probe = lambda self, context: Decision.apply("between CPUs")
-sys.exit(main())
-"""
-ALONE = [sys.executable, "-m", "hwopt"]
+    engine.sharded = sharded
+    Fsdp.probe = lambda self, context: Decision.apply("between CPUs")  # type: ignore[method-assign]
+
+
 PROFILE = """name = "ranks"
 {adapter}[plugins.precision]
 dtype = "fp32"
@@ -78,22 +74,18 @@ class Folder:
             "[training]\nmax_steps = 20\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 7\nsave_steps = 14\n"
             "weight_decay = 0.01\nmax_grad_norm = 0.5\n"
         )
-        (folder / "on_hosts.py").write_text(ON_HOSTS)
 
     def run(
         self, name: str, ranks: int = 1, fsdp: str = "", code: int = 0, half: bool = False, resume: bool = False, **training: Any
     ) -> Path:
         (self.folder / "ranks.toml").write_text(self.profile + (f"[plugins.fsdp]\n{fsdp}" if ranks > 1 else ""))
         given = [part for key, value in training.items() for part in ("--set", f"training.{key}={value}")]
-        command = ALONE if ranks == 1 else [*launcher(ranks), "on_hosts.py"]
-        done = finished(
-            [*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given, *(["--resume"] if resume else [])],
-            self.folder,
-            HALF="1" if half else "",
-        )
+        output, resumed = self.folder / f"{name}.out", ["--resume"] if resume else []
+        command = ["run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given, *resumed]
+        codes = run_ranks(command, ranks, self.folder, output, partial(on_hosts, half) if ranks > 1 else lambda: None)
+        assert codes == [code] * ranks, output.read_text()[-3000:]
         folder = self.folder / "runs" / name
-        said = done.stdout[-2000:] + done.stderr[-3000:]
-        assert json.loads((folder / "status.json").read_text())["exit_code"] == code, said
+        assert json.loads((folder / "status.json").read_text())["exit_code"] == code
         return folder
 
 
@@ -118,7 +110,7 @@ def check_equal(ours: Path, theirs: Path, saved: tuple[str, ...] = ("checkpoint-
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def encoder(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     made = Folder(tmp_path_factory.mktemp("fsdp"), "text-classification", TINY_BERT, more="[plugins.checkpointing]\n")
     made.run("one")
     return made
@@ -126,7 +118,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.mark.parametrize(
     ("ranks", "fsdp"),
-    [(2, ""), (2, 'reshard_after_forward = false\nreduce = "step"\n'), (3, "")],
+    [
+        (2, ""),
+        pytest.param(2, 'reshard_after_forward = false\nreduce = "step"\n', marks=pytest.mark.soak),
+        pytest.param(3, "", marks=pytest.mark.soak),
+    ],
     ids=["spread", "whole", "three"],
 )
 def test_ranks_train_the_model_of_one(ranks: int, fsdp: str, encoder: Folder, request: pytest.FixtureRequest) -> None:
@@ -157,7 +153,8 @@ def test_gradients_that_are_not_finite_end_all_ranks(encoder: Folder) -> None:
     assert "not finite" in json.loads((folder / "status.json").read_text())["message"]
 
 
-def test_tied_weights_and_adapters(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_tied_weights_and_adapters(warm: None, tmp_path: Path) -> None:
     tied = Folder(tmp_path, "causal-lm", TINY_LLAMA | {"tie_word_embeddings": True}, adapter=DORA)
     one, two = tied.run("one"), tied.run("two", 2)
     check_equal(two, one, saved=("final",))
@@ -168,7 +165,8 @@ def test_tied_weights_and_adapters(tmp_path: Path) -> None:
             assert torch.allclose(ours[name], value, atol=1e-6), name
 
 
-def test_half_weights_under_a_loss_scaler_keep_fp32_shards(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_half_weights_under_a_loss_scaler_keep_fp32_shards(warm: None, tmp_path: Path) -> None:
     made = Folder(tmp_path, "causal-lm", TINY_LLAMA)
     one, two = made.run("one", max_steps=6), made.run("two", 2, half=True, max_steps=6)
     assert 0 < apart(weights(two / "final"), weights(one / "final")) <= 3e-3

@@ -18,9 +18,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from integration.forks import ended, forked_ranks
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
+from hwopt.runs.launch import broadcast_folder
 from hwopt.testing import TINY_BERT, write_samples
 
 PROFILE = 'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.cut]\n'
@@ -119,6 +122,7 @@ def test_two_processes_train_the_model_of_one(
     assert (weights(folder / "runs" / "job-ranks") - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.soak
 def test_bad_input_is_said_once_and_as_ever(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +183,7 @@ def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
         assert not running(f" {name} ", folder)
 
 
+@pytest.mark.soak
 def test_a_signal_while_ranks_start(folder: Path) -> None:
     """They have no handlers yet."""
     process = start(folder, *RUN, "--name", "early")
@@ -190,25 +195,12 @@ def test_a_signal_while_ranks_start(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-AGREE = """
-import os, sys
-from pathlib import Path
-import torch.distributed as dist
-from hwopt.runs.launch import broadcast_folder
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
-print(broadcast_folder(Path(sys.argv[2]), None, 0)[0].name)
-dist.destroy_process_group()
-"""
+def test_ranks_that_found_different_names_free_agree(warm: None, tmp_path: Path) -> None:
+    def agree(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=rank, world_size=2)
+        print(broadcast_folder(Path(f"runs/job-{rank}"), None, 0)[0].name)
+        dist.destroy_process_group()
 
-
-def test_ranks_that_found_different_names_free_agree(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", AGREE, f"file://{tmp_path / 'meeting'}", f"runs/job-{rank}"],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["job-0", "job-0"]
+    said = tmp_path / "said"
+    assert [ended(pid) for pid in forked_ranks(agree, 2, tmp_path, said)] == [0, 0]
+    assert said.read_text().split() == ["job-0", "job-0"]

@@ -1,4 +1,4 @@
-"""Real launchers and real ranks over gloo."""
+"""Real ranks over gloo, and what a launcher may tell them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from integration.forks import run_ranks
 from safetensors.torch import load_file
 
-from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, finished, launcher, logged, write_samples
+from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, finished, logged, write_samples
 
+RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-
-
-def of_ranks(number: int) -> list[str]:
-    return [*launcher(number), "-m", "hwopt"]
 
 
 PROFILE = """name = "ranks"
@@ -42,18 +40,21 @@ def write_job(folder: Path, kind: str, precision: str = 'dtype = "fp32"') -> Non
     (folder / "ranks.toml").write_text(PROFILE.replace("PRECISION", precision))
 
 
-def start(command: list[str], folder: Path, name: str) -> Path:
-    done = finished([*command, "run", "job.toml", "--profile", "./ranks.toml", "--name", name], folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+def start(ranks: int, folder: Path, name: str) -> Path:
+    output = folder / f"{name}.out"
+    assert run_ranks([*RUN, "--name", name], ranks, folder, output) == [0] * ranks, output.read_text()[-3000:]
     return folder / "runs" / name
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("text-classification", 2), ("causal-lm", 2), ("text-classification", 4)])
-def test_ranks_train_the_model_of_one(kind: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("causal-lm", 2), ("text-classification", 4), pytest.param("text-classification", 2, marks=pytest.mark.soak)],
+)
+def test_ranks_train_the_model_of_one(kind: str, ranks: int, warm: None, tmp_path: Path) -> None:
     """The effective batch is the profile's on any number of them; four have one or two samples each in the partial step."""
     write_job(tmp_path, kind)
-    one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
-    several = start(of_ranks(ranks), tmp_path, "several")
+    one = start(1, tmp_path, "one")
+    several = start(ranks, tmp_path, "several")
     assert json.loads((several / "plan.json").read_text())["world_size"] == ranks
     assert logged(several, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(several, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-5)
@@ -61,37 +62,28 @@ def test_ranks_train_the_model_of_one(kind: str, ranks: int, tmp_path: Path) -> 
     assert apart(ours, theirs) <= 1e-6
 
 
-def test_half_weights_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_half_weights_on_two_ranks(warm: None, tmp_path: Path) -> None:
     """Evaluations before and amid the training must leave DDP's hooks on the half weights alone."""
     write_job(tmp_path, "text-classification", 'dtype = "bf16"\nlevel = "O2"\n')
-    one = start([sys.executable, "-m", "hwopt"], tmp_path, "one")
-    two = start(of_ranks(2), tmp_path, "two")
+    one = start(1, tmp_path, "one")
+    two = start(2, tmp_path, "two")
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=2e-2)
     assert logged(two, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=2e-2)
 
 
+@pytest.mark.soak
 def test_a_bare_launcher_contradicts_nothing(tmp_path: Path) -> None:
     write_job(tmp_path, "text-classification")
-    folder = start([*LAUNCH, "--num_processes", "1", "-m", "hwopt"], tmp_path, "bare")
-    assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+    done = finished([*LAUNCH, "--num_processes", "1", "-m", "hwopt", *RUN, "--name", "bare"], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "runs" / "bare" / "status.json").read_text())["exit_code"] == 0
 
 
 def test_a_launcher_that_contradicts_the_plan_is_told(tmp_path: Path) -> None:
     write_job(tmp_path, "text-classification")
     done = subprocess.run(
-        [
-            *LAUNCH,
-            "--num_processes",
-            "1",
-            "--mixed_precision",
-            "bf16",
-            "-m",
-            "hwopt",
-            "run",
-            "job.toml",
-            "--profile",
-            "./ranks.toml",
-        ],
+        [*LAUNCH, "--num_processes", "1", "--mixed_precision", "bf16", "-m", "hwopt", *RUN],
         cwd=tmp_path,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         capture_output=True,

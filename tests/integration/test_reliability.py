@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from integration.forks import ended, forked_ranks
 
 from hwopt import api
 from hwopt.cli.options import quiet_transformers
@@ -71,14 +71,9 @@ class Work:
 
     def started(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
         """The pids of the ranks of a run that goes on in the folder `name`. `disturb` is called in each of them first."""
-        port = free_port()
-        return [forked(partial(self.child, name, rank, port, disturb, options)) for rank in range(self.ranks)]
+        return forked_ranks(partial(self.child, name, disturb, options), self.ranks, self.folder)
 
-    def child(self, name: str, rank: int, port: int, disturb: Callable[[], None], options: Mapping[str, Any]) -> None:
-        if self.ranks > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    def child(self, name: str, disturb: Callable[[], None], options: Mapping[str, Any], rank: int) -> None:
         signals.install_handlers()
         quiet_transformers()  # a child that is killed would keep the lock of all progress bars
         disturb()
@@ -86,47 +81,6 @@ class Work:
 
     def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
         return [ended(pid) for pid in self.started(name, disturb, **options)]
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
-def forked(work: Callable[[], None]) -> int:
-    """A child that does `work` and ends with the exit code of what that raises."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        silence = os.open(os.environ.get("HWOPT_TEST_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        work()
-        code = 0
-    except BaseException as error:
-        code = signals.exit_code(error)
-        if code == 1:
-            import traceback
-
-            os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(code)
-
-
-def ended(pid: int, within: float = 120.0) -> int:
-    """The exit code of a child; -9 and the like for one that a signal killed."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"process {pid} did not end within {within} s")
 
 
 def bits(run: Path) -> dict[str, str]:
@@ -173,7 +127,7 @@ def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
     shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(25, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [pytest.param(5, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
 def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
     """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
     chance = random.Random(kills)
@@ -208,7 +162,7 @@ def status(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("times", [pytest.param(8, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [pytest.param(4, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
 def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
     """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
     chance = random.Random(times)
@@ -483,7 +437,7 @@ def changes_of_saves(work: Work, tmp_path: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("every", [pytest.param(23, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [pytest.param(47, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
 def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
     work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures

@@ -18,14 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from integration.test_reliability import ended, forked, free_port
+from integration.forks import ended, forked_ranks
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -86,17 +85,9 @@ class Work:
 
     def forked(self, name: str, *arguments: str, ranks: int = 2) -> list[int]:
         """The pids of children that go on in the run `name`, or begin it."""
-        port = free_port()
         goes_on = [] if "--resume-from" in arguments else ["--resume"]
         command = [*RUN, *goes_on, "--name", name, *arguments]
-        return [forked(partial(self.child, command, rank, ranks, port)) for rank in range(ranks)]
-
-    def child(self, command: list[str], rank: int, ranks: int, port: int) -> None:
-        os.chdir(self.folder)
-        if ranks > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-        os._exit(run_command(command))
+        return forked_ranks(lambda rank: os._exit(run_command(command)), ranks, self.folder)
 
     def goes_on(self, name: str, *arguments: str, ranks: int = 2) -> Path:
         assert [ended(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
@@ -151,7 +142,7 @@ def undisturbed(work: Work, alone: Path) -> Path:
     return work.goes_on("undisturbed")
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, id="short"), pytest.param(60, id="full", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [pytest.param(2, id="short"), pytest.param(60, id="full", marks=pytest.mark.soak)])
 def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, kills: int, figures: Figures) -> None:
     """The first, the second or both. The one that is left ends by itself."""
     chance = random.Random(kills)
@@ -285,8 +276,8 @@ SIGNALS = [
     for accelerate in (False, True)
     for number in (signal.SIGTERM, signal.SIGINT)
 ]
-SHORT = [SIGNALS[at] for at in (1, 3, 4, 11)]
-"""SIGINT to a rank under either launcher, SIGTERM to a launcher, SIGINT to a group."""
+SHORT = [SIGNALS[at] for at in (3, 4)]
+"""SIGINT to a rank under `accelerate launch`, SIGTERM to the launcher of `--processes`."""
 
 
 @pytest.mark.parametrize("cases", [pytest.param(SHORT, id="short"), pytest.param(SIGNALS * 5, id="full", marks=pytest.mark.soak)])
@@ -322,18 +313,26 @@ def test_a_signal_ends_all_ranks_saved(
     )
 
 
-KINDS = [(who, number) for who in ("worker", "rank") for number in (signal.SIGSTOP, signal.SIGKILL)]
+Victims = list[tuple[str, signal.Signals]]
+PAIRS: list[Victims] = [
+    [("worker", signal.SIGSTOP), ("rank", signal.SIGKILL)],
+    [("rank", signal.SIGSTOP), ("worker", signal.SIGKILL)],
+]
+"""Launches that run side by side."""
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, id="short"), pytest.param(15, id="full", marks=pytest.mark.soak)])
-def test_who_hangs_or_is_killed_ends_the_run(work: Work, undisturbed: Path, times: int, figures: Figures) -> None:
+@pytest.mark.parametrize(
+    "pairs", [pytest.param(PAIRS[:1], id="short"), pytest.param(PAIRS * 15, id="full", marks=pytest.mark.soak)]
+)
+def test_a_process_that_hangs_or_is_killed_ends_the_run(
+    work: Work, undisturbed: Path, pairs: list[Victims], figures: Figures
+) -> None:
     """With exit code 9, not later than 10 s after training.hang_timeout, and nobody stays behind."""
-    chance = random.Random(times)
+    chance = random.Random(len(pairs))
     limit = 5.0
     slowest = 0.0
     options = ["--set", f"training.hang_timeout={limit:g}", "--set", "plugins.dataloader.workers=1"]
-    for turn in range(2 * times):
-        pair = [KINDS[(2 * turn + at) % 4] for at in range(2)]
+    for turn, pair in enumerate(pairs):
         launches = [launched(work, f"{who}-{number.name}-{turn}", False, *options) for who, number in pair]
         disturbed = []
         for (who, number), launch in zip(pair, launches, strict=True):
@@ -358,7 +357,7 @@ def test_who_hangs_or_is_killed_ends_the_run(work: Work, undisturbed: Path, time
             work.goes_on_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
     figures(
         "worker or rank killed or hung",
-        f"{2 * times} data-loading workers and {2 * times} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
+        f"{len(pairs)} data-loading workers and {len(pairs)} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
         f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), nobody left, resume exact",
     )
 
@@ -390,7 +389,7 @@ ENDINGS = {
     8: [],
 }
 TABLE = [(launcher, code) for launcher in LAUNCHERS for code in ENDINGS]
-FEW = [("hwopt", 5), ("python -m hwopt", 4), ("--processes 2", 8), ("accelerate launch", 2), ("accelerate launch", 5)]
+FEW = [("hwopt", 5), ("--processes 2", 8), ("accelerate launch", 5)]
 
 
 @pytest.mark.parametrize("cases", [pytest.param(FEW, id="short"), pytest.param(TABLE, id="full", marks=pytest.mark.soak)])

@@ -1,0 +1,55 @@
+"""Gradient noise: Gaussian noise on the gradients, which decays over the run.
+
+Source: Neelakantan et al. 2015 (arXiv:1511.06807): variance eta / (1 + step) ** gamma, gamma = 0.55.
+Hardware: any. Cost: one random tensor per parameter and step. Numerical effect: another training method.
+The noise is a function of (seed, step, parameter), so it is the same on every rank and after a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+
+
+def add_noise(gradient: Any, deviation: float, seed: int) -> None:
+    """Add Gaussian noise of standard deviation `deviation` to `gradient`, in place."""
+    import torch
+
+    generator = torch.Generator(gradient.device).manual_seed(seed)
+    gradient.add_(torch.randn(gradient.shape, generator=generator, device=gradient.device), alpha=deviation)
+
+
+class GradientNoise(Plugin):
+    name = "gradient_noise"
+    stage = Stage.LOOP
+    preserves = "method"
+
+    class Options(PluginOptions):
+        eta: float = Field(default=0.01, gt=0, description="Variance of the noise in the first step.")
+        gamma: float = Field(default=0.55, ge=0, description="How fast the variance decays.")
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.noised = 0
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply(f"variance {self.options.eta:g} / (1 + step) ** {self.options.gamma:g}")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.events["gradients"].append(self.noise)
+
+    def noise(self, run: RunView) -> None:
+        """The event `gradients`: they are summed over the ranks and unscaled, and not clipped yet."""
+        deviation = (self.options.eta / (1 + run.step) ** self.options.gamma) ** 0.5
+        for number, (_, gradient) in enumerate(run.engine.gradients()):
+            add_noise(gradient, deviation, seed=hash((run.training.seed, run.step, number)) % 2**63)
+            self.noised += 1
+
+    def evidence(self, run: RunView) -> Evidence:
+        seen = f"noise added to {self.noised} gradients in step 1"
+        return Evidence.active(seen) if self.noised == len(run.engine.parameters) else Evidence.inactive(seen)

@@ -1,0 +1,49 @@
+"""LoRA+: the B matrices of a LoRA adapter learn with a higher rate than the A matrices.
+
+Source: Hayou et al. 2024, LoRA+ (arXiv:2402.12354), which recommends a ratio of 16.
+Hardware: any. Cost: none. Numerical effect: another learning rate, so another training method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+
+
+def lora_plus_groups(ratio: float, named: Sequence[tuple[str, Any]], training: Any) -> list[dict[str, Any]]:
+    """Two parameter groups of `named` (name, parameter): the B matrices at `ratio` times the learning rate, and the rest."""
+    b_matrices = [(name, parameter) for name, parameter in named if "lora_B" in name]
+    rest = [(name, parameter) for name, parameter in named if "lora_B" not in name]
+    return [{"params": b_matrices, "lr": training.learning_rate * ratio}, {"params": rest}]
+
+
+class LoraPlus(Plugin):
+    name = "lora_plus"
+    stage = Stage.OPTIMIZER
+    preserves = "method"
+    requires = ("adapter",)
+
+    class Options(PluginOptions):
+        ratio: float = Field(default=16.0, gt=0, description="Learning rate of the B matrices over that of the A matrices.")
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply(f"B matrices learn {self.options.ratio:g} times as fast as A matrices")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.parameter_groups = partial(lora_plus_groups, self.options.ratio)
+
+    def evidence(self, run: RunView) -> Evidence:
+        rates: dict[bool, float] = {}
+        for group in run.optimizer.param_groups:
+            rates["lora_B" in group["param_names"][0]] = group["lr"]
+        if len(rates) < 2 or not rates[False]:
+            return Evidence.unknown(f"learning rates in step 1: {rates}")
+        seen = f"learning rate of B matrices {rates[True] / rates[False]:g} times that of the rest"
+        return Evidence.active(seen) if rates[True] > rates[False] or self.options.ratio <= 1 else Evidence.inactive(seen)

@@ -1,0 +1,50 @@
+"""The plugins of examples/plugins, on one rank and through a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from example_plugins import BESIDE, CLASSES, FOLDER, OPTIONS, registry
+from safetensors.torch import load_file
+
+from hwopt.testing import check_contract_of, plan_for, tiny_job, tiny_profile, train_tiny
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_example_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    """Trains, shows evidence, and resumes to the same bits."""
+    check_contract_of(name, tmp_path, OPTIONS.get(name), registry(), beside=BESIDE.get(name))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_example_is_short(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 80
+
+
+def test_muon_replaces_the_optimizer_of_a_profile(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(optimizer={"name": "adamw_torch"}, muon={}), tiny_job(tmp_path / "data"), registry())
+    run = train_tiny(plan, tmp_path).run
+    kinds = {name: set(run.optimizer.state[p]) for name, p in zip(run.parameter_names, run.engine.parameters, strict=True)}
+    hidden = [name for name, kind in kinds.items() if "momentum_buffer" in kind]
+    assert len(hidden) == 6 * 2 + 1, "six matrices of each of two layers, and the pooler's"
+    assert not any("embeddings" in name or "classifier" in name for name in hidden), hidden
+
+
+def test_ema_saves_the_average(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", max_steps=3, learning_rate=1e-2, metric_for_best_model="loss", save_steps=1)
+    plan = plan_for(tiny_profile(ema={"decay": 0.5}), job, registry())
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def keep(run: object, applied: object) -> None:
+        parameters = run.inner_model.named_parameters()  # type: ignore[attr-defined]
+        weights.append({name: p.detach().clone() for name, p in parameters})
+
+    plan.recipe.events["step_end"].append(keep)
+    run = train_tiny(plan, tmp_path).run
+    assert run.step == 3
+    name = "classifier.weight"
+    first, second, third = (each[name] for each in weights)
+    average = torch.lerp(third, torch.lerp(second, first, 0.5), 0.5)
+    assert torch.allclose(load_file(tmp_path / "run" / "final" / "model.safetensors")[name], average, atol=1e-6)

@@ -1,0 +1,109 @@
+"""However a run ends, its folder holds the exit code and the message, and its lock is gone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt import api
+from hwopt.errors import InputError, NonFiniteError, StorageError
+from hwopt.planning.plan import Plan
+from hwopt.runs.folder import LOCK, OWNER
+from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
+
+
+def make_plan(folder: Path, **training: Any) -> Plan:
+    return plan_for(tiny_profile(), tiny_job(folder / "data", **({"max_steps": 3, "logging_steps": 1} | training)))
+
+
+def status(folder: Path) -> tuple[int | None, str]:
+    found = json.loads((folder / "status.json").read_text())
+    return found["exit_code"], found["message"]
+
+
+class Failing(Recorder):
+    """Raises an error, or calls a function, at the row of step 2."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def row(self, run: Any, row: Any) -> None:
+        super().row(run, row)
+        if row["step"] == 2 and "loss" in row:
+            if isinstance(self.what, BaseException):
+                raise self.what
+            self.what()
+
+
+def test_complete_run_has_a_summary_and_no_lock(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    summary = api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    assert summary["step"] == 3
+    assert status(tmp_path / "run") == (0, "done")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"final", "metrics.jsonl", "summary.json", "status.json", "plan.json"} <= names
+    assert not names & {LOCK, OWNER}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RuntimeError("a bug"), 1, "a bug"),
+        (NonFiniteError("the loss diverged."), 5, "the loss diverged. The newest checkpoint is"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            6,
+            f"{os.strerror(errno.ENOSPC)}. Free some space, and resume with --resume",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), 9, "worker"),
+        (KeyboardInterrupt(), 130, "interrupted after step"),
+        (SystemExit(143), 143, "terminated after step"),
+    ],
+    ids=["bug", "diverged", "full disk", "dead worker", "interrupt", "termination"],
+)
+def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BaseException) as caught:
+        api.execute(make_plan(tmp_path), tmp_path / "run", Failing(error), cache=tmp_path / "cache")
+    assert caught.value is error or caught.value.__cause__ is error
+    assert isinstance(caught.value, StorageError) == (code == 6)
+    found, said = status(tmp_path / "run")
+    assert found == code
+    assert message in said
+    assert not (tmp_path / "run" / LOCK).exists()
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_signal_saves_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
+    plan, run = make_plan(tmp_path), tmp_path / "run"
+    with pytest.raises(SystemExit) as caught:
+        api.execute(plan, run, Failing(lambda: signal.raise_signal(signal.SIGTERM)), cache=tmp_path / "cache")
+    assert caught.value.code == 143
+    code, said = status(run)
+    assert code == 143
+    (saved,) = run.glob("checkpoint-*")
+    assert said == f"terminated after step {saved.name.removeprefix('checkpoint-')}, saved; resume with --resume"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert api.execute(plan, run, cache=tmp_path / "cache", resume=True)["step"] == 3
+    assert status(run) == (0, "done")
+
+
+def test_error_in_the_job_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="eval_f2"):
+        api.execute(make_plan(tmp_path, metric_for_best_model="eval_f2"), tmp_path / "run", cache=tmp_path / "cache")
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_that_is_complete_returns_its_summary_again(tmp_path: Path) -> None:
+    plan, run = make_plan(tmp_path), tmp_path / "run"
+    summary = api.execute(plan, run, cache=tmp_path / "cache")
+    before = (run / "metrics.jsonl").read_text()
+    again = api.execute(plan, run, cache=tmp_path / "cache", resume=True)
+    assert again["step"] == summary["step"]
+    assert (run / "metrics.jsonl").read_text() == before

@@ -1,0 +1,122 @@
+"""Run folders: their names, their lock, and the folder in which a run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hwopt.errors import FolderInUseError, InputError, StorageError
+from hwopt.runs import folder as run_folders
+from hwopt.runs.folder import (
+    LOCK,
+    OWNER,
+    folder_for_resume,
+    in_use_on_this_host,
+    lock_run_folder,
+    read_owner,
+    run_folder,
+)
+
+
+def test_default_name_is_the_first_free_one(tmp_path: Path) -> None:
+    assert run_folder(tmp_path / "runs", None, "my job!") == tmp_path / "runs" / "my-job"
+    for name in ("job", "job-2"):
+        (tmp_path / name).mkdir()
+    assert run_folder(tmp_path, None, "job") == tmp_path / "job-3"
+    assert run_folder(tmp_path, None, "job", resume=True) == tmp_path / "job-2"
+    assert run_folder(tmp_path, None, "job", fresh=True) == tmp_path / "job-2"
+    assert run_folder(tmp_path, None, "...") == tmp_path / "run"
+    assert list(tmp_path.iterdir()) != []
+
+
+def test_existing_name_is_refused_unless_resumed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match="--name mine: .* exists.*--resume.*--fresh"):
+        run_folder(tmp_path, "mine", "")
+    assert run_folder(tmp_path, "mine", "", resume=True) == tmp_path / "mine"
+    assert run_folder(tmp_path, "mine", "", fresh=True) == tmp_path / "mine"
+
+
+def test_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--output-dir .* is a file; give a folder"):
+        run_folder(tmp_path / "file" / "runs", None, "job")
+
+
+def test_output_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of the system is replaced: root may write everywhere."""
+    monkeypatch.setattr(run_folders.os, "access", lambda path, mode: False)
+    with pytest.raises(StorageError, match=f"no permission to write in {tmp_path}"):
+        run_folder(tmp_path / "runs", None, "job")
+
+
+def test_lock_keeps_another_trainer_out_and_leaves_no_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with lock_run_folder(folder):
+        assert in_use_on_this_host(folder)
+        with (
+            pytest.raises(FolderInUseError, match=rf"is in use: process {os.getpid()} on .* trains there"),
+            lock_run_folder(folder, resume=True),
+        ):
+            raise AssertionError("two trainers in one folder")
+        with pytest.raises(FolderInUseError):
+            run_folder(tmp_path, "run", "", resume=True)
+        (folder / "metrics.jsonl").write_text("")
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+    assert not in_use_on_this_host(folder)
+    with lock_run_folder(folder, resume=True):
+        pass
+
+
+def test_folder_in_which_the_run_wrote_nothing_is_removed(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_new_run_does_not_overwrite_an_old_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("old")
+    with pytest.raises(InputError, match="exists"), lock_run_folder(tmp_path / "run"):
+        raise AssertionError("an old run is overwritten")
+    with lock_run_folder(tmp_path / "run", fresh=True) as folder:
+        assert {path.name for path in folder.iterdir()} == {LOCK, OWNER}
+    assert (tmp_path / "run.old" / "metrics.jsonl").read_text() == "old"
+
+
+def test_copy_of_a_folder_in_use_is_free(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        assert not in_use_on_this_host(tmp_path / "copy")
+
+
+def test_folder_of_a_dead_process_is_free(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path / "run") as folder:
+        owner = read_owner(folder)
+        reused = owner | {"began": psutil.Process().create_time() - 1000}  # its pid belongs to another process now
+        (folder / OWNER).write_text(json.dumps(reused))
+        assert not in_use_on_this_host(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', "\x00"])
+def test_unreadable_owner_is_no_owner(content: str, tmp_path: Path) -> None:
+    (tmp_path / OWNER).write_text(content)
+    assert read_owner(tmp_path) == {}
+    assert not in_use_on_this_host(tmp_path)
+
+
+def test_newest_checkpoint_resumes_in_its_own_folder(tmp_path: Path) -> None:
+    own = tmp_path / "run"
+    for step in (5, 10):
+        (own / f"checkpoint-{step}").mkdir(parents=True)
+    assert folder_for_resume(own / "checkpoint-10", tmp_path, None, "run") == own
+    assert folder_for_resume(own / "checkpoint-5", tmp_path, None, "run") == tmp_path / "run-2"
+    assert folder_for_resume(own / "checkpoint-10", tmp_path, "other", "run") == tmp_path / "other"
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="--name other: .* exists"):
+        folder_for_resume(own / "checkpoint-10", tmp_path, "other", "run")

@@ -1,0 +1,219 @@
+"""What a checkpoint holds, which ones are kept, and what is saved of a run that fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt.errors import InputError, StorageError
+from hwopt.saving.checkpointer import Checkpointer, load_buffers, persistent_buffers
+from hwopt.saving.reader import STATE
+
+
+class Counter:
+    """A part of the loop with a state."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+class Writer:
+    """Keeps what it is asked to write."""
+
+    seconds = 0.0
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.written: list[tuple[Path, Any, Any]] = []
+        self.error = error
+
+    def wait(self, all_ranks: bool = True) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def write(self, target: Path, content: Any, state: Any, weights: Any, copies: Any, then: Any) -> None:
+        self.written.append((target, content, state))
+
+
+def make_run(folder: Path, step: int = 5, **changed: Any) -> Any:
+    """What the checkpointer reads of a run on one rank."""
+    model = torch.nn.BatchNorm1d(2)
+    engine = SimpleNamespace(
+        meets_in_micro_batches=False,
+        state=lambda kept: {"parameters": {}},
+        all_gather=lambda value: [value],
+        loaded=[],
+    )
+    engine.load_state = engine.loaded.append
+    run = SimpleNamespace(
+        folder=folder,
+        step=step,
+        rank=0,
+        world_size=1,
+        is_main=True,
+        inner_model=model,
+        engine=engine,
+        recipe=SimpleNamespace(state=[]),
+        training=SimpleNamespace(save_total_limit=2, save_steps=5, save_minutes=0),
+        progress=SimpleNamespace(between_steps=True, peers_lost=False, state_dict=lambda: {"step": run.step}),
+        plan=SimpleNamespace(settings={}, machine={}, decided=dict),
+        facts={"seed": 0},
+        checkpoint=None,
+        state_dict=dict,
+        warnings=[],
+    )
+    run.warn = run.warnings.append
+    return SimpleNamespace(**(vars(run) | changed))
+
+
+def make_checkpointer(run: Any, writer: Any = None, **parts: Any) -> Checkpointer:
+    best: Any = SimpleNamespace(step=0, evaluated=0, state_dict=dict, load_state_dict=lambda state: None)
+    return Checkpointer(run, writer or Writer(), best, parts)
+
+
+def checkpoint(folder: Path, step: int, state: Any, own: bool = True) -> Any:
+    """A checkpoint of this run's folder, or of another one."""
+    return SimpleNamespace(folder=(folder if own else folder / "other") / f"checkpoint-{step}", step=step, state=state)
+
+
+def state_of(ranks: list[Any]) -> dict[str, Any]:
+    return {"engine": {"parameters": {}}, "buffers": {}, "ranks": ranks}
+
+
+def test_each_step_is_saved_once(tmp_path: Path) -> None:
+    run, writer = make_run(tmp_path), Writer()
+    checkpointer = make_checkpointer(run, writer, counter=Counter(3))
+    checkpointer.save()
+    checkpointer.save()
+    ((target, content, state),) = writer.written
+    assert target == tmp_path / "checkpoint-5"
+    assert (content["step"], content["facts"], content["best_step"]) == (5, {"seed": 0}, 0)
+    assert state["ranks"] == [{"best": {}, "counter": {"value": 3}}]
+    assert set(state["buffers"]) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    writer = Writer()
+    checkpointer = make_checkpointer(make_run(tmp_path, is_main=False, rank=1, world_size=2), writer)
+    checkpointer.save()
+    assert (writer.written, checkpointer.saved_step) == ([], 5)
+
+
+BOTH = [{"counter": {"value": 7}}, {"counter": {"value": 8}}]
+
+
+@pytest.mark.parametrize(("ranks", "value"), [(BOTH, 8), (BOTH[:1], 7)])
+def test_rank_restores_its_own_part_or_the_first(ranks: list[Any], value: int, tmp_path: Path) -> None:
+    counter, found = Counter(), checkpoint(tmp_path, 5, state_of(ranks))
+    run = make_run(tmp_path, rank=1, world_size=2, is_main=False, checkpoint=found)
+    checkpointer = make_checkpointer(run, counter=counter)
+    checkpointer.restore()
+    assert (counter.value, run.engine.loaded, checkpointer.saved_step) == (value, [{"parameters": {}}], 5)
+
+
+def test_checkpoint_of_another_folder_is_saved_again_at_once(tmp_path: Path) -> None:
+    writer = Writer()
+    found = checkpoint(tmp_path, 5, state_of([{}]), own=False)
+    make_checkpointer(make_run(tmp_path, checkpoint=found), writer).restore()
+    assert [target for target, *_ in writer.written] == [tmp_path / "checkpoint-5"]
+
+
+def raising(error: Exception) -> Any:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoint=checkpoint(tmp_path, 5, state_of([{}])))
+    run.engine.load_state = raising(ValueError("3 parameters more"))
+    with pytest.raises(InputError, match="checkpoint-5 belongs to another model or optimizer: 3 parameters more"):
+        make_checkpointer(run).restore()
+
+
+@pytest.mark.parametrize("ranks", [[], [{"counter": {}}], [{"counter": 3}], [None]])
+def test_unreadable_state_is_a_storage_error(ranks: list[Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoint=checkpoint(tmp_path, 5, state_of(ranks)))
+    with pytest.raises(StorageError, match=r"its training state is not what hwopt writes .*--resume-from"):
+        make_checkpointer(run, counter=Counter()).restore()
+
+
+@pytest.mark.parametrize(
+    ("changed", "all_ranks", "saves"),
+    [
+        ({}, True, True),
+        ({}, False, True),
+        ({"progress": SimpleNamespace(between_steps=False, peers_lost=False)}, True, False),
+        ({"world_size": 2}, False, True),
+        ({"world_size": 2, "is_main": False, "rank": 1}, False, False),
+    ],
+    ids=["one rank", "one rank alone", "inside an update", "the first of two alone", "the second of two alone"],
+)
+def test_emergency_save_needs_a_whole_step_and_the_first_rank(
+    changed: dict[str, Any], all_ranks: bool, saves: bool, tmp_path: Path
+) -> None:
+    writer = Writer()
+    make_checkpointer(make_run(tmp_path, **changed), writer).emergency_save(all_ranks)
+    assert bool(writer.written) == saves
+
+
+def test_emergency_save_needs_ranks_that_meet_in_micro_batches(tmp_path: Path) -> None:
+    run, writer = make_run(tmp_path, world_size=2), Writer()
+    run.engine.meets_in_micro_batches = True
+    make_checkpointer(run, writer).emergency_save(all_ranks=False)
+    assert writer.written == []
+
+
+def test_emergency_save_that_fails_is_a_warning(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    make_checkpointer(run, Writer(StorageError("No space left on device"))).emergency_save(all_ranks=True)
+    assert run.warnings == ["The steps since 0 could not be saved: No space left on device"]
+
+
+def write_folder(path: Path, **content: Any) -> None:
+    path.mkdir()
+    (path / STATE).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("limit", "best_is_final", "kept"),
+    [
+        (2, False, {"checkpoint-4", "checkpoint-5", "best-3", "best-9"}),
+        (1, True, {"checkpoint-5", "best-3"}),
+        (0, False, {"checkpoint-3", "checkpoint-4", "checkpoint-5", "best-1", "best-3", "best-9"}),
+    ],
+)
+def test_prune_keeps_the_newest_and_the_weights_that_they_refer_to(
+    limit: int, best_is_final: bool, kept: set[str], tmp_path: Path
+) -> None:
+    for step, best in ((3, 1), (4, 3), (5, 3)):
+        write_folder(tmp_path / f"checkpoint-{step}", format=1, step=step, best_step=best, state={})
+    for step in (1, 3, 9):
+        write_folder(tmp_path / f"best-{step}")
+    run = make_run(tmp_path)
+    run.training.save_total_limit = limit
+    checkpointer = make_checkpointer(run)
+    checkpointer.best.step = 9
+    checkpointer.prune(best_is_final)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_buffers_are_restored_by_name() -> None:
+    trained, fresh = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    trained(torch.randn(8, 2))
+    saved = {name: buffer.clone() for name, buffer in persistent_buffers(trained).items()}
+    del saved["num_batches_tracked"]
+    load_buffers(fresh, saved)
+    assert torch.equal(fresh.running_mean, trained.running_mean)  # type: ignore[arg-type]
+    assert int(fresh.num_batches_tracked) == 0  # type: ignore[arg-type]

@@ -1,0 +1,153 @@
+"""Signals of this process: which one came first, what it raises, and what the handlers leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from hwopt.errors import StorageError, WorkerDiedError
+from hwopt.system import signals
+
+BOTH = [(signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGTERM, 143, SystemExit)]
+
+
+@pytest.fixture
+def handlers() -> None:
+    """The handlers, installed; the session's fixture takes them away again."""
+    signals.install_handlers()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the handlers, in seconds, which the test sets."""
+    now = [100.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.mark.parametrize(("number", "code", "error"), BOTH)
+def test_first_signal_raises_and_is_remembered(
+    number: signal.Signals, code: int, error: type[BaseException], handlers: None
+) -> None:
+    with pytest.raises(error) as caught:
+        signal.raise_signal(number)
+    assert signals.received() == code
+    assert signals.exit_code(caught.value) == code
+
+
+@pytest.mark.parametrize(("number", "code", "error"), BOTH)
+def test_first_signal_is_deferred_inside_the_block(
+    number: signal.Signals, code: int, error: type[BaseException], handlers: None
+) -> None:
+    heard: list[int] = []
+    with signals.deferred(heard.append):
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # the copy that a launcher forwards
+    assert (heard, signals.received()) == ([number], code)
+    with pytest.raises(error):
+        signal.raise_signal(number)
+
+
+def test_second_signal_exits_after_the_callbacks(handlers: None, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Exited(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        calls.append(("exit", code))
+        raise Exited
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with signals.deferred(), signals.before_forced_exit(lambda code: calls.append(("callback", code))):
+        signal.raise_signal(signal.SIGTERM)
+        clock[0] += signals.DUPLICATE_SECONDS
+        signal.raise_signal(signal.SIGTERM)
+        assert calls == []
+        clock[0] += 0.01
+        with pytest.raises(Exited):
+            signal.raise_signal(signal.SIGTERM)
+    assert calls == [("callback", 143), ("exit", 143)]
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.install_handlers()
+    signal.raise_signal(signal.SIGINT)
+    assert signals.received() is None
+    assert signals.handlers_installed()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_temporary_handlers_end_with_the_block() -> None:
+    before = [signal.getsignal(number) for number in signals.EXIT_CODES]
+    with signals.temporary_handlers():
+        assert signals.handlers_installed()
+        with signals.deferred():
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.received() == 143
+    assert [signal.getsignal(number) for number in signals.EXIT_CODES] == before
+    assert signals.received() is None
+
+
+def test_temporary_handlers_leave_those_of_the_caller() -> None:
+    def own(number: int, frame: object) -> None:
+        raise AssertionError("not sent")
+
+    signal.signal(signal.SIGTERM, own)
+    with signals.temporary_handlers():
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert not signals.handlers_installed()
+
+
+def test_temporary_handlers_change_nothing_in_another_thread() -> None:
+    found: list[bool] = []
+
+    def run() -> None:
+        with signals.temporary_handlers():
+            found.append(signals.handlers_installed())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_remote_signal_counts_as_received_once(handlers: None, clock: list[float]) -> None:
+    signals.record_remote_signal(143)
+    signals.record_remote_signal(130)
+    assert signals.received() == 143
+    with signals.deferred():
+        signal.raise_signal(signal.SIGTERM)  # the launcher's copy
+    assert signals.received() == 143
+
+
+def test_remote_signal_is_not_recorded_without_handlers() -> None:
+    signals.record_remote_signal(143)
+    assert signals.received() is None
+
+
+@pytest.fixture
+def terminated(handlers: None) -> Iterator[None]:
+    with signals.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        yield
+
+
+def test_exit_code_of_an_effect_is_the_signals(terminated: None) -> None:
+    assert signals.exit_code(WorkerDiedError("a data-loading worker died")) == 143
+    assert signals.exit_code(RuntimeError("Connection closed by peer")) == 143
+
+
+def test_exit_code_of_an_own_cause_is_kept(terminated: None) -> None:
+    assert signals.exit_code(StorageError("No space left on device")) == StorageError.exit_code == 6
+
+
+def test_announcement_reaches_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
+    signals.announce_stop()
+    assert "then saving" in capfd.readouterr().err
