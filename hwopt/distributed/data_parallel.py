@@ -37,7 +37,7 @@ class DataParallelEngine(Engine):
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self.reduced = [p for p in run.inner_model.parameters() if p.requires_grad]
-        self.buckets = list(bucketed(self.reduced, BUCKET_BYTES))
+        self.buckets = list(make_buckets(self.reduced, BUCKET_BYTES))
         self.cpu_group = dist.new_group(backend="gloo")
         self.heard: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> how often it ran out, as last told
         self.present: Tensor | None = None
@@ -61,7 +61,7 @@ class DataParallelEngine(Engine):
             raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
         for rank, code in enumerate(codes):
             if code:
-                raise ended_with(code, rank)
+                raise error_of_rank(code, rank)
 
     def vote(self, code: int, backoff: OomBackoff) -> list[int]:
         """Exchange exit codes (0: all is well), ladders, and which parameters have a gradient anywhere. Waits for all ranks."""
@@ -128,7 +128,7 @@ def first_rank_first(rank: int, world_size: int) -> Iterator[None]:
         store.set(done, "")
 
 
-def ended_with(code: int, rank: int) -> HwoptError:
+def error_of_rank(code: int, rank: int) -> HwoptError:
     """The error of a rank that did not fail itself: the same exit code."""
     kinds = {kind.exit_code: kind for kind in HwoptError.__subclasses__()}
     error = kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; its own message says why")
@@ -136,13 +136,13 @@ def ended_with(code: int, rank: int) -> HwoptError:
     return error
 
 
-def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_weights(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """The first rank's weights on all ranks: whatever made them differ must not stay."""
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0, group=group)
 
 
-def bucketed(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def make_buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     """`tensors` in order, in lists of one dtype of at most `most` bytes; a larger tensor is alone."""
     bucket: list[Tensor] = []
     size = 0

@@ -112,10 +112,10 @@ class Checkpointer:
         if not self.run.is_main:
             return
         folder, limit = self.run.folder, self.run.training.save_total_limit
-        checkpoints = reader.in_folder(folder)
+        checkpoints = reader.list_checkpoints(folder)
         for old in checkpoints[limit:] if limit else []:
             shutil.rmtree(old, ignore_errors=True)
-        referenced = {str(reader.read_metadata(path).get("best_step")) for path in reader.in_folder(folder)}
+        referenced = {str(reader.read_metadata(path).get("best_step")) for path in reader.list_checkpoints(folder)}
         if not best_is_final:
             referenced.add(str(self.best.step))
         for step, path in reader.best_folders(folder).items():

@@ -74,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.name != TENSORS, path.name))
 
 
-def in_folder(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest first, whole or not."""
     found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and path_kind(path) == "folder"]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
@@ -94,7 +94,7 @@ def best_folders(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in found.items() if match}
 
 
-def left_halfway(folder: Path) -> list[Path]:
+def interrupted_writes(folder: Path) -> list[Path]:
     """The folders of a run folder whose writing a process did not survive; `storage.repair_interrupted_write` puts them right."""
     left = (re.fullmatch(r"\.((checkpoint|best)-\d{1,12}|final)\.(partial|old)", path.name) for path in folder.glob(".*"))
     return [folder / name for name in sorted({match[1] for match in left if match})]
@@ -124,10 +124,10 @@ def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None
 
     One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole, now or before.
     """
-    for target in left_halfway(folder):
+    for target in interrupted_writes(folder):
         repair_interrupted_write(target)
     why = ""
-    for path in in_folder(folder):
+    for path in list_checkpoints(folder):
         wrong = find_corruption(path)
         if not wrong:
             return load_checkpoint(path, verify=False)
@@ -141,7 +141,7 @@ def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None
     return None
 
 
-def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
+def copy_best(checkpoint: Checkpoint, folder: Path) -> None:
     """The best weights that a checkpoint speaks of come along, whole or not at all, where a run goes on in another folder."""
     step = checkpoint.content.get("best_step")
     if not isinstance(step, int):
@@ -168,7 +168,7 @@ def checkpoint_in(path: Path) -> Path:
     is_folder = path_kind(path, "--resume-from") == "folder"
     if is_folder and NAME.fullmatch(path.name):
         return path
-    if is_folder and (found := in_folder(path)):
+    if is_folder and (found := list_checkpoints(path)):
         return found[0]
     raise InputError(
         f"--resume-from {path}: is no checkpoint; give a folder such as runs/NAME/checkpoint-500, or a run folder that holds one"
@@ -180,7 +180,7 @@ def read_metadata(folder: Path) -> Mapping[str, Any]:
 
     For what must be known before anything is built; whoever trains verifies it.
     """
-    for path in [folder, *in_folder(folder)] if path_kind(folder) == "folder" else []:
+    for path in [folder, *list_checkpoints(folder)] if path_kind(folder) == "folder" else []:
         try:
             content = json.loads((path / STATE).read_text(encoding="utf-8"))
             if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):

@@ -74,26 +74,26 @@ def copy_into(made: Any, saved: Any) -> Any:
             copy_into(inner, saved)
             return made
         if not isinstance(saved, Tensor) or saved.shape != made.shape or saved.dtype != made.dtype:
-            raise ValueError(f"there is {described(saved)} for {described(made)}")
+            raise ValueError(f"there is {describe(saved)} for {describe(made)}")
         made.copy_(saved)
         return made
     if isinstance(made, Mapping):
         if not isinstance(saved, Mapping) or made.keys() != saved.keys():
-            there = sorted(map(str, saved)) if isinstance(saved, Mapping) else described(saved)
+            there = sorted(map(str, saved)) if isinstance(saved, Mapping) else describe(saved)
             raise ValueError(f"there is {there} for {sorted(map(str, made))}")
         return {key: copy_into(value, saved[key]) for key, value in made.items()}
     return saved
 
 
 @torch.no_grad()
-def sampled(tensors: Iterable[Tensor], most: int = 64) -> list[float]:
+def fingerprint(tensors: Iterable[Tensor], most: int = 64) -> list[float]:
     """An element of at most `most` matrices of numbers, evenly spaced: enough to tell one model's weights from another's."""
     matrices = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel()]
     chosen = matrices[:: -(-len(matrices) // most) or 1]
     return [float(tensor.detach().flatten()[tensor.numel() // 2].nan_to_num()) for tensor in chosen if not tensor.is_meta]
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

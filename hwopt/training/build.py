@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.distributed.data_parallel import DataParallelEngine, first_rank_first, make_equal
+from hwopt.distributed.data_parallel import DataParallelEngine, first_rank_first, broadcast_weights
 from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB
@@ -23,7 +23,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
-from hwopt.saving.tensor_tree import sampled
+from hwopt.saving.tensor_tree import fingerprint
 from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
@@ -136,7 +136,7 @@ def build_model(run: Run) -> None:
     config = load_config(job.model.name, job.model.config, job.model.revision)
     adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
     run.skeleton = skeleton_of(run.inner_model)
-    run.frozen_fingerprint = sampled(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
+    run.frozen_fingerprint = fingerprint(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
 
 
 def adopt_model(run: Run, model: Any) -> None:
@@ -146,7 +146,7 @@ def adopt_model(run: Run, model: Any) -> None:
     """
     recipe = run.recipe
     if run.world_size > 1 and recipe.engine is None:
-        make_equal(model.to(run.device))  # before masters and adapters are made of them
+        broadcast_weights(model.to(run.device))  # before masters and adapters are made of them
     for step in recipe.model_steps:
         model = step(model, run)
         if not isinstance(model, torch.nn.Module):

@@ -71,7 +71,7 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
     )
 
 
-def fetched(loader: Any) -> Iterator[StepBatch]:
+def batches_of(loader: Any) -> Iterator[StepBatch]:
     """What `loader` yields; what a worker raises comes as it is. Raises WorkerDiedError where one is gone."""
     try:
         yield from loader

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hwopt.distributed.data_parallel import make_equal
+from hwopt.distributed.data_parallel import broadcast_weights
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
 from hwopt.plugin import RunView
-from hwopt.saving.tensor_tree import described
+from hwopt.saving.tensor_tree import describe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -27,7 +27,7 @@ class FsdpEngine(ShardedEngine):
         """`reduce`: gradients meet after every "micro_batch", or once a "step"."""
         self.once = reduce == "step"
         self.cpu_group = dist.new_group(backend="gloo")
-        make_equal(run.inner_model, self.cpu_group)
+        broadcast_weights(run.inner_model, self.cpu_group)
         run.model = sharded(run)
         super().__init__(run)
 
@@ -74,7 +74,7 @@ class FsdpEngine(ShardedEngine):
         if not isinstance(made, DTensor):
             return super().copy_into(made, saved)
         if not isinstance(saved, Tensor) or saved.shape != made.shape:
-            raise ValueError(f"there is {described(saved)} for {described(made)}")
+            raise ValueError(f"there is {describe(saved)} for {describe(made)}")
         return made.copy_(self.shard(saved, made))
 
     def full_weights(self) -> dict[str, Tensor]:

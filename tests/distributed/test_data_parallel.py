@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hwopt.distributed.data_parallel import DataParallelEngine, bucketed
+from hwopt.distributed.data_parallel import DataParallelEngine, make_buckets
 from hwopt.testing import TINY_BERT, write_samples
 
 SCRIPT = '''
@@ -177,7 +177,7 @@ def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
             parameter.grad = torch.randn(len(parameter)).to(parameter.dtype)
         expected = [None if p.grad is None else p.grad.clone() for p in parameters]
         engine = DataParallelEngine.__new__(DataParallelEngine)
-        engine.reduced, engine.buckets = parameters, list(bucketed(parameters, 64))
+        engine.reduced, engine.buckets = parameters, list(make_buckets(parameters, 64))
         engine.present = torch.tensor([1, 1, 1, 1, 0])
         engine.reduce()
         for parameter, value in zip(parameters, expected, strict=True):
@@ -193,7 +193,7 @@ def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=20), st.integers(4, 200))
 def test_buckets_hold_every_tensor_once_in_order(sizes: list[tuple[int, bool]], most: int) -> None:
     tensors = [torch.empty(size, dtype=torch.float32 if full else torch.float16) for size, full in sizes]
-    buckets = list(bucketed(tensors, most))
+    buckets = list(make_buckets(tensors, most))
     assert [id(tensor) for bucket in buckets for tensor in bucket] == [id(tensor) for tensor in tensors]
     for bucket in buckets:
         assert len({tensor.dtype for tensor in bucket}) == 1

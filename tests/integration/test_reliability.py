@@ -132,7 +132,7 @@ def ended(pid: int, within: float = 120.0) -> int:
 def bits(run: Path) -> dict[str, str]:
     """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
     assert storage.find_corruption(run / "final") == ""
-    last = resume.in_folder(run)[0]
+    last = resume.list_checkpoints(run)[0]
     assert last.name == f"checkpoint-{LAST}"
     return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
 
@@ -429,7 +429,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
     for _ in range(times):
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir()
-        last, before = resume.in_folder(undisturbed)[:2]
+        last, before = resume.list_checkpoints(undisturbed)[:2]
         shutil.copytree(last, run / last.name)
         shutil.copytree(before, run / before.name)
         what = damage_one(run / last.name, chance)

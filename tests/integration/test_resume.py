@@ -133,7 +133,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_once(
         monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
         with pytest.raises(Killed):
             api.execute(make_plan(whole), run, killed, **options)
-    assert resume.in_folder(run)[0].name == "checkpoint-5"
+    assert resume.list_checkpoints(run)[0].name == "checkpoint-5"
     api.execute(make_plan(whole), run, **options)
     assert same(run, whole / "run")
     for key in ("step", "loss", "eval_loss"):
@@ -282,10 +282,10 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
     """Every so many minutes; the newest are kept."""
     training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
     api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
-    assert [path.name for path in resume.in_folder(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
+    assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
     assert same(tmp_path / "run", whole / "run")
     api.execute(make_plan(whole, training | {"save_minutes": 0}), tmp_path / "never", cache=whole / "cache")
-    assert not resume.in_folder(tmp_path / "never")
+    assert not resume.list_checkpoints(tmp_path / "never")
 
 
 @pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
@@ -308,7 +308,7 @@ def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypat
     recorder = Recorder()
     plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
     api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
-    assert [path.name for path in resume.in_folder(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
+    assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
     (said,) = recorder.warnings
     assert "of the host's memory while it is written" in said
 
@@ -370,7 +370,7 @@ def test_a_complete_run_is_not_another_one(whole: Path, tmp_path: Path) -> None:
 def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
-    for path in resume.in_folder(run)[: LAST - 6]:
+    for path in resume.list_checkpoints(run)[: LAST - 6]:
         shutil.rmtree(path)
     recorder = Recorder()
     api.execute(make_plan(whole, {"max_steps": 14}), run, recorder, cache=whole / "cache", resume=True)
@@ -380,7 +380,7 @@ def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path:
 def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) -> None:
     """Also when it is asked again, as scripts do."""
     run = gone_back(whole / "run", tmp_path / "run", 2)
-    for path in resume.in_folder(run):
+    for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
     for _ in range(2):
         with pytest.raises(StorageError, match=r"is whole; set aside as damaged: checkpoint-1.damaged, .*--fresh"):
@@ -422,10 +422,10 @@ def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None
     run = gone_back(whole / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache")
-    assert resume.in_folder(run)[0].name == "checkpoint-6"
+    assert resume.list_checkpoints(run)[0].name == "checkpoint-6"
     api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
     assert same(run, whole / "run")
-    assert resume.in_folder(tmp_path / "run.old")[0].name == "checkpoint-6"
+    assert resume.list_checkpoints(tmp_path / "run.old")[0].name == "checkpoint-6"
 
 
 def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -
 
 def test_no_whole_checkpoint_is_said(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 2)
-    for path in resume.in_folder(run):
+    for path in resume.list_checkpoints(run):
         (path / "config.json").unlink()
     with pytest.raises(StorageError, match=r"no checkpoint in .* is whole.*config.json is missing.*--fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
@@ -529,7 +529,7 @@ def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Pat
     """Its manifest is right; what it holds is not what hwopt writes."""
     monkeypatch.chdir(tmp_path)
     run = gone_back(whole / "run", tmp_path / "run", 6)
-    for path in resume.in_folder(run)[1:]:
+    for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
     HOSTILE[name](checkpoint)
@@ -561,7 +561,7 @@ def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: P
         with pytest.raises(SystemExit):
             api.execute(plan, run, AtTheEnd(), cache=whole / "cache")
     message = json.loads((run / "status.json").read_text())["message"]
-    found = [path.name for path in resume.in_folder(run)]
+    found = [path.name for path in resume.list_checkpoints(run)]
     if moment == "before":
         assert (message, found) == (f"terminated after step {LAST}, saved; resume with --resume", [f"checkpoint-{LAST}"])
     else:
@@ -597,12 +597,12 @@ def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: P
 def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
-        path = resume.in_folder(run)[0] / place
+        path = resume.list_checkpoints(run)[0] / place
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-    assert storage.find_corruption(resume.in_folder(run)[0]) == ""
-    (resume.in_folder(run)[0] / "more.json").write_text("{}")
-    assert "more.json" in storage.find_corruption(resume.in_folder(run)[0])
+    assert storage.find_corruption(resume.list_checkpoints(run)[0]) == ""
+    (resume.list_checkpoints(run)[0] / "more.json").write_text("{}")
+    assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])
 
 
 def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:
