@@ -11,7 +11,7 @@ from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
 from hwopt.runs.status import completed_steps
 from hwopt.saving.compatibility import changed_since, refuse_another_run
-from hwopt.saving.reader import Checkpoint, copy_best, list_checkpoints, latest_valid, load_checkpoint
+from hwopt.saving.reader import Checkpoint, copy_best, latest_valid, list_checkpoints, load_checkpoint
 from hwopt.training.run import Run
 
 

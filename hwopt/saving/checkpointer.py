@@ -73,7 +73,7 @@ class Checkpointer:
         if run.step == self.saved_step:
             return
         self.writer.wait(all_ranks)
-        copies = HostCopies(passing=run.engine.meets_in_micro_batches)
+        copies = HostCopies(temporary=run.engine.meets_in_micro_batches)
         own = {name: part.state_dict() for name, part in self.parts.items()}
         state = {
             "engine": run.engine.state(copies),
@@ -124,6 +124,7 @@ class Checkpointer:
 
 
 def unreadable(checkpoint: reader.Checkpoint, error: Exception) -> StorageError:
+    """The error for a valid folder whose training state has another structure than this version writes."""
     return StorageError(
         f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
         "Resume from another checkpoint with --resume-from, or start over with --fresh"
@@ -131,7 +132,7 @@ def unreadable(checkpoint: reader.Checkpoint, error: Exception) -> StorageError:
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:
-    """The buffers that a state dict holds: running means and the like."""
+    """Name -> buffer that a state dict holds, such as a running mean."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.distributed.data_parallel import DataParallelEngine, first_rank_first, broadcast_weights
+from hwopt.distributed.data_parallel import DataParallelEngine, broadcast_weights, first_rank_first
 from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB

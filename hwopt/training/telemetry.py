@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import NonFiniteError
-from hwopt.training.divergence import DivergenceMonitor
+from hwopt.training.divergence import DivergenceMonitor, LoggedInterval
 from hwopt.training.interval import Counts, Interval
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Telemetry:
         pending, self.pending = self.pending, None
         if pending.ready is not None:
             pending.ready.synchronize()
-        loss_sum, weightless, lost, *rest = pending.values.tolist()
+        loss_sum, weightless, nonfinite_losses, *rest = pending.values.tolist()
         norms, scale = rest[: pending.steps], rest[pending.steps] if len(rest) > pending.steps else None
         row, steps = pending.row, pending.steps - weightless
         loss = loss_sum / steps if steps > 1e-6 else math.nan
@@ -181,13 +181,12 @@ class Telemetry:
             self.loss_steps += steps
         row |= {"loss": loss, "grad_norm": norms[-1]}
         run = self.run
-        self.messages, self.stop_error = self.divergence.saw(
-            run.training, run.total_steps, int(row["step"]), norms, int(lost), loss, scale
-        )
-        if self.divergence.skipped:
-            row["skipped_updates"] = self.divergence.skipped
-        if self.divergence.lost:
-            row["nonfinite_losses"] = self.divergence.lost
+        interval = LoggedInterval(int(row["step"]), norms, loss, int(nonfinite_losses), scale)
+        self.messages, self.stop_error = self.divergence.observe(run.training, run.total_steps, interval)
+        if self.divergence.skipped_updates:
+            row["skipped_updates"] = self.divergence.skipped_updates
+        if self.divergence.nonfinite_losses:
+            row["nonfinite_losses"] = self.divergence.nonfinite_losses
         if scale is not None:
             row["loss_scale"] = scale
         return row
@@ -234,10 +233,10 @@ class Telemetry:
         self.interval = Interval(Counts.of(interval["counts"]))
         self.interval.norms.folded.append(torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device))
         if self.run.is_main:
-            loss_sum, weight, lost = interval["sums"]
-            sums = [loss_sum, *[math.nan] * int(lost)]
+            loss_sum, weight, count = interval["sums"]
+            sums = [loss_sum, *[math.nan] * int(count)]
             self.interval.losses.folded.append(torch.tensor(sums, dtype=torch.float64, device=self.run.device))
-            self.interval.weights += [0.0, *[weight / lost] * int(lost)] if lost else [0.0]
+            self.interval.weights += [0.0, *[weight / count] * int(count)] if count else [0.0]
 
     def mean_loss(self) -> float:
         return self.loss_total / self.loss_steps if self.loss_steps else math.nan

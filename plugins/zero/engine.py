@@ -158,7 +158,7 @@ class ZeroEngine(ShardedEngine):
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        trained = self.snapshot(HostCopies(passing=True))
+        trained = self.snapshot(HostCopies(temporary=True))
         found: dict[str, Tensor] = {}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
             if name not in self.named:

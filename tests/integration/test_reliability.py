@@ -438,7 +438,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
         assert found is not None, what
         assert found.folder.name == before.name, what
         assert len(said) == 1, what
-        assert "is not whole" in said[0], what
+        assert "is corrupt" in said[0], what
     figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
 
 
