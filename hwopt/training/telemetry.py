@@ -29,13 +29,15 @@ from hwopt.training.listener import Row
 
 @dataclass
 class Snapshot:
-    """Values of a log point that are being copied from the device to the host."""
+    """The row of a log point, with the values that are being copied from the device to the host."""
 
     row: Row
     steps: int
+    """Steps since the log point before."""
     values: Tensor
-    """Sum of the finite losses, weight of the others, their number; then the norm of each step; then the loss scale, if any."""
+    """float64: the three `sums`, the gradient norm of each step, and the loss scale if there is one."""
     ready: Any
+    """CUDA event of the copy; None on other devices."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Telemetry:
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
     steps_here: int = 0
-    """Steps that this process did."""
+    """Steps of this process; a resumed run starts at 0."""
 
     def __post_init__(self) -> None:
         self.started = self.logged = time.perf_counter()
@@ -68,7 +70,7 @@ class Telemetry:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the block does not count for speeds: evaluations, saves, the observed first step."""
+        """Exclude the time of the block from the speeds: evaluations, saves, the profiled first step."""
         began = time.perf_counter()
         try:
             yield
@@ -76,15 +78,17 @@ class Telemetry:
             self.logged += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
+        """Count `seconds` that the loop waited for data."""
         self.interval.counts.wait += seconds
 
     def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Keep the summed `loss` of a micro-batch on the device; the next log point looks whether it is finite."""
+        """Keep the summed `loss` of a micro-batch on the device; the next log point checks whether it is finite."""
         if micro_batch.loss_weight:
             self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
             self.interval.weights.append(micro_batch.count * micro_batch.loss_weight)
 
     def mark(self) -> int:
+        """The position for `reset_to`: the number of losses so far."""
         return len(self.interval.losses.fresh)
 
     def reset_to(self, mark: int) -> None:
@@ -137,6 +141,7 @@ class Telemetry:
         return sums
 
     def start_row(self) -> None:
+        """Start the row of this log point: compute its values on the device, copy them without waiting, reset the counters."""
         run, counts, now = self.run, self.interval.counts, time.perf_counter()
         seconds = max(now - self.logged, 1e-9)
         scale, world = run.engine.loss_scale(), run.world_size
@@ -239,4 +244,5 @@ class Telemetry:
             self.interval.weights += [0.0, *[weight / count] * int(count)] if count else [0.0]
 
     def mean_loss(self) -> float:
+        """The mean loss of all steps of the run; nan without a finite loss."""
         return self.loss_total / self.loss_steps if self.loss_steps else math.nan

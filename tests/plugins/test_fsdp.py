@@ -172,7 +172,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
 def test_without_ranks_it_says_how_to_start_them() -> None:
     from accelerate import Accelerator
 
-    from hwopt.training.build import forget
+    from hwopt.training.build import reset_accelerate
     from hwopt_plugins.fsdp.engine import sharded
 
     accelerator = Accelerator(cpu=True)
@@ -180,7 +180,7 @@ def test_without_ranks_it_says_how_to_start_them() -> None:
         with pytest.raises(PluginError, match="hwopt run --processes N"):
             sharded(SimpleNamespace(accelerator=accelerator))
     finally:
-        forget(accelerator)
+        reset_accelerate(accelerator)
 
 
 # two real ranks: Accelerate's own sharding, told that a CPU were enough for it
