@@ -165,7 +165,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
     model = AutoModel.from_config(load_config(None, config))
     assert layer_classes(model) == wanted  # BertEmbeddings stands in the same list, but the embedding is sharded by itself
     model._no_split_modules = None
-    with pytest.raises(PluginError, match="names no layers"):
+    with pytest.raises(PluginError, match="does not name the layers"):
         layer_classes(model)
 
 
@@ -173,12 +173,12 @@ def test_without_ranks_it_says_how_to_start_them() -> None:
     from accelerate import Accelerator
 
     from hwopt.training.build import reset_accelerate
-    from hwopt_plugins.fsdp.engine import sharded
+    from hwopt_plugins.fsdp.engine import shard_model
 
     accelerator = Accelerator(cpu=True)
     try:
         with pytest.raises(PluginError, match="hwopt run --processes N"):
-            sharded(SimpleNamespace(accelerator=accelerator))
+            shard_model(SimpleNamespace(accelerator=accelerator))
     finally:
         reset_accelerate(accelerator)
 
@@ -193,7 +193,7 @@ from hwopt.cli import main
 from hwopt.plugin import Decision
 from hwopt_plugins.fsdp import Fsdp, engine
 
-by_accelerate = engine.sharded
+by_accelerate = engine.shard_model
 
 def on_hosts(run):
     state = run.accelerator.state
@@ -204,7 +204,7 @@ def on_hosts(run):
         run.scaler = torch.amp.GradScaler("cpu")
     return by_accelerate(run)
 
-engine.sharded = on_hosts
+engine.shard_model = on_hosts
 Fsdp.probe = lambda self, context: Decision.apply("between CPUs")
 sys.exit(main())
 """

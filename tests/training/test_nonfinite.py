@@ -348,5 +348,5 @@ def test_an_update_that_an_engine_has_made_all_the_same_ends_the_run() -> None:
     engine.deepspeed = SimpleNamespace(
         step=lambda: None, optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: math.nan
     )
-    with pytest.raises(NonFiniteError, match=r"DeepSpeed .* has made an update with a gradient that is not finite"):
+    with pytest.raises(NonFiniteError, match=r"DeepSpeed .* updated the weights with a gradient that is not finite"):
         engine.finish()
