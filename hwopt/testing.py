@@ -157,7 +157,7 @@ def train_tiny(plan: Plan, folder: Path) -> Recorder:
 def gone_back(run: Path, target: Path, step: int) -> Path:
     """A copy of a run folder as it was after `step`, when its process was ended there."""
     shutil.copytree(run, target)
-    for path in resume.in_folder(target):
+    for path in resume.list_checkpoints(target):
         if int(path.name.rsplit("-", 1)[1]) > step:
             shutil.rmtree(path)
     shutil.rmtree(target / "final", ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Data parallel: every rank holds the whole model, and gradients meet once a step, after each rank has all of its own.
+"""Data parallel: every rank holds the whole model; gradients are reduced once a step, after every rank has computed its own.
 
-torch's DistributedDataParallel reduces inside the last backward, and cannot be asked again once that has failed: a rank that runs
-out of memory there leaves the others waiting for ever. Here nothing is reduced until every rank has said, over a group of the
-hosts, that its gradients are whole; until then it may drop them and begin again. A rank that gives up says so too, and all end.
-It costs the overlap of reduction and backward, which nobody has measured here yet (docs/memory.md).
+DistributedDataParallel reduces inside the last backward pass, which cannot be retried: if a rank runs out of memory there, the
+others wait for ever. This engine reduces nothing before every rank has reported, over a gloo group, that its gradients are
+complete. Until then a rank can drop its gradients and retry. A rank that fails reports its exit code, and all ranks stop.
+The cost: the reduction does not overlap with the backward pass, which is not measured here yet (docs/memory.md).
 Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.
 """
 
@@ -27,62 +27,67 @@ if TYPE_CHECKING:
     from hwopt.plugin.run_view import RunView
 
 
-turns = itertools.count()
-"""Each block of `first_rank_first` has a name of its own, the same on all ranks."""
+block_numbers = itertools.count()
+"""Numbers of the blocks of `first_rank_first`, the same on all ranks."""
 BUCKET_BYTES = 25 << 20
-"""As DistributedDataParallel has it."""
+"""The default of DistributedDataParallel."""
 
 
 class DataParallelEngine(Engine):
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
-        self.reduced = [p for p in run.inner_model.parameters() if p.requires_grad]
-        self.buckets = list(bucketed(self.reduced, BUCKET_BYTES))
+        self.trained = [p for p in run.inner_model.parameters() if p.requires_grad]
+        self.buckets = list(make_buckets(self.trained, BUCKET_BYTES))
         self.cpu_group = dist.new_group(backend="gloo")
-        self.heard: dict[tuple[str, int], int] = {}  # (training or evaluation, rank) -> how often it ran out, as last told
-        self.present: Tensor | None = None
+        self.oom_counts: dict[tuple[str, int], int] = {}
+        """(training or evaluation, rank) -> out-of-memory errors that were reported."""
+        self.has_gradient: Tensor | None = None
+        """Whether each parameter has a gradient on any rank, (parameters,) int32; None before the first vote."""
 
     @contextmanager
     def synchronized(self, backoff: OomBackoff) -> Iterator[None]:
-        """What a rank does alone inside the block; behind it all have done it, or all end.
+        """A block that each rank runs alone. After it, all ranks have succeeded, or all raise.
 
-        Raises what went wrong here, else the error that another rank ends with.
+        A rank that failed raises its own error, the others raise `error_of_rank`.
         """
         try:
             yield
         except Exception as error:
             code = DoesNotFitError.exit_code if isinstance(error, torch.OutOfMemoryError) else exit_code_of(error)
-            with suppress(RuntimeError):  # the others may be gone; what went wrong here matters more
+            with suppress(RuntimeError):  # the other ranks may be dead; this rank's error matters more
                 self.vote(code, backoff)
             raise
         try:
             codes = self.vote(0, backoff)
         except RuntimeError as error:
-            raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
+            raise WorkerDiedError(f"another rank died; see its own output ({error})") from error
         for rank, code in enumerate(codes):
             if code:
-                raise ended_with(code, rank)
+                raise error_of_rank(code, rank)
 
     def vote(self, code: int, backoff: OomBackoff) -> list[int]:
-        """Exchange exit codes (0: all is well), ladders, and which parameters have a gradient anywhere. Waits for all ranks."""
-        mine = torch.tensor(
-            [code, backoff.oom_count, backoff.rung, *(p.grad is not None for p in self.reduced)], dtype=torch.int32
+        """The exit code of every rank (0: success). Waits for all ranks.
+
+        Also exchanges the out-of-memory back-off, and which parameters have a gradient on any rank.
+        """
+        own_vote = torch.tensor(
+            [code, backoff.oom_count, backoff.rung, *(p.grad is not None for p in self.trained)], dtype=torch.int32
         )
-        votes = [torch.empty_like(mine) for _ in range(self.run.world_size)]
-        dist.all_gather(votes, mine, group=self.cpu_group)
-        self.present = torch.stack(votes)[:, 3:].amax(dim=0)
+        votes = [torch.empty_like(own_vote) for _ in range(self.run.world_size)]
+        dist.all_gather(votes, own_vote, group=self.cpu_group)
+        self.has_gradient = torch.stack(votes)[:, 3:].amax(dim=0)
         for rank, vote in enumerate(votes):
-            self.hear(backoff, rank, int(vote[1]), int(vote[2]))
+            self.warn_of_oom(backoff, rank, int(vote[1]), int(vote[2]))
         return [int(vote[0]) for vote in votes]
 
-    def hear(self, backoff: OomBackoff, rank: int, times: int, rung: int) -> None:
-        """Say what another rank cannot: only the first one speaks."""
-        before = self.heard.get((backoff.what, rank), 0)
-        self.heard[backoff.what, rank] = times
-        if times > before and rank != self.run.rank:
+    def warn_of_oom(self, backoff: OomBackoff, rank: int, oom_count: int, rung: int) -> None:
+        """Warn if another `rank` ran out of memory since the last vote: only the first rank shows messages."""
+        before = self.oom_counts.get((backoff.what, rank), 0)
+        self.oom_counts[backoff.what, rank] = oom_count
+        if oom_count > before and rank != self.run.rank:
             self.run.warn(
-                f"rank {rank} ran out of memory in {backoff.what.lower()}: it goes on with the same rows in micro-batches of "
-                f"1/{2**rung} of the rows (slower, the same result; to start so, lower {backoff.option})"
+                f"{backoff.what} ran out of memory on rank {rank}: retrying the same rows in micro-batches of 1/{2**rung} of the "
+                f"rows. The result stays the same, steps are slower. To start with this size, lower {backoff.option}."
             )
 
     def finish(self) -> None:
@@ -90,17 +95,17 @@ class DataParallelEngine(Engine):
         super().finish()
 
     def reduce(self) -> None:
-        """Add up the ranks' gradients; a parameter without one anywhere stays without. Each weighs by its share already."""
-        assert self.present is not None, "the ranks have voted"
-        for parameter, somewhere in zip(self.reduced, self.present.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
+        """Sum the gradients over all ranks; `backward` has weighted them. A parameter without gradient on all ranks gets none."""
+        assert self.has_gradient is not None, "reduce() needs a vote"
+        for parameter, on_any_rank in zip(self.trained, self.has_gradient.tolist(), strict=True):
+            if on_any_rank and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in self.buckets:
             gradients = [p.grad for p in bucket if p.grad is not None]
             if not gradients:
                 continue
             if len(gradients) == 1 and gradients[0].is_contiguous():
-                dist.all_reduce(gradients[0])  # an embedding, say: no copy of it is needed
+                dist.all_reduce(gradients[0])  # saves the copy of a large tensor, such as an embedding
                 continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat)
@@ -110,45 +115,45 @@ class DataParallelEngine(Engine):
 
 @contextmanager
 def first_rank_first(rank: int, world_size: int) -> Iterator[None]:
-    """The first rank does the block, then the others do. However long it takes: a barrier of NCCL gives up after ten minutes.
+    """Run the block on the first rank, then on the others. It may take any time; an NCCL barrier times out after ten minutes.
 
-    Raises WorkerDiedError where the first rank is gone.
+    Raises WorkerDiedError if the first rank died.
     """
     if world_size == 1:
         yield
         return
-    store, done = dist.distributed_c10d._get_default_store(), f"hwopt/{next(turns)}"
+    store, done = dist.distributed_c10d._get_default_store(), f"hwopt/{next(block_numbers)}"
     try:
         while rank > 0 and not store.check([done]):
-            time.sleep(0.05)  # in Python, so that signals are heard
+            time.sleep(0.05)  # in Python, so that signal handlers run
     except RuntimeError as error:
-        raise WorkerDiedError(f"another rank is gone, its own output says why ({error})") from error
+        raise WorkerDiedError(f"another rank died; see its own output ({error})") from error
     yield
     if rank == 0:
         store.set(done, "")
 
 
-def ended_with(code: int, rank: int) -> HwoptError:
-    """The error of a rank that did not fail itself: the same exit code."""
+def error_of_rank(code: int, rank: int) -> HwoptError:
+    """The error to raise because another `rank` failed with exit code `code`: it has the same exit code."""
     kinds = {kind.exit_code: kind for kind in HwoptError.__subclasses__()}
-    error = kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; its own message says why")
+    error = kinds.get(code, WorkerDiedError)(f"rank {rank} ended with exit code {code}; see its own message")
     error.secondhand = True
     return error
 
 
-def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The first rank's weights on all ranks: whatever made them differ must not stay."""
+def broadcast_weights(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy the first rank's parameters and buffers to all ranks of `group`."""
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0, group=group)
 
 
-def bucketed(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """`tensors` in order, in lists of one dtype of at most `most` bytes; a larger tensor is alone."""
+def make_buckets(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Split `tensors`, in order, into lists of one dtype and at most `max_bytes` bytes. A larger tensor gets its own list."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
         bytes_ = tensor.numel() * tensor.element_size()
-        if bucket and (size + bytes_ > most or tensor.dtype != bucket[0].dtype):
+        if bucket and (size + bytes_ > max_bytes or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -1,7 +1,7 @@
-"""Engine: backward, unscale, clip and step on one device. Several ranks have hwopt.data_parallel; DeepSpeed and FSDP their own.
+"""Engine: backward, unscale, clip and step on one device. hwopt.distributed.data_parallel is the engine of several ranks.
 
-Lean on purpose: the parameter list is made once, no module is walked in a step, the inner optimizer and scheduler are driven
-directly, and nothing is read back from the device where the optimizer takes `found_inf`.
+Designed for low overhead: the parameter list is built once, no step walks the modules, the inner optimizer and scheduler are
+called directly, and no value is read from the device if the optimizer accepts `found_inf`. Plugins may bring their own engine.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What the loop calls around each micro-batch (`before`, `backward`) and after the last one (`finish`)."""
+    """What the loop calls for each micro-batch (`set_gradient_sync`, `backward`) and after the last one (`finish`)."""
 
     supports_retry = True
-    """Whether a step may be begun again after it has failed: not where other ranks wait inside of it."""
+    """Whether a step can be retried after it ran out of memory. False if other ranks wait inside the step."""
     meets_in_micro_batches = False
-    """Whether ranks meet inside a micro-batch, so that each must have as many of them as the others."""
+    """Whether ranks communicate inside a micro-batch, so that every rank needs the same number of micro-batches."""
     cpu_group: dist.ProcessGroup | None = None
-    """All ranks, by the network of their hosts, where there are several."""
+    """A gloo group of all ranks; None on a single rank."""
     whole_gradients = True
     """Whether each rank holds the whole gradient between the backward pass and the update."""
     keeps_masters = False
-    """Whether it makes the model's weights half under a half precision, and keeps fp32 masters of them itself."""
+    """Whether the engine itself converts the weights to half precision and keeps fp32 masters of them."""
 
     def __init__(self, run: RunView) -> None:
         self.run = run
@@ -43,7 +43,7 @@ class Engine:
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.names = run.parameter_names
         self.masters = run.recipe.masters
-        # fp32 masters step in place of the model's half parameters, whose gradients must go too
+        # with fp32 masters the optimizer updates the masters; the gradients of the half parameters must be dropped too
         own = {id(p) for p in self.parameters}
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.zeroed = [*self.parameters, *(p for p in trained if id(p) not in own)]
@@ -51,15 +51,15 @@ class Engine:
         self.takes_found_inf = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         self.factor = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
-        """Of the last step's whole gradient, a tensor of its own each step; not finite where the update was left out."""
+        """The gradient norm of the last step, a new tensor each step; not finite if the update was skipped."""
         self.found_inf = torch.zeros((), device=device)
         self.on_gradients = list(run.recipe.events["gradients"])
 
     def init_state(self, force: bool = False) -> None:
-        """The optimizer's state before step 1, so that the first update cannot be the one that runs out of memory.
+        """Create the optimizer's state before step 1, so that the first update cannot run out of memory.
 
-        An update that is left out changes no bit. Optimizers that take no `found_inf` make their state in step 1, or here
-        by a step without gradients, `force`: what it changes must be written over.
+        With `found_inf` set the update is skipped, which changes no bit. Other optimizers create their state in step 1. With
+        `force` they create it here in a step with zero gradients; the caller must then overwrite the weights and the state.
         """
         if not self.takes_found_inf and not force:
             return
@@ -73,18 +73,18 @@ class Engine:
         self.zero_grad()
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """Those of `batch`, and whether each is the last one; where ranks meet inside them, as many on every rank."""
+        """The micro-batches of `batch`, each with whether it is the last one."""
         return batch.micro_batches(rung)
 
     def set_gradient_sync(self, last: bool) -> None:
-        """Ahead of a micro-batch's forward: wrappers that reduce in its backward read there whether they should."""
+        """Called before the forward pass of a micro-batch: tells wrappers whether its backward pass reduces gradients."""
 
     def synchronized(self, backoff: OomBackoff) -> AbstractContextManager[None]:
-        """What a rank does alone; engines of several ranks see to it that all end the block alike."""
+        """A block that each rank runs alone. Engines of several ranks make all ranks leave it with the same result."""
         return nullcontext()
 
     def backward(self, loss: Tensor, loss_weight: float) -> None:
-        """Backward of a summed loss, of which each unit weighs `share` in the mean over the whole step and all ranks."""
+        """Backward of `loss`, a sum. `loss_weight` is 1 / the number of units in the whole step over all ranks."""
         if self.factor.dtype != loss.dtype:
             self.factor = self.factor.to(loss.dtype)
         if self.scaler is None:
@@ -94,79 +94,79 @@ class Engine:
         loss.backward(gradient=self.factor)
 
     def loss_scale(self) -> Tensor | None:
-        """What the loss is multiplied with at present; None where it is not."""
+        """The current loss scale, a scalar on the device; None without a loss scaler."""
         return None if self.scaler is None else self.scaler.scale(torch.ones_like(self.norm))
 
     def all_reduce_max(self, value: int) -> int:
-        """The greatest of what the ranks value. All ranks call it."""
+        """The maximum of `value` over all ranks. All ranks call it."""
         if self.cpu_group is None:
             return value
-        told = torch.tensor(value)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.cpu_group)
-        return int(told)
+        maximum = torch.tensor(value)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(maximum)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """`value` of every rank. All ranks call it."""
-        found: list[Any] = [value] * self.run.world_size
+        """The `value` of every rank, in order of rank. All ranks call it."""
+        values: list[Any] = [value] * self.run.world_size
         if self.cpu_group is not None:
-            dist.all_gather_object(found, value, group=self.cpu_group)
-        return found
+            dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
 
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`weights` of the model whole and in the precision that is trained, on the first rank. All ranks call it."""
+        """`weights`, unsharded and in the precision that is trained, on the first rank. All ranks call it."""
         return weights
 
     def unsharded_model(self) -> Any:
-        """The model with plain parameters, once training is over. All ranks call it."""
+        """The model with plain parameters. Called by all ranks, after the last step."""
         return self.run.inner_model
 
-    def snapshot(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """On the first rank, what is trained, by name, whole and in the precision that is trained. All ranks call it.
+    def snapshot(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Name -> copy of each trained parameter, unsharded and in the precision that is trained. All ranks call it.
 
-        `kept` makes the copies that later steps do not reach.
+        Empty except on the first rank. `copy` returns a copy that later steps do not change.
         """
-        found = {}
+        copies = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             value = self.unshard(parameter)
             if self.run.is_main:
-                found[name] = kept(value)
-        return found
+                copies[name] = copy(value)
+        return copies
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put the tensors of a `snapshot` back, on every rank. Raises ValueError where they are not those of this model."""
+        """Load a `snapshot` into the parameters, on every rank. Raises ValueError if it belongs to another model."""
         if snapshot.keys() != set(self.names):
-            odd = sorted(snapshot.keys() ^ set(self.names))
-            raise ValueError(f"{len(odd)} parameters are trained in one and not in the other: {', '.join(odd[:4])}")
+            different = sorted(snapshot.keys() ^ set(self.names))
+            raise ValueError(f"{len(different)} parameters are trained in only one of the two: {', '.join(different[:4])}")
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if snapshot[name].shape != (shape := self.full_shape(parameter)):
-                raise ValueError(f"{name} is {tuple(snapshot[name].shape)}, and here {tuple(shape)}")
+                raise ValueError(f"{name} has shape {tuple(snapshot[name].shape)}, and {tuple(shape)} in this run")
             parameter.copy_(self.shard(snapshot[name], parameter))
 
     def unshard(self, value: Any) -> Any:
-        """A tensor of which this rank may hold a part. All ranks call it."""
+        """The whole tensor of `value`, of which this rank may hold a shard. All ranks call it."""
         return value.detach() if isinstance(value, Tensor) else value
 
     def shard(self, value: Tensor, like: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor, on the device of `like`."""
+        """This rank's shard of the whole tensor `value`, on the device of `like`."""
         return value.to(like.device)
 
     def full_shape(self, parameter: Any) -> torch.Size:
-        """Of a parameter of which this rank may hold a part."""
+        """The shape of the whole parameter, of which this rank may hold a shard."""
         return torch.Size(parameter.shape)
 
-    def state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """All that decides the next steps: weights, the optimizer's state by name, loss scale. All ranks call it.
+    def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The state that the next steps depend on: weights, optimizer state by name, loss scale. All ranks call it.
 
-        The same whatever the number of ranks; tensors only on the first one.
+        It does not depend on the number of ranks. Only the first rank has tensors, made by `copy`.
         """
-        found = {"parameters": self.snapshot(kept), "optimizer": self.optimizer_state(kept)}
-        return found if self.scaler is None else found | {"scaler": self.scaler.state_dict()}
+        state = {"parameters": self.snapshot(copy), "optimizer": self.optimizer_state(copy)}
+        return state if self.scaler is None else state | {"scaler": self.scaler.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` was when the optimizer had stepped `run.step` times. All ranks call it.
+        """Restore the `state` saved after step `run.step`. All ranks call it.
 
-        Raises ValueError where it is another model's or another optimizer's.
+        Raises ValueError if it belongs to another model or another optimizer.
         """
         self.load_optimizer_state(state["optimizer"])
         self.restore(state["parameters"])
@@ -177,50 +177,57 @@ class Engine:
         self.scheduler.last_epoch = self.run.step - 1
         self.scheduler.step()
 
-    def optimizer_state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def optimizer_state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The optimizer's class name, its state by parameter name, and the numbers of its groups that steps change."""
         states: dict[str, Any] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             states[name] = map_tensors(
-                kept, {key: self.unshard(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
+                copy, {key: self.unshard(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
             )
-        groups = [{key: value for key, value in group.items() if counts(key, value)} for group in self.optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if changed_by_steps(key, value)} for group in self.optimizer.param_groups
+        ]
         return {"class": type(self.optimizer).__name__, "states": states, "groups": groups}
 
     @torch.no_grad()
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Whatever optimizer it is: its own first step makes the state, which is then written over."""
+        """Load a state of `optimizer_state`. The optimizer first creates its own state, which is then overwritten.
+
+        Raises ValueError if the state belongs to another optimizer.
+        """
         self.init_state(force=True)
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state["states"].get(name)
-            if not saved:  # it has had no gradient yet
+            if not saved:  # the parameter had no gradient before the checkpoint
                 self.optimizer.state.pop(parameter, None)
                 continue
-            made = self.optimizer.state[parameter]
+            current = self.optimizer.state[parameter]
             try:
-                if made.keys() != saved.keys():
-                    raise ValueError(f"there is {sorted(saved)} for {sorted(made)}")
-                for key, value in made.items():
-                    made[key] = self.copy_into(value, saved[key])
+                if current.keys() != saved.keys():
+                    raise ValueError(f"it has {sorted(saved)}, expected {sorted(current)}")
+                for key, value in current.items():
+                    current[key] = self.copy_into(value, saved[key])
             except ValueError as error:
-                raise ValueError(
-                    f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, {error}"
-                    if state["class"] != type(self.optimizer).__name__
-                    else f"in the optimizer's state of {name}, {error}"
-                ) from error
+                raise ValueError(f"{self.optimizer_change(state)}the optimizer state of {name} does not fit: {error}") from error
         for group, numbers in zip(self.optimizer.param_groups, state["groups"], strict=False):
             group.update(numbers)
 
-    def copy_into(self, made: Any, saved: Any) -> Any:
-        """`saved` in the shape of `made`, of which this rank may hold a part."""
-        return copy_into(made, saved)
+    def optimizer_change(self, state: Mapping[str, Any]) -> str:
+        """ "the optimizer was A and is B; " if the saved `state` is that of another class, else ""."""
+        now = type(self.optimizer).__name__
+        return "" if state["class"] == now else f"the optimizer was {state['class']} and is {now}; "
+
+    def copy_into(self, target: Any, saved: Any) -> Any:
+        """`saved`, copied into the tensors of `target`, of which this rank may hold a shard."""
+        return copy_into(target, saved)
 
     def zero_grad(self) -> None:
-        """Forget the partial gradients of a step."""
+        """Drop all gradients."""
         for parameter in self.zeroed:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Clip once, step the optimizer unless a gradient is not finite, advance the schedule in either case."""
+        """Clip, update the weights unless a gradient is not finite, and step the schedule in either case."""
         if self.masters is not None:
             self.masters.collect()
         if self.scaler is not None:
@@ -235,36 +242,36 @@ class Engine:
         self.zero_grad()
 
     def update_applied(self) -> Tensor:
-        """Whether the last update changed the weights: a bool scalar on the device. False where a gradient was not finite."""
+        """Whether the last update changed the weights: a bool scalar on the device. False if a gradient was not finite."""
         return self.found_inf == 0
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """(name, gradient) of every trained parameter that has one, whole on every rank; unscaled in the event `gradients`.
+        """(name, gradient) of every trained parameter that has one: whole on every rank, unscaled in the event `gradients`.
 
-        An engine without `whole_gradients` has none to give.
+        Engines without `whole_gradients` do not support it.
         """
         assert self.whole_gradients, f"{type(self).__name__} has no whole gradients"
         return [(name, p.grad) for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
     def local_gradients(self) -> list[Tensor]:
-        """The gradients, or parts of gradients, that this rank holds."""
+        """The gradients, or gradient shards, that this rank holds."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def norm_of(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of the step's whole gradient, of which this rank holds `gradients`."""
+        """The norm of the whole gradient over all ranks, a scalar; this rank holds `gradients`."""
         norms = torch._foreach_norm(gradients)
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _measure_and_clip(self) -> None:
         gradients = self.local_gradients()
         self.norm = norm = self.norm_of(gradients)
-        torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, which equals nothing
+        torch.ne(norm - norm, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, and nan != 0
         if self.max_norm:
             torch._foreach_mul_(gradients, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
 
     def _step(self) -> None:
         if self.scaler is not None:
-            # the norm may overflow where no element does, and is the same on all ranks
+            # the norm is the same on all ranks, and it may overflow although no element does
             for found in self.scaler._found_inf_per_device(self.optimizer).values():
                 torch.maximum(found, self.found_inf, out=found)
             self.scaler.step(self.optimizer)
@@ -272,14 +279,14 @@ class Engine:
         elif self.takes_found_inf:
             self.optimizer.found_inf = self.found_inf
             self.optimizer.step()
-        elif not self.found_inf.item():  # one host read a step: such an optimizer must not be called
+        elif not self.found_inf.item():  # reads from the device in every step: this optimizer cannot skip an update itself
             self.optimizer.step()
 
 
-USERS_OWN = ("lr", "initial_lr", "weight_decay", "eps")
-"""Numbers of a parameter group that come from the job, not from the steps that were made."""
+JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")
+"""Keys of a parameter group that come from the job; no step changes them."""
 
 
-def counts(key: str, value: Any) -> bool:
+def changed_by_steps(key: str, value: Any) -> bool:
     """Whether a key of a parameter group is a number that steps change."""
-    return key not in USERS_OWN and isinstance(value, (int, float)) and not isinstance(value, bool)
+    return key not in JOB_KEYS and isinstance(value, (int, float)) and not isinstance(value, bool)

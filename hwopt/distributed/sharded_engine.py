@@ -1,4 +1,4 @@
-"""An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
+"""ShardedEngine: the base of engines that shard the model over the ranks (ZeRO, FSDP)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from hwopt.distributed.engine import Engine
 
 
 class ShardedEngine(Engine, ABC):
-    """An engine that spreads the model over the ranks, which so meet inside every micro-batch."""
+    """An engine that shards the model over the ranks. The ranks communicate inside every micro-batch."""
 
     supports_retry = False
     whole_gradients = False
     meets_in_micro_batches = True
     cpu_group: dist.ProcessGroup
-    """Whoever derives from this makes it."""
+    """A gloo group of all ranks. The subclass creates it."""
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """As many as on the rank that has most of them: the smallest one again, without weight."""
-        own = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
-        most = torch.tensor(len(own))
+        """The micro-batches of `batch`, the same number on every rank.
+
+        A rank that has fewer than another one repeats its smallest micro-batch with loss weight 0.
+        """
+        local = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
+        most = torch.tensor(len(local))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.cpu_group)
-        smallest = min(own, key=lambda micro_batch: micro_batch.targets.numel())
-        own += [replace(smallest, loss_weight=0.0)] * (int(most) - len(own))
-        return ((micro_batch, number == len(own)) for number, micro_batch in enumerate(own, start=1))
+        smallest = min(local, key=lambda micro_batch: micro_batch.targets.numel())
+        local += [replace(smallest, loss_weight=0.0)] * (int(most) - len(local))
+        return ((micro_batch, number == len(local)) for number, micro_batch in enumerate(local, start=1))
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the host's memory, the trained ones in fp32; empty but on the first rank. All call it."""
+        """Name -> unsharded parameter in host memory, trained ones in fp32. Only the first rank has them. All ranks call it."""
 
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = self.full_weights()
-        return {name: found.get(name, value) for name, value in weights.items()}
+        full = self.full_weights()
+        return {name: full.get(name, value) for name, value in weights.items()}
 
     def unsharded_model(self) -> Any:
-        """The model with plain parameters: in the host's memory on the first rank, without any memory on the others."""
+        """The model with plain parameters: in host memory on the first rank, on the meta device on the others."""
         weights = self.full_weights()
         model = self.run.inner_model
         plain: dict[int, torch.nn.Parameter] = {}

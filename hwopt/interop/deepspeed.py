@@ -19,7 +19,7 @@ from hwopt.plugin import Context, PluginOptions
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
-from hwopt.training.build import made
+from hwopt.training.build import option_value
 
 LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
 """How the environment variables begin from which Accelerate's plugins take what they are not told."""
@@ -43,7 +43,7 @@ def engine_plugin(plan: Plan, key: str) -> Any | None:
     """What the run of `plan` hands to the Accelerator as `key`, a copy of its own; None where it has no such thing."""
     field = f"accelerator[{key!r}]"
     with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
-        return copy.deepcopy(made(plan.recipe.accelerator.get(key)))
+        return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
 
 
 def engine_config(plan: Plan) -> dict[str, Any] | None:

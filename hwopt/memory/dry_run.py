@@ -36,9 +36,9 @@ from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import Prepared, in_float32
 from hwopt.tasks.registry import make_task
 from hwopt.training.accumulation import forward_and_backward
-from hwopt.training.build import adopt_model, forget, make_accelerator
+from hwopt.training.build import adopt_model, make_accelerator, reset_accelerate
 from hwopt.training.evaluation import evaluating
-from hwopt.training.loaders import padding_of
+from hwopt.training.loaders import default_collate
 from hwopt.training.optimizer import build_optimizer
 from hwopt.training.run import Run
 
@@ -107,7 +107,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
         accelerator: Any = FakeAccelerator(device, recipe.accelerator.get("mixed_precision", "no"))
         if real and recipe.engine is not None:
             accelerator = make_accelerator(replace(plan, recipe=recipe))
-            stack.callback(forget, accelerator)
+            stack.callback(reset_accelerate, accelerator)
         tokenizer = SimpleNamespace(pad_token_id=0)
         names = tuple(str(number) for number in range(labels))
         rows = cast(Any, range(plan.batch.step))
@@ -169,7 +169,7 @@ def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1)
         samples.append(sample)
     counts = lengths if per_token else [1] * len(lengths)
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
-    padded = padding_of(run)(cut=cut_in_order, max_rows=rows)
+    padded = default_collate(run)(cut=cut_in_order, max_rows=rows)
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
     batch: StepBatch = collate(step, samples, counts)
     return batch

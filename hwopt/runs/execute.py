@@ -31,7 +31,7 @@ from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
-from hwopt.saving.reader import checkpoint_folder, in_folder
+from hwopt.saving.reader import checkpoint_folder, list_checkpoints
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
@@ -133,7 +133,7 @@ class Execution:
             error = full or worker_death(error) or error
         own = self.own
         if own is not None and own.step and isinstance(error, NonFiniteError | WorkerDiedError | DoesNotFitError):
-            kept = in_folder(own.folder)
+            kept = list_checkpoints(own.folder)
             error.args = (f"{error} {f'The newest checkpoint is {kept[0]}.' if kept else 'No checkpoint was saved yet.'}",)
         return placed(error, self.plan.place) if isinstance(error, InputError) else error
 

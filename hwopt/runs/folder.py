@@ -16,7 +16,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError
-from hwopt.saving.reader import in_folder, quarantine
+from hwopt.saving.reader import list_checkpoints, quarantine
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import truncate
@@ -85,7 +85,7 @@ def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, defa
     The checkpoint's own folder if `checkpoint` is the newest one there, else a new folder.
     """
     own = checkpoint.absolute().parent
-    if name is None and in_folder(own)[:1] == [checkpoint.absolute()]:
+    if name is None and list_checkpoints(own)[:1] == [checkpoint.absolute()]:
         return own
     folder = run_folder(output_dir, name, default, resume=True) if name else run_folder(output_dir, None, default)
     if folder.exists() and folder.absolute() != own:
@@ -95,7 +95,7 @@ def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, defa
 
 def folder_exists_error(folder: Path) -> InputError:
     """Return the error for a new run whose folder exists already."""
-    content = " with checkpoints" if in_folder(folder) else ""
+    content = " with checkpoints" if list_checkpoints(folder) else ""
     return InputError(
         f"--name {folder.name}: {folder} exists{content}. Continue its run with --resume, or give another --name. "
         "Or start again with --fresh, which keeps the old folder under another name"

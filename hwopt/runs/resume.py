@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from hwopt.distributed.data_parallel import ended_with
+from hwopt.distributed.data_parallel import error_of_rank
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
 from hwopt.runs.status import completed_steps
 from hwopt.saving.compatibility import changed_since, refuse_another_run
-from hwopt.saving.reader import Checkpoint, bring_best, in_folder, latest_valid, load_checkpoint
+from hwopt.saving.reader import Checkpoint, copy_best, latest_valid, list_checkpoints, load_checkpoint
 from hwopt.training.run import Run
 
 
@@ -36,7 +36,7 @@ def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Pa
             stack.enter_context(lock_run_folder(run.folder, resume=resume is not False, fresh=fresh))
             found = select_checkpoint(run, resume)
             if found is not None and found.folder.parent.absolute() != run.folder.absolute():
-                bring_best(found, run.folder)
+                copy_best(found, run.folder)
         except (HwoptError, AlreadyComplete) as refused:
             error = refused
     code = 0 if error is None else error.exit_code
@@ -46,7 +46,7 @@ def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Pa
     if code == AlreadyComplete.exit_code:
         raise AlreadyComplete(run)
     if code:
-        raise ended_with(code, 0)
+        raise error_of_rank(code, 0)
     if path is not None:
         run.checkpoint = found or load_checkpoint(path, verify=False)
         run.progress.load_state_dict(run.checkpoint.content)
@@ -93,7 +93,7 @@ def newest_or_asked_for(run: Run, resume: bool | Path) -> Checkpoint | None:
         found = load_checkpoint(resume)
     except StorageError as error:
         raise StorageError(f"--resume-from: {error}. --resume takes the newest valid checkpoint of a run") from error
-    own = in_folder(run.folder)
+    own = list_checkpoints(run.folder)
     if resume.parent.absolute() == run.folder.absolute() and own[0].name != resume.name:
         raise InputError(
             f"--resume-from {resume}: {run.folder} has a newer checkpoint, {own[0].name}, which this run would contradict. "

@@ -62,7 +62,7 @@ class BestModel:
             return False
         self.writer.wait()
         self.value, self.step = value, self.run.step
-        copies = HostCopies(passing=self.run.engine.meets_in_micro_batches)
+        copies = HostCopies(temporary=self.run.engine.meets_in_micro_batches)
         state: dict[str, Any] = {"engine": {"parameters": self.run.engine.snapshot(copies)}}
         if self.plugin_state:
             own = {name: part.state_dict() for name, part in self.plugin_state.items()}

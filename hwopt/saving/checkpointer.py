@@ -73,7 +73,7 @@ class Checkpointer:
         if run.step == self.saved_step:
             return
         self.writer.wait(all_ranks)
-        copies = HostCopies(passing=run.engine.meets_in_micro_batches)
+        copies = HostCopies(temporary=run.engine.meets_in_micro_batches)
         own = {name: part.state_dict() for name, part in self.parts.items()}
         state = {
             "engine": run.engine.state(copies),
@@ -112,10 +112,10 @@ class Checkpointer:
         if not self.run.is_main:
             return
         folder, limit = self.run.folder, self.run.training.save_total_limit
-        checkpoints = reader.in_folder(folder)
+        checkpoints = reader.list_checkpoints(folder)
         for old in checkpoints[limit:] if limit else []:
             shutil.rmtree(old, ignore_errors=True)
-        referenced = {str(reader.read_metadata(path).get("best_step")) for path in reader.in_folder(folder)}
+        referenced = {str(reader.read_metadata(path).get("best_step")) for path in reader.list_checkpoints(folder)}
         if not best_is_final:
             referenced.add(str(self.best.step))
         for step, path in reader.best_folders(folder).items():
@@ -124,6 +124,7 @@ class Checkpointer:
 
 
 def unreadable(checkpoint: reader.Checkpoint, error: Exception) -> StorageError:
+    """The error for a valid folder whose training state has another structure than this version writes."""
     return StorageError(
         f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
         "Resume from another checkpoint with --resume-from, or start over with --fresh"
@@ -131,7 +132,7 @@ def unreadable(checkpoint: reader.Checkpoint, error: Exception) -> StorageError:
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:
-    """The buffers that a state dict holds: running means and the like."""
+    """Name -> buffer that a state dict holds, such as a running mean."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""A model on disk, as `from_pretrained` opens it, with its tokenizer."""
+"""Write a model and its tokenizer in the format that `from_pretrained` opens."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ HOOKS = (
 
 
 def skeleton_of(model: Any) -> Any:
-    """A copy of `model` without tensors, hooks and forward wrappers, which can be saved while `model` trains."""
+    """A copy of `model` on the meta device, without hooks and forward wrappers. It can be saved while `model` trains."""
     known: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         known[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
     for module in model.modules():
         known |= {id(hooks): OrderedDict() for name in HOOKS if (hooks := getattr(module, name, None)) is not None}
-    found = copy.deepcopy(model, known)
-    found.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
-    return found
+    skeleton = copy.deepcopy(model, known)
+    skeleton.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
+    return skeleton
 
 
 def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the config of `model`, `weights` in place of its own, and the tokenizer."""
+    """Write the config of `model`, `weights` instead of its own weights, and the run's tokenizer to `folder`."""
     dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     model.save_pretrained(folder, state_dict=weights)
     run.prepared.tokenizer.save_pretrained(folder)
     config = folder / "config.json"
-    if config.is_file():  # an adapter alone has none
+    if config.is_file():  # an adapter has no config.json
         content = json.loads(config.read_text(encoding="utf-8"))
         # transformers writes the dtype of the model in memory (half under O2), and loads the weights in that dtype
         content["dtype"] = dtype
-        content["use_cache"] = True  # off for training only; generation wants it
+        content["use_cache"] = True  # off only in training; generation needs it
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

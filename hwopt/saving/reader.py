@@ -1,4 +1,4 @@
-"""Checkpoints on disk, read: which one is whole and newest, what it holds, and whether it belongs to this run."""
+"""Find, verify and read the checkpoints of a run folder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 STATE = "training_state.json"
 TENSORS = "training_state.safetensors"
 FORMAT = 1
-NAME = re.compile(r"checkpoint-(\d{1,12})")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,12})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`checkpoint-<step>/` of a run folder: a model that `from_pretrained` opens, and all that the next step depends on."""
+    """`checkpoint-<step>/` of a run folder: a model that `from_pretrained` opens, with the training state beside it."""
 
     folder: Path
     content: Mapping[str, Any]
-    """What its training_state.json holds."""
+    """The content of its training_state.json."""
 
     @property
     def step(self) -> int:
@@ -42,19 +42,22 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """The state with its tensors, in the host's memory. Raises StorageError where they cannot be read."""
-        from hwopt.saving.tensor_tree import unflatten  # torch; the command line looks at folders without it
+        """The training state with its tensors, in host memory. Raises StorageError if they cannot be read."""
+        from hwopt.saving.tensor_tree import unflatten  # imports torch, which the command line does without
 
         with ExitStack() as stack:
             find = tensors_of(self.folder, stack)
             try:
                 return unflatten(self.content["state"], find)
             except (KeyError, OSError, SafetensorError) as error:
-                raise StorageError(f"{self.folder}: its tensors cannot be read ({error})") from error
+                raise StorageError(f"{self.folder}: the tensors of the training state cannot be read ({error})") from error
 
 
 def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
-    """Finds tensors by name in the files of `folder`: those of the training state, else the model's own weights."""
+    """A function name -> tensor over the files of `folder`: the training state first, then the model's weights.
+
+    The files stay open until `stack` closes. The function raises KeyError for an unknown name.
+    """
     from safetensors import safe_open
 
     files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
@@ -62,22 +65,24 @@ def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
 
     def find(name: str) -> Tensor:
         name = name if name in places else name.removeprefix("engine/parameters/")
-        found: Tensor = places[name].get_tensor(name)
-        return found
+        tensor: Tensor = places[name].get_tensor(name)
+        return tensor
 
     return find
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the training state first."""
-    found = (path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    return sorted(found, key=lambda path: (path.name != TENSORS, path.name))
+    """The safetensors files of `folder`, the training state's first."""
+    files = (path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    return sorted(files, key=lambda path: (path.name != TENSORS, path.name))
 
 
-def in_folder(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, the newest first, whole or not."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and path_kind(path) == "folder"]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, newest first, valid or corrupt."""
+    checkpoints = [
+        path for path in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name) and path_kind(path) == "folder"
+    ]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -89,60 +94,60 @@ def best_folder(folder: Path, step: int) -> Path:
 
 
 def best_folders(folder: Path) -> dict[int, Path]:
-    """By step."""
-    found = {path: re.fullmatch(r"best-(\d{1,12})", path.name) for path in folder.glob("best-*")}
-    return {int(match[1]): path for path, match in found.items() if match}
+    """Step -> folder of best weights."""
+    matches = {path: re.fullmatch(r"best-(\d{1,12})", path.name) for path in folder.glob("best-*")}
+    return {int(match[1]): path for path, match in matches.items() if match}
 
 
-def left_halfway(folder: Path) -> list[Path]:
-    """The folders of a run folder whose writing a process did not survive; `storage.repair_interrupted_write` puts them right."""
+def interrupted_writes(folder: Path) -> list[Path]:
+    """The folders of a run folder that a killed process was writing, for `repair_interrupted_write`."""
     left = (re.fullmatch(r"\.((checkpoint|best)-\d{1,12}|final)\.(partial|old)", path.name) for path in folder.glob(".*"))
     return [folder / name for name in sorted({match[1] for match in left if match})]
 
 
 def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
-    """The checkpoint in `folder`. Raises StorageError where it is not whole, or of another version."""
+    """The checkpoint in `folder`. Raises StorageError if it is missing, corrupt, or of another format."""
     if not folder.is_dir():
-        raise StorageError(f"{folder}: there is no such checkpoint; where several nodes train, all must see the run folder")
-    if verify and (wrong := find_corruption(folder)):
-        raise StorageError(f"{folder} is not whole: {wrong}")
+        raise StorageError(f"{folder}: no such checkpoint. On several nodes, all nodes must see the run folder")
+    if verify and (reason := find_corruption(folder)):
+        raise StorageError(f"{folder} is corrupt: {reason}")
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise StorageError(f"{folder} is of format {content['format']}, and this version reads {FORMAT}")
-        if (match := NAME.fullmatch(folder.name)) and Checkpoint(folder, content).step != int(match[1]):
-            raise StorageError(f"{folder} says that it is of step {content['step']}")
+            raise StorageError(f"{folder} has format {content['format']}, this version reads format {FORMAT}")
+        if (match := CHECKPOINT_NAME.fullmatch(folder.name)) and Checkpoint(folder, content).step != int(match[1]):
+            raise StorageError(f"{folder} holds step {content['step']}, unlike its name")
     except FileNotFoundError as error:
-        raise StorageError(f"{folder} holds a model, but no {STATE} to go on from") from error
+        raise StorageError(f"{folder} has a model, but no {STATE} to resume from") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{folder / STATE} cannot be read ({error})") from error
     return Checkpoint(folder, content)
 
 
 def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint of a run folder; None where there is none at all.
+    """The newest valid checkpoint of a run folder; None if it has no checkpoints.
 
-    One that is not whole is set aside, loudly. Raises StorageError where there are some and none is whole, now or before.
+    Corrupt ones are renamed, with a warning. Raises StorageError if all are corrupt, or were found corrupt earlier.
     """
-    for target in left_halfway(folder):
+    for target in interrupted_writes(folder):
         repair_interrupted_write(target)
-    why = ""
-    for path in in_folder(folder):
-        wrong = find_corruption(path)
-        if not wrong:
+    last_reason = ""
+    for path in list_checkpoints(folder):
+        reason = find_corruption(path)
+        if not reason:
             return load_checkpoint(path, verify=False)
-        why = f" (the last: {wrong})"
-        warn(f"{path} is not whole: {wrong}; it lies in {quarantine(path).name} now. The one before it is taken, if there is one")
+        last_reason = f" (the last: {reason})"
+        warn(f"{path} is corrupt: {reason}. Renamed it to {quarantine(path).name}. Trying the previous checkpoint")
     if damaged := sorted(path.name for path in folder.glob("checkpoint-*.damaged*")):
         raise StorageError(
-            f"no checkpoint in {folder} is whole; set aside as damaged: {listing(damaged)}{why}. "
-            "To begin anew: --fresh, which keeps the old folder"
+            f"all checkpoints in {folder} are corrupt, renamed to: {listing(damaged)}{last_reason}. "
+            "Start over with --fresh, which keeps the old folder"
         )
     return None
 
 
-def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
-    """The best weights that a checkpoint speaks of come along, whole or not at all, where a run goes on in another folder."""
+def copy_best(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy the best weights that `checkpoint` refers to into `folder`, for a run that resumes there. Skips corrupt ones."""
     step = checkpoint.content.get("best_step")
     if not isinstance(step, int):
         return
@@ -153,7 +158,7 @@ def bring_best(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def quarantine(path: Path, mark: str = "damaged") -> Path:
-    """Rename a folder out of the way; nothing is deleted."""
+    """Rename a folder to `<name>.<mark>`, or `<name>.<mark>-2` and so on. Returns the new path; deletes nothing."""
     names = (path.with_name(f"{path.name}.{mark}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
     target = next(name for name in names if not name.exists())
     try:
@@ -164,23 +169,26 @@ def quarantine(path: Path, mark: str = "damaged") -> Path:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """The checkpoint that `--resume-from path` means: itself, or the newest of a run folder. Raises InputError otherwise."""
+    """The checkpoint that `--resume-from path` means: `path` itself, or the newest of a run folder.
+
+    Raises InputError if there is none.
+    """
     is_folder = path_kind(path, "--resume-from") == "folder"
-    if is_folder and NAME.fullmatch(path.name):
+    if is_folder and CHECKPOINT_NAME.fullmatch(path.name):
         return path
-    if is_folder and (found := in_folder(path)):
-        return found[0]
+    if is_folder and (checkpoints := list_checkpoints(path)):
+        return checkpoints[0]
     raise InputError(
-        f"--resume-from {path}: is no checkpoint; give a folder such as runs/NAME/checkpoint-500, or a run folder that holds one"
+        f"--resume-from {path}: is not a checkpoint. Give a folder such as runs/NAME/checkpoint-500, or a run folder that has one"
     )
 
 
 def read_metadata(folder: Path) -> Mapping[str, Any]:
-    """What the newest readable checkpoint of a run folder, or a checkpoint itself, says, unverified; {} where there is none.
+    """The training_state.json of a checkpoint, or of the newest readable one of a run folder; {} if there is none.
 
-    For what must be known before anything is built; whoever trains verifies it.
+    It is not verified: planning needs it before the run is built, and `load_checkpoint` verifies it later.
     """
-    for path in [folder, *in_folder(folder)] if path_kind(folder) == "folder" else []:
+    for path in [folder, *list_checkpoints(folder)] if path_kind(folder) == "folder" else []:
         try:
             content = json.loads((path / STATE).read_text(encoding="utf-8"))
             if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):

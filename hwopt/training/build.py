@@ -1,6 +1,6 @@
-"""build: a plan becomes a run. The only module that makes an Accelerator.
+"""Build the run of a plan. This is the only module that creates an Accelerator.
 
-In order: process contexts, Accelerator, data and tokenizer, model and its steps, optimizer, schedule, prepare, loaders.
+In this order: process contexts, Accelerator, data and tokenizer, model and its steps, optimizer, schedule, prepare, loaders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.distributed.data_parallel import DataParallelEngine, first_rank_first, make_equal
+from hwopt.distributed.data_parallel import DataParallelEngine, broadcast_weights, first_rank_first
 from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB
@@ -23,7 +23,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
-from hwopt.saving.tensor_tree import sampled
+from hwopt.saving.tensor_tree import fingerprint
 from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
@@ -48,16 +48,16 @@ def build(
     claim_folder: Callable[[Run], None] = new_run,
     listener: Listener | None = None,
 ) -> Iterator[Run]:
-    """Build the run of `plan`. Leaving the block leaves the plugins' process contexts in reverse order.
+    """Build the run of `plan`. At the end of the block the plugins' process contexts are left in reverse order.
 
-    `folder` is where the run will write (it is not made here); `cache` holds tokenised data. `claim_folder` is called once the
-    ranks can communicate: it sets `run.folder`, `run.checkpoint` and `run.progress`.
+    `folder` is the run folder, which is not created here. `cache` has the tokenised data. `claim_folder` is called when the ranks
+    can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`.
     """
     with ExitStack() as stack:
         for enter in plan.recipe.process:
             stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
-        stack.callback(forget, accelerator)
+        stack.callback(reset_accelerate, accelerator)
         run = prepare_data(plan, folder, cache, accelerator, listener or Listener())
         build_model(run)
         build_optimizer(run)
@@ -69,41 +69,43 @@ def build(
         if plan.recipe.collate is None:
             stack.enter_context(skip_packed_row_search())
         yield run
-        accelerator.free_memory()  # engines are taken down while their ranks can still be reached
+        accelerator.free_memory()  # frees the engine while the ranks can still communicate
         accelerator.end_training()
 
 
 def make_engine(run: Run) -> Engine:
-    chosen = run.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine)
-    engine: Engine = chosen(run)
+    """The engine of the recipe, else the one for the number of ranks."""
+    factory = run.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine)
+    engine: Engine = factory(run)
     return engine
 
 
 def make_accelerator(plan: Plan) -> Accelerator:
+    """An Accelerator with the options of the recipe. Sets the memory limit of the plan's hardware, if it has one."""
     from accelerate import Accelerator
 
     options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)
-    if plan.hardware.device_type == "cpu":  # where DeepSpeed is installed, libraries import it, and it says that it found no GPU
+    if plan.hardware.device_type == "cpu":  # else DeepSpeed, which libraries import, reports a missing GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     recipe = plan.recipe
     authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
     with plugin_guard(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
-        accelerator = Accelerator(**{key: made(value) for key, value in options.items()})
+        accelerator = Accelerator(**{key: option_value(value) for key, value in options.items()})
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * GIB / total), accelerator.device)
     return accelerator
 
 
-def made(option: Any) -> Any:
-    """The value of an Accelerator option: factories, also those in a list, are called."""
+def option_value(option: Any) -> Any:
+    """The value of an Accelerator option. Factories are called, also those in a list."""
     if isinstance(option, list | Steps):
-        return [made(entry) for entry in option]
+        return [option_value(entry) for entry in option]
     return option() if callable(option) else option
 
 
-def forget(accelerator: Accelerator) -> None:
-    """Reset Accelerate's process-wide state, so that a second run can have another precision or engine."""
+def reset_accelerate(accelerator: Accelerator) -> None:
+    """Reset Accelerate's state in this process, so that the next run can have another precision or engine."""
     from accelerate.state import AcceleratorState
 
     accelerator.free_memory()
@@ -111,7 +113,7 @@ def forget(accelerator: Accelerator) -> None:
 
 
 def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator, listener: Listener) -> Run:
-    """Tokenise the data on the first rank, open it on all ranks, and return the run around it."""
+    """A new Run with the prepared data. The first rank tokenises, the others read its cache."""
     task = make_task(plan.job)
     model = plan.job.model
     config = load_config(model.name, model.config, model.revision)
@@ -131,22 +133,23 @@ def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator
 
 
 def build_model(run: Run) -> None:
+    """Load the model, apply the recipe's steps, and set the run's `model`, `inner_model`, `skeleton` and fingerprint."""
     job, recipe = run.plan.job, run.recipe
     torch.manual_seed(randomness.mix(run.training.seed, randomness.WEIGHTS))
     config = load_config(job.model.name, job.model.config, job.model.revision)
     adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
     run.skeleton = skeleton_of(run.inner_model)
-    run.frozen_fingerprint = sampled(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
+    run.frozen_fingerprint = fingerprint(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
 
 
 def adopt_model(run: Run, model: Any) -> None:
-    """Apply the recipe's steps to `model`, move it to the device and put it under the accelerator's precision.
+    """Apply the recipe's steps to `model`, move it to the device and wrap it for the accelerator's precision.
 
-    An engine of the recipe places and wraps the model itself, because the model may be larger than the device's memory.
+    An engine of the recipe moves and wraps the model itself: the model may be larger than the device's memory.
     """
     recipe = run.recipe
     if run.world_size > 1 and recipe.engine is None:
-        make_equal(model.to(run.device))  # before masters and adapters are made of them
+        broadcast_weights(model.to(run.device))  # before the model steps create masters and adapters
     for step in recipe.model_steps:
         model = step(model, run)
         if not isinstance(model, torch.nn.Module):
@@ -156,5 +159,5 @@ def adopt_model(run: Run, model: Any) -> None:
     run.inner_model = run.model = model
     if recipe.engine is None:
         run.inner_model = model.to(run.device)
-        # without DistributedDataParallel, which cannot do a step again (hwopt.data_parallel)
+        # evaluation_mode: no DistributedDataParallel, which cannot retry a step (hwopt.distributed.data_parallel)
         run.model = run.accelerator.prepare_model(run.inner_model, evaluation_mode=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,131 +20,172 @@ if TYPE_CHECKING:
 
 
 RECENT = 20
-"""Log points that a loss is held against."""
+"""Log points that a loss is compared with."""
 ENOUGH = 5
-"""Before so many of them nothing is called a spike."""
+"""Log points needed before a loss can be called a spike."""
 DEVIATIONS = 6.0
+"""Standard deviations over the median that a spike exceeds."""
 LEAST_RISE = 0.25
-"""Of the loss that the run began with: late in a training the spread alone may be next to nothing."""
+"""Least rise of a spike, as a part of the first losses: late in training the standard deviation alone may be close to 0."""
 ADVICE = "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
 
 
-def spike_above(recent: Sequence[float], began: float) -> float:
-    """What a loss must exceed to be far above the `recent` ones, of a run whose losses `began` so high.
+def spike_above(recent: Sequence[float], first_level: float) -> float:
+    """The loss above which a log point is a spike, given the `recent` losses and the level that the run started at.
 
-    Their median, and the greater of 6 standard deviations (estimated from the median of the distances to it, which a few
-    outliers do not move) and a quarter of `began`.
+    It is the median of `recent`, plus the greater of 6 standard deviations and a quarter of `first_level`. The standard deviation
+    is estimated from the median absolute deviation, which a few outliers do not change.
     """
     middle = median(recent)
     deviation = 1.4826 * median(abs(loss - middle) for loss in recent)
-    return middle + max(DEVIATIONS * deviation, LEAST_RISE * abs(began))
+    return middle + max(DEVIATIONS * deviation, LEAST_RISE * abs(first_level))
 
 
 @dataclass
-class Course:
-    """The recent losses, without those of a spike: one spike is said once, however long it lasts."""
+class LossHistory:
+    """The recent losses without those of a spike. A spike is reported once, however long it lasts."""
 
     recent: list[float] = field(default_factory=list)
-    began: float | None = None
-    """The median of the first log points."""
+    first_level: float | None = None
+    """The median loss of the first log points."""
     above: int = 0
-    """Log points in a row that were above; after as many as `recent` holds, that is the run's level."""
+    """Log points in a row above the limit. After RECENT of them the history starts again at the new level."""
 
-    def jumped(self, loss: float) -> bool:
-        """Whether a spike begins with `loss`, the next log point's."""
-        if self.began is not None and loss > spike_above(self.recent, self.began):
+    def spike_starts(self, loss: float) -> bool:
+        """Add the loss of the next log point. Returns whether a spike starts with it."""
+        if self.first_level is not None and loss > spike_above(self.recent, self.first_level):
             self.above += 1
             if self.above < RECENT:
                 return self.above == 1
             self.recent.clear()
-            self.began = None
+            self.first_level = None
         self.above = 0
         self.recent = [*self.recent, loss][-RECENT:]
-        if self.began is None and len(self.recent) >= ENOUGH:
-            self.began = median(self.recent)
+        if self.first_level is None and len(self.recent) >= ENOUGH:
+            self.first_level = median(self.recent)
         return False
+
+
+@dataclass(frozen=True)
+class LoggedInterval:
+    """What DivergenceMonitor checks of the steps between two log points."""
+
+    step: int
+    """The last step of the interval."""
+    norms: Sequence[float]
+    """The gradient norm of each step; not finite if its update was skipped."""
+    loss: float
+    """The mean of the finite losses."""
+    nonfinite_losses: int = 0
+    """Micro-batches whose loss was not finite."""
+    scale: float | None = None
+    """The loss scale; None without a loss scaler."""
+
+    def skipped_steps(self) -> list[int]:
+        """The steps whose update was skipped."""
+        first = self.step - len(self.norms) + 1
+        return [step for step, norm in enumerate(self.norms, first) if not math.isfinite(norm)]
 
 
 @dataclass
 class DivergenceMonitor:
-    """Counts of the whole run; `state_dict` has them all as plain numbers."""
+    """Counts skipped updates, non-finite losses and loss spikes of the whole run. Saved with checkpoints."""
 
-    skipped: int = 0
-    """Updates left out because a gradient was not finite."""
+    skipped_updates: int = 0
+    """Updates skipped because a gradient was not finite."""
     in_a_row: int = 0
-    """Of them, those up to the last step."""
-    lost: int = 0
+    """Skipped updates in a row, up to the last step."""
+    nonfinite_losses: int = 0
     """Micro-batches whose loss was not finite."""
-    course: Course = field(default_factory=Course)
+    history: LossHistory = field(default_factory=LossHistory)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain numbers, under the keys of version 0.1."""
+        history = {"recent": self.history.recent, "began": self.history.first_level, "above": self.history.above}
+        return {"skipped": self.skipped_updates, "in_a_row": self.in_a_row, "lost": self.nonfinite_losses, "course": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.in_a_row, self.lost = state["skipped"], state["in_a_row"], state["lost"]
-        self.course = Course(**state["course"])
+        self.skipped_updates, self.in_a_row, self.nonfinite_losses = state["skipped"], state["in_a_row"], state["lost"]
+        history = state["course"]
+        self.history = LossHistory(history["recent"], history["began"], history["above"])
 
-    def saw(
-        self, training: Training, total_steps: int, step: int, norms: Sequence[float], lost: int, loss: float, scale: float | None
-    ) -> tuple[list[str], NonFiniteError | None]:
-        """Count a log interval that ends with `step`: the gradient's norm of each of its steps, its mean loss, how many
-        micro-batches' losses that leaves out, and the loss scale where there is one.
+    def observe(self, training: Training, total_steps: int, row: LoggedInterval) -> tuple[list[str], NonFiniteError | None]:
+        """Count one log interval. Returns the warnings to show, and the error if the run must stop."""
+        warnings: list[str] = []
+        try:
+            warnings += self._check_gradients(training, total_steps, row)
+            warnings += self._check_losses(training, row)
+            warnings += self._check_spike(training, row)
+        except NonFiniteError as error:
+            return warnings, error
+        return warnings, None
 
-        Returns what is to be said, and the error to end with where the run must not go on.
-        """
-        said: list[str] = []
-        left_out: list[int] = []
+    def _check_gradients(self, training: Training, total_steps: int, row: LoggedInterval) -> list[str]:
+        """Count the skipped updates and return a warning about them. Raises NonFiniteError beyond the job's limits."""
         most_in_a_row = 0
-        for number, norm in enumerate(norms, step - len(norms) + 1):
+        for norm in row.norms:
             self.in_a_row = 0 if math.isfinite(norm) else self.in_a_row + 1
             most_in_a_row = max(most_in_a_row, self.in_a_row)
-            if self.in_a_row:
-                left_out.append(number)
-        self.skipped += len(left_out)
-        self.lost += lost
-        at = f"{'step' if len(left_out) == 1 else 'steps'} {numbers(left_out)}"
-        skip, limit = training.on_nonfinite == "skip", training.nonfinite_limit
-        allowed = max(1, int(training.nonfinite_share * total_steps))
-        if scale is not None and scale < 1:
-            return said, stopped(f"{most_in_a_row} updates in a row were not finite up to step {step}, loss scale {scale:g}.")
+        skipped = row.skipped_steps()
+        self.skipped_updates += len(skipped)
+        self.nonfinite_losses += row.nonfinite_losses
+        limit = training.nonfinite_limit
+        if row.scale is not None and row.scale < 1:
+            raise nonfinite(f"{most_in_a_row} updates in a row were not finite up to step {row.step}, loss scale {row.scale:g}.")
         if most_in_a_row > limit:
-            return said, stopped(
-                f"{most_in_a_row} updates in a row were not finite up to step {left_out[-1]}, training.nonfinite_limit = {limit}."
+            raise nonfinite(
+                f"{most_in_a_row} updates in a row were not finite up to step {skipped[-1]}, training.nonfinite_limit = {limit}."
             )
-        if left_out and scale is None:  # with one it is the scaler's way of finding its scale
-            if not skip:
-                return said, stopped(
-                    f"a gradient was not finite at {at}; the update was not made.",
-                    " training.on_nonfinite = 'skip' leaves such updates out and goes on.",
-                )
-            if self.skipped > allowed:
-                return said, stopped(
-                    f"{self.skipped} of {total_steps:,} updates were not finite up to step {left_out[-1]}, "
-                    f"training.nonfinite_share = {training.nonfinite_share:g} allows {allowed}."
-                )
-            said.append(
-                f"a gradient was not finite at {at}: the update was left out ({self.skipped} so far; "
-                f"more than {limit} in a row, or more than {allowed} in all, stop the run)"
+        if not skipped or row.scale is not None:  # a loss scaler finds its scale by skipped updates
+            return []
+        at = f"{'step' if len(skipped) == 1 else 'steps'} {list_steps(skipped)}"
+        if training.on_nonfinite != "skip":
+            raise nonfinite(
+                f"a gradient was not finite at {at}; the update was skipped.",
+                " To skip such updates and continue, set training.on_nonfinite = 'skip'.",
             )
-        if lost and not skip:
-            return said, stopped(f"the loss was not finite at or before step {step}.")
-        if lost and not (left_out and scale is None):
-            said.append(f"the loss of {lost} micro-batch(es) was not finite at or before step {step}; the mean leaves it out")
-        if training.loss_spike != "off" and math.isfinite(loss):
-            usual = median(self.course.recent) if self.course.recent else loss
-            if self.course.jumped(loss):
-                spike = f"the loss rose to {loss:.4g} at step {step}; over the log points before its median was {usual:.4g}"
-                if training.loss_spike == "stop":
-                    return said, stopped(f"{spike}: the run diverged (training.loss_spike = 'stop').")
-                said.append(spike)
-        return said, None
+        allowed = max(1, int(training.nonfinite_share * total_steps))
+        if self.skipped_updates > allowed:
+            raise nonfinite(
+                f"{self.skipped_updates} of {total_steps:,} updates were not finite up to step {skipped[-1]}, "
+                f"training.nonfinite_share = {training.nonfinite_share:g} allows {allowed}."
+            )
+        return [
+            f"a gradient was not finite at {at}: the update was skipped ({self.skipped_updates} so far; "
+            f"the run stops after more than {limit} in a row or {allowed} in total)"
+        ]
+
+    def _check_losses(self, training: Training, row: LoggedInterval) -> list[str]:
+        """Return a warning about non-finite losses. Raises NonFiniteError unless the job skips them."""
+        if not row.nonfinite_losses:
+            return []
+        if training.on_nonfinite != "skip":
+            raise nonfinite(f"the loss was not finite at or before step {row.step}.")
+        if row.scale is None and row.skipped_steps():  # the warning about the gradients has said it
+            return []
+        return [
+            f"the loss of {row.nonfinite_losses} micro-batch(es) was not finite at or before step {row.step}; "
+            "the mean loss excludes them"
+        ]
+
+    def _check_spike(self, training: Training, row: LoggedInterval) -> list[str]:
+        """Return a warning if a loss spike starts. Raises NonFiniteError if the job stops at spikes."""
+        if training.loss_spike == "off" or not math.isfinite(row.loss):
+            return []
+        usual = median(self.history.recent) if self.history.recent else row.loss
+        if not self.history.spike_starts(row.loss):
+            return []
+        spike = f"the loss rose to {row.loss:.4g} at step {row.step}; the median of the log points before is {usual:.4g}"
+        if training.loss_spike == "stop":
+            raise nonfinite(f"{spike}: the run diverged (training.loss_spike = 'stop').")
+        return [spike]
 
 
-def stopped(why: str, more: str = "") -> NonFiniteError:
-    return NonFiniteError(f"{why} {ADVICE}{more}")
+def nonfinite(reason: str, hint: str = "") -> NonFiniteError:
+    return NonFiniteError(f"{reason} {ADVICE}{hint}")
 
 
-def numbers(found: Sequence[int], most: int = 5) -> str:
-    """The first of `found`, and how many more there are."""
-    shown = ", ".join(f"{number:,}" for number in found[:most])
-    return shown if len(found) <= most else f"{shown} and {len(found) - most:,} more"
+def list_steps(steps: Sequence[int], most: int = 5) -> str:
+    """The first `most` of `steps`, and how many more there are: "1, 2, 3, 4, 5 and 3 more"."""
+    shown = ", ".join(f"{number:,}" for number in steps[:most])
+    return shown if len(steps) <= most else f"{shown} and {len(steps) - most:,} more"

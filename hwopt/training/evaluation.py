@@ -14,7 +14,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.system import signals
 from hwopt.text import first_line
 from hwopt.training.listener import Row
-from hwopt.training.loaders import fetched
+from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import free_memory
 from hwopt.training.run import Run
 
@@ -41,7 +41,7 @@ class Evaluation:
         """
         run, started = self.run, time.perf_counter()
         metrics = run.task.metrics(run.prepared, run.device)
-        batches = fetched(run.eval_loader)
+        batches = batches_of(run.eval_loader)
         with evaluating(run):
             while self._evaluate_next(batches, metrics):
                 if run.engine.all_reduce_max(signals.received() or 0):

@@ -1,4 +1,4 @@
-"""Watches the first optimizer step with torch's profiler, and asks every plugin to show that it is really on."""
+"""Profile the first optimizer step, and collect each plugin's evidence that its optimization is active."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "a
 
 @contextmanager
 def observing(run: Run) -> Iterator[None]:
-    """Record what runs inside the block into `run.observation`. Only the host's operators: their names tell the kernels."""
+    """Record the operators that the block calls in `run.observation`. The host's are enough: their names show the kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    with silent():
+    with silenced():
         profiler.__enter__()
     try:
         yield
     finally:
-        with silent():
+        with silenced():
             profiler.__exit__(None, None, None)
     operators: Counter[str] = Counter()
     matmul_dtypes: Counter[str] = Counter()
@@ -50,46 +50,49 @@ def observing(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Without warnings and without the lines that the profiler's C++ code writes to stderr at start and stop, unasked."""
+def silenced() -> Iterator[None]:
+    """Hide warnings and stderr in the block: the profiler's C++ code writes to stderr when it starts and stops."""
     sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)
+        os.dup2(null, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
 
 
 def collect(run: Run) -> list[tuple[PluginDecision, Evidence]]:
-    """The evidence of every applied plugin, in the plan's order."""
-    skipped = bool(run.engine.found_inf.item())  # the one host read of evidence: a loss scaler starts high
-    found = []
-    for entry in run.plan.applied():
-        evidence = _evidence(entry, run)
+    """(decision, evidence) of every applied plugin, in the plan's order."""
+    skipped = bool(run.engine.found_inf.item())  # often so with a loss scaler, whose scale starts too high
+    collected = []
+    for decision in run.plan.applied():
+        evidence = evidence_of(decision, run)
         if skipped and evidence.status == "inactive":
             evidence = Evidence.unknown(f"the first update was skipped, its gradients were not finite; {evidence.seen}")
-        found.append((entry, evidence))
-    return found
+        collected.append((decision, evidence))
+    return collected
 
 
-def _evidence(entry: PluginDecision, run: Run) -> Evidence:
-    with plugin_guard(entry.who, "evidence()"):
-        evidence = entry.plugin.evidence(run)
-    fit = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
-    if not fit:
-        raise PluginError(f"{entry.who}: evidence() returned {truncate(evidence)} instead of an Evidence")
+def evidence_of(decision: PluginDecision, run: Run) -> Evidence:
+    """The evidence of one plugin. Raises PluginError if evidence() raises or returns something else."""
+    with plugin_guard(decision.who, "evidence()"):
+        evidence = decision.plugin.evidence(run)
+    valid = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
+    if not valid:
+        raise PluginError(f"{decision.who}: evidence() returned {truncate(evidence)} instead of an Evidence")
     return evidence
 
 
-def to_dict(found: list[tuple[PluginDecision, Evidence]], observation: Observation) -> dict[str, Any]:
-    """What `evidence.json` holds."""
+def to_dict(collected: list[tuple[PluginDecision, Evidence]], observation: Observation) -> dict[str, Any]:
+    """The content of `evidence.json`."""
     return {
-        "plugins": [{"name": entry.name, "status": evidence.status, "seen": evidence.seen} for entry, evidence in found],
+        "plugins": [
+            {"name": decision.name, "status": evidence.status, "seen": evidence.seen} for decision, evidence in collected
+        ],
         "matmul_dtypes": dict(observation.matmul_dtypes),
         "operators": dict(sorted(observation.operators.items())),
     }

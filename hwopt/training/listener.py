@@ -1,4 +1,4 @@
-"""Listeners of a run: the terminal, the journal, a tracker, the watchdog. A run tells its listener what happens."""
+"""Listener: receives the events of a run. The terminal, the journal, a tracker and the watchdog are listeners."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 Run = Any
-"""hwopt.training.run.Run. It is built above this module, because it holds its listener."""
+"""hwopt.training.run.Run, which imports this module."""
 
 Row = dict[str, float]
 """Metric name (as in Hugging Face's Trainer) -> value."""
 
 
 class Listener:
-    """Hears what happens in a run. Every hook does nothing by default; the first rank alone shows and writes."""
+    """Receives the events of a run. Every hook does nothing by default. Only the first rank shows and writes."""
 
     def started(self, run: Run) -> None:
         """The run is built and restored; nothing is trained yet."""

@@ -1,4 +1,4 @@
-"""The loaders of a run: they yield whole step batches, and say what became of their workers."""
+"""Build the loaders of a run, which yield whole step batches, and turn a worker's failure into an error of hwopt."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 
 def build_loaders(run: Run) -> None:
-    """Loaders that yield whole step batches. Never given to `accelerator.prepare`, which would deal them to ranks in turn."""
+    """Set `run.train_loader` and `run.eval_loader`, which yield whole step batches.
+
+    They are never given to `accelerator.prepare`, which would distribute step batches over the ranks and repeat samples.
+    """
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
-    padding = padding_of(run)
+    make_collate = default_collate(run)
     cut = recipe.cut or cut_in_order
-    padded = padding(cut=cut, max_rows=sizes.train)
+    collate = make_collate(cut=cut, max_rows=sizes.train)
     train = StepSampler(
         lengths=prepared.train.lengths,
         counts=prepared.train.counts,
@@ -37,15 +40,18 @@ def build_loaders(run: Run) -> None:
         world_size=run.world_size,
         start=run.step,
     )
-    collate = padded if recipe.collate is None else recipe.collate(padded)
+    if recipe.collate is not None:
+        collate = recipe.collate(collate)
     run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
     if prepared.eval is not None:
         evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
-        run.eval_loader = make_loader(run, StepDataset(prepared.eval, padding(cut=cut_in_order, max_rows=sizes.eval)), evaluation)
+        run.eval_loader = make_loader(
+            run, StepDataset(prepared.eval, make_collate(cut=cut_in_order, max_rows=sizes.eval)), evaluation
+        )
 
 
-def padding_of(run: Run) -> Callable[..., Collate]:
-    """The default collate of `run`, without its cut and most rows."""
+def default_collate(run: Run) -> Callable[..., Collate]:
+    """The constructor of the default collate for `run`; `cut` and `max_rows` are still to be given."""
     attention = getattr(run.inner_model.config, "_attn_implementation", None)
     mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
     if run.plan.model.prebuilt_mask and attention == "sdpa":
@@ -53,7 +59,7 @@ def padding_of(run: Run) -> Callable[..., Collate]:
     return partial(
         Collate,
         pad_id=run.prepared.tokenizer.pad_token_id or 0,
-        # right padding is never attended by what stands left of it
+        # a decoder needs no mask: with right padding, no token attends to the padding after it
         mask=None if run.plan.model.is_decoder else mask,
         widths=Widths(run.batch.widths, run.batch.pad_to_multiple_of),
     )
@@ -66,18 +72,18 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
         batch_size=None,  # the sampler's items are whole steps
         worker_init_fn=signals.init_worker,
         collate_fn=as_is,
-        generator=torch.Generator(),  # or the loader would draw from the global one
+        generator=torch.Generator(),  # without it the loader draws from the global generator
         **dict(run.recipe.loader),
     )
 
 
-def fetched(loader: Any) -> Iterator[StepBatch]:
-    """What `loader` yields; what a worker raises comes as it is. Raises WorkerDiedError where one is gone."""
+def batches_of(loader: Any) -> Iterator[StepBatch]:
+    """The step batches of `loader`. Raises the error of a worker unchanged, or WorkerDiedError if a worker died."""
     try:
         yield from loader
-    except (OSError, EOFError) as error:  # it was killed while it handed something over
+    except (OSError, EOFError) as error:  # the worker was killed while it sent a batch
         if not loader.num_workers or "DataLoader worker" in str(error):
             raise
         raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try plugins.dataloader.workers = 0") from error
-    except (PluginError, StorageError) as error:  # a worker's comes with the lines of its traceback
+    except (PluginError, StorageError) as error:  # torch puts the worker's traceback before the message
         raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error

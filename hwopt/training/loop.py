@@ -25,7 +25,7 @@ from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.interruption import signalled, signals_acknowledged, stop
 from hwopt.training.listener import Row
-from hwopt.training.loaders import fetched
+from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
 from hwopt.training.run import Run
@@ -174,7 +174,7 @@ class Loop:
 
     def batches(self) -> Iterator[StepBatch]:
         """The run's step batches on its device; telemetry counts the seconds that the loop waits for them."""
-        batches = fetched(self.run.train_loader)
+        batches = batches_of(self.run.train_loader)
         while True:
             began = time.perf_counter()
             batch = next(batches, None)

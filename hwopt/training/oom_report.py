@@ -1,6 +1,6 @@
-"""What is left behind by a run that did not fit: what was held, how long the rows were, and what had been predicted.
+"""Write `out_of_memory.json` for a run that ran out of memory: the memory in use, the row lengths, and the prediction.
 
-`out_of_memory.json` in the run folder, and on CUDA `out_of_memory.pickle`, a snapshot for https://pytorch.org/memory_viz.
+On CUDA also `out_of_memory.pickle`, a snapshot for https://pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
 
 
-LONGEST = 50
-"""Rows whose length is written down."""
+MAX_ROWS = 50
+"""Number of the longest rows in the report."""
 
 
 def write_report(run: Run, reason: str) -> None:
-    """Never hides the error that ends the run: what cannot be written is left out."""
+    """Write the report into the run folder. Skips a file that cannot be written: the error of the run matters more."""
     if not run.folder.is_dir():
         return
     with contextlib.suppress(StorageError):
@@ -37,39 +37,41 @@ def write_report(run: Run, reason: str) -> None:
 
 
 def report(run: Run, reason: str) -> dict[str, Any]:
+    """The content of `out_of_memory.json`."""
     batch, memory = run.progress.batch, run.plan.memory
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "reason": reason,
         "rank": run.rank,
         "step": run.step + 1,
-        "held_gib": held(run),
+        "held_gib": memory_by_kind(run),
         "peak_memory_gib": peak_memory_gib(run.device),
         "predicted_peak_gib": None if memory is None else memory.peak_gib,
         "predicted_for": None if memory is None else {"rows": memory.rows, "width": memory.width, "tier": memory.tier},
     }
     if batch is not None:
-        found["micro_batches"] = [{"rows": rows, "width": width} for rows, width in batch.sizes]
-        found["longest_rows"] = sorted(batch.lengths, reverse=True)[:LONGEST]
+        content["micro_batches"] = [{"rows": rows, "width": width} for rows, width in batch.sizes]
+        content["longest_rows"] = sorted(batch.lengths, reverse=True)[:MAX_ROWS]
     if run.device.type == "cuda":
-        found["device"] = {
+        content["device"] = {
             "free_gib": torch.cuda.mem_get_info(run.device)[0] / GIB,
             "allocator": torch.cuda.memory_stats(run.device),
         }
-    return found
+    return content
 
 
-def held(run: Run) -> dict[str, float]:
-    """GiB by kind, of what the run itself holds between two steps."""
+def memory_by_kind(run: Run) -> dict[str, float]:
+    """GiB of weights, gradients, optimizer state and fp32 masters."""
     weights = {id(p): p for p in (*run.inner_model.parameters(), *run.inner_model.buffers())}
-    stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
+    updated = [p for group in run.optimizer.param_groups for p in group["params"]]
     state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     return {
         "weights": gib(weights.values()),
-        "gradients": gib(p.grad for p in (*weights.values(), *stepped) if p.grad is not None),
+        "gradients": gib(p.grad for p in (*weights.values(), *updated) if p.grad is not None),
         "optimizer_state": gib(state),
-        "masters": gib(p for p in stepped if id(p) not in weights),
+        "masters": gib(p for p in updated if id(p) not in weights),
     }
 
 
 def gib(tensors: Iterable[Tensor]) -> float:
+    """GiB of all `tensors` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GIB

@@ -1,8 +1,8 @@
-"""Every random number of a run is a function of where it is used, so that no generator state is ever saved.
+"""Derive every random number of a run from the place where it is used. No generator state is saved.
 
-Order is a function of (seed, epoch); dropout's generator is set anew for each micro-batch from (seed, optimizer step, index
-of its first sample), not from the rank. A run that is killed anywhere and resumed therefore draws the same numbers.
-`generator.manual_seed` costs about 1.4 us, `torch.manual_seed` 94: the loop calls the former.
+The order of samples depends on (seed, epoch). The generator of dropout is seeded for each micro-batch from (seed, optimizer step,
+index of its first sample), not from the rank. So a run that is killed and resumed draws the same numbers. The loop calls
+`generator.manual_seed`, which takes about 1.4 us; `torch.manual_seed` takes 94 us.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MASK = 2**64 - 1
 
 WEIGHTS, ORDER, DROPOUT, SPLIT = range(1, 5)
-"""Purposes: the first number of a place, so that no two uses share a stream."""
+"""The first number of every `place` in `mix`: the purpose, so that no two purposes share random numbers."""
 
 
 def mix(seed: int, *place: int) -> int:
@@ -39,7 +39,7 @@ def shuffled(lengths: Sequence[int] | np.ndarray, seed: int, epoch: int, rows: i
 
 
 def reseeder(device: torch.device, seed: int) -> Callable[[int, int], None]:
-    """A function of (optimizer step, index of the first sample) that sets the generators which dropout draws from."""
+    """A function (optimizer step, index of the first sample) -> None that seeds the generators of dropout."""
     import torch
 
     generators = [torch.default_generator]

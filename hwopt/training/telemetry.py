@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import NonFiniteError
-from hwopt.training.divergence import DivergenceMonitor
+from hwopt.training.divergence import DivergenceMonitor, LoggedInterval
 from hwopt.training.interval import Counts, Interval
 
 if TYPE_CHECKING:
@@ -29,13 +29,15 @@ from hwopt.training.listener import Row
 
 @dataclass
 class Snapshot:
-    """Values of a log point that are being copied from the device to the host."""
+    """The row of a log point, with the values that are being copied from the device to the host."""
 
     row: Row
     steps: int
+    """Steps since the log point before."""
     values: Tensor
-    """Sum of the finite losses, weight of the others, their number; then the norm of each step; then the loss scale, if any."""
+    """float64: the three `sums`, the gradient norm of each step, and the loss scale if there is one."""
     ready: Any
+    """CUDA event of the copy; None on other devices."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Telemetry:
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
     steps_here: int = 0
-    """Steps that this process did."""
+    """Steps of this process; a resumed run starts at 0."""
 
     def __post_init__(self) -> None:
         self.started = self.logged = time.perf_counter()
@@ -68,7 +70,7 @@ class Telemetry:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the block does not count for speeds: evaluations, saves, the observed first step."""
+        """Exclude the time of the block from the speeds: evaluations, saves, the profiled first step."""
         began = time.perf_counter()
         try:
             yield
@@ -76,15 +78,17 @@ class Telemetry:
             self.logged += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
+        """Count `seconds` that the loop waited for data."""
         self.interval.counts.wait += seconds
 
     def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Keep the summed `loss` of a micro-batch on the device; the next log point looks whether it is finite."""
+        """Keep the summed `loss` of a micro-batch on the device; the next log point checks whether it is finite."""
         if micro_batch.loss_weight:
             self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
             self.interval.weights.append(micro_batch.count * micro_batch.loss_weight)
 
     def mark(self) -> int:
+        """The position for `reset_to`: the number of losses so far."""
         return len(self.interval.losses.fresh)
 
     def reset_to(self, mark: int) -> None:
@@ -137,6 +141,7 @@ class Telemetry:
         return sums
 
     def start_row(self) -> None:
+        """Start the row of this log point: compute its values on the device, copy them without waiting, reset the counters."""
         run, counts, now = self.run, self.interval.counts, time.perf_counter()
         seconds = max(now - self.logged, 1e-9)
         scale, world = run.engine.loss_scale(), run.world_size
@@ -172,7 +177,7 @@ class Telemetry:
         pending, self.pending = self.pending, None
         if pending.ready is not None:
             pending.ready.synchronize()
-        loss_sum, weightless, lost, *rest = pending.values.tolist()
+        loss_sum, weightless, nonfinite_losses, *rest = pending.values.tolist()
         norms, scale = rest[: pending.steps], rest[pending.steps] if len(rest) > pending.steps else None
         row, steps = pending.row, pending.steps - weightless
         loss = loss_sum / steps if steps > 1e-6 else math.nan
@@ -181,13 +186,12 @@ class Telemetry:
             self.loss_steps += steps
         row |= {"loss": loss, "grad_norm": norms[-1]}
         run = self.run
-        self.messages, self.stop_error = self.divergence.saw(
-            run.training, run.total_steps, int(row["step"]), norms, int(lost), loss, scale
-        )
-        if self.divergence.skipped:
-            row["skipped_updates"] = self.divergence.skipped
-        if self.divergence.lost:
-            row["nonfinite_losses"] = self.divergence.lost
+        interval = LoggedInterval(int(row["step"]), norms, loss, int(nonfinite_losses), scale)
+        self.messages, self.stop_error = self.divergence.observe(run.training, run.total_steps, interval)
+        if self.divergence.skipped_updates:
+            row["skipped_updates"] = self.divergence.skipped_updates
+        if self.divergence.nonfinite_losses:
+            row["nonfinite_losses"] = self.divergence.nonfinite_losses
         if scale is not None:
             row["loss_scale"] = scale
         return row
@@ -234,10 +238,11 @@ class Telemetry:
         self.interval = Interval(Counts.of(interval["counts"]))
         self.interval.norms.folded.append(torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device))
         if self.run.is_main:
-            loss_sum, weight, lost = interval["sums"]
-            sums = [loss_sum, *[math.nan] * int(lost)]
+            loss_sum, weight, count = interval["sums"]
+            sums = [loss_sum, *[math.nan] * int(count)]
             self.interval.losses.folded.append(torch.tensor(sums, dtype=torch.float64, device=self.run.device))
-            self.interval.weights += [0.0, *[weight / lost] * int(lost)] if lost else [0.0]
+            self.interval.weights += [0.0, *[weight / count] * int(count)] if count else [0.0]
 
     def mean_loss(self) -> float:
+        """The mean loss of all steps of the run; nan without a finite loss."""
         return self.loss_total / self.loss_steps if self.loss_steps else math.nan

@@ -38,7 +38,7 @@ def environment_kept() -> Iterator[None]:
 
 
 def accelerate_plugin(reshard_after_forward: bool) -> Any:
-    """Accelerate's settings; those of layers and precision follow when the model is there (`engine.sharded`)."""
+    """Accelerate's settings; those of layers and precision follow when the model is there (`engine.shard_model`)."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(

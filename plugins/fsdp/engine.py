@@ -1,4 +1,4 @@
-"""The engine of FSDP: torch's `fully_shard`, put on by Accelerate, under the loop's uneven micro-batches."""
+"""FsdpEngine: torch's `fully_shard`, applied by Accelerate, driven by hwopt's loop with micro-batches of different sizes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hwopt.distributed.data_parallel import make_equal
+from hwopt.distributed.data_parallel import broadcast_weights
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
 from hwopt.plugin import RunView
-from hwopt.saving.tensor_tree import described
+from hwopt.saving.tensor_tree import describe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class FsdpEngine(ShardedEngine):
-    """Gradients are averaged in the backward pass, and so weighed by the number of ranks; each rank steps on its own shards."""
+    """FSDP averages gradients in the backward pass; each rank updates its own shards.
+
+    The loss is multiplied by the number of ranks, because hwopt divides it by the count of all ranks already.
+    """
 
     def __init__(self, run: RunView, *, reduce: str) -> None:
-        """`reduce`: gradients meet after every "micro_batch", or once a "step"."""
-        self.once = reduce == "step"
+        """`reduce`: "micro_batch" reduces gradients in every micro-batch, "step" once a step."""
+        self.reduce_once = reduce == "step"
         self.cpu_group = dist.new_group(backend="gloo")
-        make_equal(run.inner_model, self.cpu_group)
-        run.model = sharded(run)
+        broadcast_weights(run.inner_model, self.cpu_group)
+        run.model = shard_model(run)
         super().__init__(run)
 
     def set_gradient_sync(self, last: bool) -> None:
-        if self.once:
+        if self.reduce_once:
             self.run.model.set_requires_gradient_sync(last)
 
     def backward(self, loss: Tensor, loss_weight: float) -> None:
@@ -40,7 +43,7 @@ class FsdpEngine(ShardedEngine):
 
     @torch.no_grad()
     def local_gradients(self) -> list[Tensor]:
-        """Of the shards; a rank may have none of a small parameter."""
+        """The gradients of this rank's shards; a rank may have no elements of a small parameter."""
         local = [p.grad.to_local() for p in self.parameters if p.grad is not None]
         return [gradient for gradient in local if gradient.numel()]
 
@@ -50,12 +53,12 @@ class FsdpEngine(ShardedEngine):
         return squared.sqrt()
 
     def reshard(self) -> None:
-        """Free what a forward pass without a backward one has left whole."""
+        """Free the gathered parameters that a forward pass without a backward pass leaves."""
         for module in self.units():
             module.reshard()
 
     def units(self) -> list[FSDPModule]:
-        """What is gathered and freed together, the whole model among it."""
+        """The modules whose parameters are gathered and freed together; the model itself is one."""
         return [module for module in self.run.inner_model.modules() if isinstance(module, FSDPModule)]
 
     def unshard(self, value: Any) -> Any:
@@ -63,19 +66,19 @@ class FsdpEngine(ShardedEngine):
 
     def shard(self, value: Tensor, like: Any) -> Tensor:
         value = super().shard(value, like)
-        # every rank has read the file: each takes its own part
+        # every rank has read the whole tensor: no communication (src_data_rank=None)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         self.reshard()
         super().restore(snapshot)
 
-    def copy_into(self, made: Any, saved: Any) -> Any:
-        if not isinstance(made, DTensor):
-            return super().copy_into(made, saved)
-        if not isinstance(saved, Tensor) or saved.shape != made.shape:
-            raise ValueError(f"there is {described(saved)} for {described(made)}")
-        return made.copy_(self.shard(saved, made))
+    def copy_into(self, target: Any, saved: Any) -> Any:
+        if not isinstance(target, DTensor):
+            return super().copy_into(target, saved)
+        if not isinstance(saved, Tensor) or saved.shape != target.shape:
+            raise ValueError(f"it has {describe(saved)}, expected {describe(target)}")
+        return target.copy_(self.shard(saved, target))
 
     def full_weights(self) -> dict[str, Tensor]:
         self.reshard()
@@ -83,34 +86,37 @@ class FsdpEngine(ShardedEngine):
 
     @torch.no_grad()
     def on_first_rank(self, parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Copies in the host's memory; the same tensor under all names of a tied parameter. All ranks meet in it."""
-        found: dict[str, Tensor] = {}
+        """Name -> copy in host memory, on the first rank. All names of a tied parameter share a copy. All ranks call it."""
+        copies: dict[str, Tensor] = {}
         names: dict[int, str] = {}
         for name, parameter in parameters.items():
             first = names.setdefault(id(parameter), name)
             if first == name:
                 value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
                 if self.run.is_main:
-                    found[name] = value.to("cpu", copy=True).contiguous()
+                    copies[name] = value.to("cpu", copy=True).contiguous()
             elif self.run.is_main:
-                found[name] = found[first]
-        return found
+                copies[name] = copies[first]
+        return copies
 
     def unsharded_model(self) -> Any:
         model = super().unsharded_model()
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # a class made for the purpose, from the model's own
+            if isinstance(module, FSDPModule):  # a class that fully_shard derived from the module's own
                 module.__class__ = type(module).__bases__[1]
         return model
 
 
-def sharded(run: RunView) -> Any:
-    """The run's model in shards, in place, and its optimizer stepping on them: Accelerate does both."""
+def shard_model(run: RunView) -> Any:
+    """The run's model, sharded in place by Accelerate, which also makes the optimizer update the shards.
+
+    Raises PluginError if Accelerate does not use FSDP on this device.
+    """
     accelerator = run.accelerator
     if not accelerator.is_fsdp2:
         raise PluginError(
-            f"plugin 'fsdp': Accelerate makes this {accelerator.distributed_type.value}, not FSDP: it needs a CUDA device and "
-            "a process for each of several ranks. Start them with `hwopt run --processes N`, or remove [plugins.fsdp]"
+            f"plugin 'fsdp': Accelerate uses {accelerator.distributed_type.value} instead of FSDP, which needs CUDA devices and "
+            "several processes. Start them with `hwopt run --processes N`, or remove [plugins.fsdp]"
         )
     settings = accelerator.state.fsdp_plugin
     settings.transformer_cls_names_to_wrap = layer_classes(run.inner_model)
@@ -120,24 +126,26 @@ def sharded(run: RunView) -> Any:
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """Products in half, shards and the sum over the ranks in fp32."""
+    """Compute in half precision; keep shards and reduce gradients in fp32."""
     if precision not in DTYPES:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
 def layer_classes(model: Any) -> list[str]:
-    """The class names of the layers that are gathered one at a time, as transformers has them for the model.
+    """The class names of the layers that are gathered one at a time: the model's `_no_split_modules` in transformers.
 
-    Without those that hold the input embedding, which Accelerate shards by itself.
+    Excludes modules that contain the input embedding, which Accelerate shards separately. Raises PluginError if none is left.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     embedding = model.get_input_embeddings()
-    found = {type(module).__name__ for module in model.modules()} & named
-    around = {type(module).__name__ for module in model.modules() if any(part is embedding for part in module.modules())}
-    if not found - around:
+    present = {type(module).__name__ for module in model.modules()} & named
+    around_embedding = {
+        type(module).__name__ for module in model.modules() if any(part is embedding for part in module.modules())
+    }
+    if not present - around_embedding:
         raise PluginError(
-            f"plugin 'fsdp': transformers names no layers of {type(model).__name__} that could be gathered one at a time; "
-            "remove [plugins.fsdp]"
+            f"plugin 'fsdp': transformers does not name the layers of {type(model).__name__}, which FSDP gathers one at a time. "
+            "Remove [plugins.fsdp]"
         )
-    return sorted(found - around)
+    return sorted(present - around_embedding)

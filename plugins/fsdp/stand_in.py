@@ -1,6 +1,6 @@
-"""What FSDP holds on a device, on tensors that no collective can run on: for the memory planner.
+"""StandIn: allocates what FSDP allocates on a device, for the memory planner, whose fake tensors cannot run collectives.
 
-Everything has its whole size here; the planner takes the part of a rank (`Fsdp.memory`).
+Tensors have their unsharded size here; `Fsdp.memory` computes the part of a rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hwopt_plugins.fsdp.engine import DTYPES, layer_classes
 
 
 class StandIn(Engine):
-    """Each module computes with copies of its parameters, the gathered ones, which backward makes again if they are freed."""
+    """Each module computes with a gathered copy of its parameters. If that is freed after forward, backward gathers it again."""
 
     def __init__(self, run: RunView, reshard_after_forward: bool) -> None:
         super().__init__(run)
         self.dtype = DTYPES.get(run.recipe.accelerator.get("mixed_precision", "no"), torch.float32)
         self.reshard_after_forward = reshard_after_forward
-        self.own: dict[torch.nn.Module, dict[str, Any]] = {}  # of the modules that run now
+        self.own: dict[torch.nn.Module, dict[str, Any]] = {}  # running module -> its parameters by name
         self.sources: dict[int, Tensor] = {}  # address of a gathered copy -> its parameter
         self.unit, self.trained_unit = largest_unit(run.inner_model)
         for module in run.inner_model.modules():
@@ -32,51 +32,55 @@ class StandIn(Engine):
         run.model = self.forward
 
     def forward(self, **inputs: Any) -> Any:
-        whole_unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
+        unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             outputs = self.run.inner_model(**inputs)
-        del whole_unit_and_next
+        del unit_and_next
         return outputs
 
     def backward(self, loss: Tensor, loss_weight: float) -> None:
-        whole_unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
-        its_gradients = torch.empty(self.trained_unit, dtype=self.dtype)
-        on_their_way = torch.empty(self.trained_unit, dtype=torch.float32)
+        unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
+        unit_gradients = torch.empty(self.trained_unit, dtype=self.dtype)
+        reduced_gradients = torch.empty(self.trained_unit, dtype=torch.float32)
         super().backward(loss, loss_weight)
-        del whole_unit_and_next, its_gradients, on_their_way
+        del unit_and_next, unit_gradients, reduced_gradients
 
     def gather(self, module: torch.nn.Module, _: Any) -> None:
+        """Forward pre-hook: replace the parameters of `module` by gathered copies."""
         self.own[module] = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in self.own[module].items():
-            copy: Any = self.whole_unit(parameter)
+            copy: Any = self.gathered_copy(parameter)
             self.sources[copy.untyped_storage()._cdata] = parameter
             module._parameters[name] = copy
 
     def release(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        """Forward hook: put the parameters of `module` back."""
         for name, parameter in self.own.pop(module).items():
             copy: Any = module._parameters[name]
             del self.sources[copy.untyped_storage()._cdata]
             module._parameters[name] = parameter
 
-    def whole_unit(self, parameter: Tensor) -> Tensor:
+    def gathered_copy(self, parameter: Tensor) -> Tensor:
+        """A copy of `parameter` in the dtype that the model computes with."""
         return parameter.clone() if parameter.dtype == self.dtype else parameter.to(self.dtype)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps: of a copy that is freed, where it came from."""
+        """What autograd saves for backward: for a view of a copy that is freed, the parameter and the view's shape."""
         parameter = self.sources.get(tensor.untyped_storage()._cdata)
         if parameter is None or not self.reshard_after_forward:
             return tensor
         return parameter, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        parameter, *view = kept
-        return self.whole_unit(parameter.detach()).as_strided(*view)
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor that `pack` saved; a freed copy is gathered again."""
+        if isinstance(saved, Tensor):
+            return saved
+        parameter, *view = saved
+        return self.gathered_copy(parameter.detach()).as_strided(*view)
 
 
 def largest_unit(model: Any) -> tuple[int, int]:
-    """(elements, trained elements) of the largest part that is whole at once: a layer, the embedding, or what is in neither."""
+    """(elements, trained elements) of the largest part that is gathered at once: a layer, the embedding, or the rest."""
     names = layer_classes(model)
     layers = [list(module.parameters()) for module in model.modules() if type(module).__name__ in names]
     units = [*layers, list(model.get_input_embeddings().parameters())]

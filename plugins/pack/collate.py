@@ -1,4 +1,4 @@
-"""Packed step batches, made in the workers."""
+"""PackedCollate: builds packed step batches in the data workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """Like the default Collate, with several samples in a row; as many tokens in a micro-batch as that one has at most."""
+    """Like the default Collate, but with several samples in a row. A micro-batch has at most as many tokens as there."""
 
     padded: Collate
     width: int | None
-    """Of a row at most; where None twice the longest sample of the step, a little less where the micro-batch is an odd one."""
+    """Most tokens in a row; None: about twice the longest sample of the step, less if a micro-batch has an odd number of rows."""
     flat: bool
-    """One row a micro-batch, as long as all of its rows: the kernel needs no mask."""
+    """One row a micro-batch, as long as all of its rows together: the kernel needs no mask."""
     decoder: bool
     first_position: int
 
@@ -34,17 +34,18 @@ class PackedCollate:
         tokens = self.padded.max_rows * longest
         about_two = tokens // -(-self.padded.max_rows // 2)
         width = tokens if self.flat else max(self.width or about_two, longest)
-        return self.filled(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
+        return self.build_batch(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
 
     def one_row(self, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+        """All `samples` in one row."""
         step = Step(0, 0, tuple(range(len(samples))), max(sum(counts), 1))
-        return self.filled(step, samples, counts, [list(range(len(samples)))], 1)
+        return self.build_batch(step, samples, counts, [list(range(len(samples)))], 1)
 
     def alone(self, sample: Mapping[str, np.ndarray], count: int) -> StepBatch:
-        """The sample in a row of its own, as it would be without packing."""
+        """The sample in its own row, as without packing."""
         return self.padded(Step(0, 0, (0,), max(count, 1)), [sample], [count])
 
-    def filled(
+    def build_batch(
         self,
         step: Step,
         samples: Sequence[Mapping[str, np.ndarray]],
@@ -52,20 +53,20 @@ class PackedCollate:
         rows: Sequence[Sequence[int]],
         max_rows: int,
     ) -> StepBatch:
-        """`rows` of documents, `max_rows` of them in a micro-batch."""
-        filled = [sum(len(samples[i]["input_ids"]) for i in row) for row in rows]
+        """The step batch of `rows`, lists of sample indices, with at most `max_rows` rows in a micro-batch."""
+        row_lengths = [sum(len(samples[i]["input_ids"]) for i in row) for row in rows]
         parts: list[Part] = []
         start = 0
         for first in range(0, len(rows), max_rows):
             number = min(max_rows, len(rows) - first)
-            width = self.padded.widths.of(max(filled[first : first + number]))
+            width = self.padded.widths.of(max(row_lengths[first : first + number]))
             parts.append(Part(start, first, number, width))
             start += number * width
         return StepBatch(
             step,
             {key: torch.from_numpy(array) for key, array in self.buffers(samples, rows, parts, start).items()},
             tuple(parts),
-            lengths=tuple(filled),
+            lengths=tuple(row_lengths),
             samples=tuple(step.samples[row[0]] for row in rows),
             units=tuple(sum(counts[i] for i in row) for row in rows),
             widths=self.padded.widths,
@@ -79,10 +80,11 @@ class PackedCollate:
         parts: Sequence[Part],
         size: int,
     ) -> dict[str, np.ndarray]:
+        """Name -> flat array of `size` tokens over all micro-batches, and arrays with one value per document."""
         per_token = [key for key, value in samples[0].items() if value.ndim]
         fillers = {"input_ids": self.padded.pad_id, "labels": IGNORED}
         flat = {key: np.full(size, fillers.get(key, 0), np.int64) for key in per_token}
-        # padding is a document of its own at the end of a row: its numbers follow, so that no position jumps back into another
+        # padding is a document of its own at the end of a row, with positions that start again like those of any document
         flat["position_ids"] = np.full(size, self.first_position, np.int64)
         numbers = np.zeros(size, np.int64)
         offsets: list[int] = []

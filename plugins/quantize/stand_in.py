@@ -1,4 +1,4 @@
-"""A linear layer with packed weights that fake tensors can run, with bitsandbytes' memory: for the memory planner."""
+"""PackedLinear: a linear layer that allocates what bitsandbytes' allocates and runs on fake tensors, for the memory planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTLIER = 6.0
 
 
 class Product(torch.autograd.Function):
-    """x W^T with a weight that is made from its bytes, and made once more for the gradient of x."""
+    """x W^T. Forward unpacks the weight, and backward unpacks it again for the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
@@ -21,8 +21,8 @@ class Product(torch.autograd.Function):
         if layer.bits == 4:
             with torch.autocast(x.device.type, enabled=False):
                 return functional.linear(x, layer.dequantize(x.dtype), bias)
-        ctx.x = x  # for a gradient of the weight that is never asked for
-        if layer.on_host and layer.training:  # bitsandbytes has no fast kernel there
+        ctx.x = x  # bitsandbytes saves it for the gradient of the weight, which is never needed
+        if layer.on_host and layer.training:  # bitsandbytes has no int8 training kernel for CPUs
             return functional.linear(x, layer.dequantize(x.dtype), bias)
         return int8_product(x, layer, bias)
 
@@ -32,7 +32,7 @@ class Product(torch.autograd.Function):
 
 
 def int8_product(x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
-    """Rows rounded to 8 bit, whole products in 32, which are scaled back: on a CPU in steps, on a GPU in one."""
+    """x W^T in int8: quantized rows, int32 products, then scaling; several operators on a CPU, one on a GPU."""
     half = x.to(torch.float16)
     outliers = half.abs() >= OUTLIER
     largest = half.abs().amax(-1, keepdim=True).float()
@@ -51,10 +51,10 @@ def int8_product(x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
 
 class PackedLinear(torch.nn.Module):
     W_q = True
-    """PEFT asks layers that have it to `dequantize` themselves."""
+    """PEFT calls `dequantize` on layers with this attribute."""
 
     def __init__(self, layer: torch.nn.Linear, bits: int, double: bool, dtype: torch.dtype, on_host: bool) -> None:
-        """`dtype`: what 4-bit weights are multiplied in. `on_host`: as on a CPU, which has other kernels."""
+        """`dtype`: the dtype of products with 4-bit weights. `on_host`: allocate as on a CPU, which has other kernels."""
         super().__init__()
         self.on_host = on_host
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -66,7 +66,7 @@ class PackedLinear(torch.nn.Module):
         self.bias = layer.bias
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight, (out_features, in_features)."""
+        """The unpacked weight, (out_features, in_features)."""
         scales = torch.empty_like(self.get_buffer("scales"), dtype=torch.float32) if self.nested else None
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype or self.compute_dtype)
         del scales

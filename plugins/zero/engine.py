@@ -1,4 +1,4 @@
-"""The engine of ZeRO: DeepSpeed's own, made by Accelerate, under the loop's uneven micro-batches."""
+"""ZeroEngine: DeepSpeed's engine, created by Accelerate, driven by hwopt's loop with micro-batches of different sizes."""
 
 from __future__ import annotations
 
@@ -17,35 +17,41 @@ from hwopt.saving.tensor_tree import HostCopies
 
 
 class ZeroEngine(ShardedEngine):
-    """Gradients are averaged by DeepSpeed, and so weighed by the number of ranks; it clips, and leaves out what overflows."""
+    """DeepSpeed averages gradients over the ranks, clips, and skips updates that overflow.
+
+    The loss is multiplied by the number of ranks, because hwopt divides it by the count of all ranks already.
+    """
 
     keeps_masters = True
 
     def __init__(self, run: RunView) -> None:
-        self.named = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
-        run.model, _ = prepared(run)
+        self.trained = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
+        run.model, _ = prepare(run)
         super().__init__(run)
         self.deepspeed = run.model
         self.parameters = self.partitions()
         self.cpu_group = dist.new_group(backend="gloo")
 
     def init_state(self, force: bool = False) -> None:
-        """DeepSpeed makes it in its first step, after which it knows each parameter's part."""
+        """With `force`, create the optimizer's state by a step with zero gradients, one partition at a time.
+
+        Without it DeepSpeed creates the state in its first step.
+        """
         if not force:
             return
         zero = self.deepspeed.optimizer
         for number, partition in enumerate(self.partitions()):
-            held, partition.grad = partition.grad, torch.zeros_like(partition)
-            group = self.inner.param_groups[getattr(zero, "sub_group_to_group_id", {}).get(number, number)]
-            params, group["params"] = group["params"], [partition]  # stage 3 has none between two steps
-            others = [other for other in self.inner.param_groups if other is not group]
-            theirs = [other["params"] for other in others]
+            gradient, partition.grad = partition.grad, torch.zeros_like(partition)
+            group = self.flat_optimizer.param_groups[getattr(zero, "sub_group_to_group_id", {}).get(number, number)]
+            params, group["params"] = group["params"], [partition]  # in stage 3 the groups are empty between steps
+            others = [other for other in self.flat_optimizer.param_groups if other is not group]
+            others_params = [other["params"] for other in others]
             for other in others:
                 other["params"] = []
-            self.inner.step()
-            group["params"], partition.grad = params, held
-            for other, kept in zip(others, theirs, strict=True):
-                other["params"] = kept
+            self.flat_optimizer.step()
+            group["params"], partition.grad = params, gradient
+            for other, other_params in zip(others, others_params, strict=True):
+                other["params"] = other_params
 
     def set_gradient_sync(self, last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
@@ -58,16 +64,16 @@ class ZeroEngine(ShardedEngine):
 
     def finish(self) -> None:
         self.deepspeed.step()
-        left_out = bool(self.deepspeed.optimizer.overflow)
-        norm = math.inf if left_out else float(self.deepspeed.get_global_grad_norm() or 0.0)
-        if not left_out and not 0 <= norm < math.inf:
+        skipped = bool(self.deepspeed.optimizer.overflow)
+        norm = math.inf if skipped else float(self.deepspeed.get_global_grad_norm() or 0.0)
+        if not skipped and not 0 <= norm < math.inf:
             import deepspeed
 
             raise NonFiniteError(
-                f"plugin 'zero': DeepSpeed {deepspeed.__version__} has made an update with a gradient that is not finite; the "
-                "weights are lost. Take another version of it, or remove [plugins.zero]"
+                f"plugin 'zero': DeepSpeed {deepspeed.__version__} updated the weights with a gradient that is not finite. "
+                "The weights are lost. Install another version of DeepSpeed, or remove [plugins.zero]"
             )
-        self.found_inf.fill_(float(left_out))
+        self.found_inf.fill_(float(skipped))
         self.norm = torch.full_like(self.norm, norm)
         self.scheduler.step()
 
@@ -77,103 +83,106 @@ class ZeroEngine(ShardedEngine):
         return torch.full_like(self.norm, float(self.deepspeed.optimizer.cur_scale))
 
     def partitions(self) -> list[Tensor]:
-        """What this rank steps on: flat, in fp32."""
+        """The flat fp32 partitions that this rank updates."""
         optimizer = self.deepspeed.optimizer
         stage_3 = getattr(optimizer, "fp32_partitioned_groups_flat", None)
         return list(stage_3 if stage_3 is not None else optimizer.single_partition_of_fp32_groups)
 
     def sizes(self) -> tuple[int, int]:
-        """Elements that this rank steps on, and those of all ranks."""
-        whole = sum(getattr(p, "ds_numel", p.numel()) for p in self.named.values())
+        """(elements that this rank updates, elements that all ranks update)."""
+        whole = sum(getattr(p, "ds_numel", p.numel()) for p in self.trained.values())
         return sum(partition.numel() for partition in self.partitions()), whole
 
-    def snapshot(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def snapshot(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found = {}
-        for name, parameter in self.named.items():
-            value = safe_get_full_fp32_param(parameter)  # all ranks meet in it
+        copies = {}
+        for name, parameter in self.trained.items():
+            value = safe_get_full_fp32_param(parameter)  # communicates: every rank calls it
             if self.run.is_main:
-                found[name] = kept(value)
-        return found
+                copies[name] = copy(value)
+        return copies
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        set_masters(self.named, snapshot)
+        set_masters(self.trained, snapshot)
 
-    def optimizer_state(self, kept: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def optimizer_state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         states: dict[str, Any] = {}
-        self.link()
-        for name, parameter in self.named.items():
-            states[name] = {"step": self.steps()}
-            for key in self.moments():
+        self.link_state()
+        for name, parameter in self.trained.items():
+            states[name] = {"step": self.step_count()}
+            for key in self.state_keys():
                 value = safe_get_full_optimizer_state(parameter, key)
                 if self.run.is_main:
-                    states[name][key] = kept(value)
+                    states[name][key] = copy(value)
         scaler = vars(getattr(self.deepspeed.optimizer, "loss_scaler", None) or object)
         numbers = {key: value for key, value in scaler.items() if isinstance(value, (int, float))}
         return {"class": type(self.optimizer).__name__, "states": states, "groups": [], "loss_scaler": numbers}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         self.init_state(force=True)
-        self.link()
-        made: tuple[str, ...] = ("step", *self.moments())
-        for name, parameter in self.named.items():
+        self.link_state()
+        keys = sorted(("step", *self.state_keys()))
+        for name, parameter in self.trained.items():
             saved = state["states"].get(name, {})
-            if sorted(saved) != sorted(made):
+            if sorted(saved) != keys:
                 raise ValueError(
-                    f"the optimizer was {state['class']} and is {type(self.optimizer).__name__} now; in {name}, "
-                    f"there is {sorted(saved)} for {sorted(made)}"
+                    f"{self.optimizer_change(state)}the optimizer state of {name} does not fit: "
+                    f"it has {sorted(saved)}, expected {keys}"
                 )
-            for key in self.moments():
+            for key in self.state_keys():
                 set_moments(parameter, key, saved[key])
-            for partition in self.inner.state.values():
+            for partition in self.flat_optimizer.state.values():
                 partition["step"] = torch.as_tensor(float(saved["step"])).to(partition["step"]).clone()
         for key, value in state.get("loss_scaler", {}).items():
             setattr(self.deepspeed.optimizer.loss_scaler, key, value)
 
-    def link(self) -> None:
-        """Tell each parameter where its state lies: DeepSpeed does it after the first group's first step, before the others'."""
+    def link_state(self) -> None:
+        """Link each parameter to its part of the optimizer's state.
+
+        DeepSpeed links after the first step of the first group, when the other groups have no state yet.
+        """
         zero = self.deepspeed.optimizer
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stage 3 asks each time
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stages 1 and 2; stage 3 needs no links
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     @property
-    def inner(self) -> Any:
-        """The optimizer that DeepSpeed steps on flat partitions."""
+    def flat_optimizer(self) -> Any:
+        """The optimizer that DeepSpeed calls to update the flat partitions."""
         return self.deepspeed.optimizer.optimizer
 
-    def moments(self) -> list[str]:
-        """The tensors of its state, of which DeepSpeed knows each parameter's part."""
-        states = [state for state in self.inner.state.values() if state]
+    def state_keys(self) -> list[str]:
+        """The keys of the optimizer's per-element state, sorted: ["exp_avg", "exp_avg_sq"] for Adam."""
+        states = [state for state in self.flat_optimizer.state.values() if state]
         return sorted(key for key, value in states[0].items() if isinstance(value, Tensor) and value.dim()) if states else []
 
-    def steps(self) -> float:
-        """How often it has stepped."""
-        return max((float(state["step"]) for state in self.inner.state.values() if "step" in state), default=0.0)
+    def step_count(self) -> float:
+        """Updates that the optimizer has made."""
+        return max((float(state["step"]) for state in self.flat_optimizer.state.values() if "step" in state), default=0.0)
 
     def full_shape(self, parameter: Any) -> torch.Size:
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        trained = self.snapshot(HostCopies(passing=True))
-        found: dict[str, Tensor] = {}
+        masters = self.snapshot(HostCopies(temporary=True))
+        weights: dict[str, Tensor] = {}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
-            if name not in self.named:
-                value = gathered(parameter)
+            if name not in self.trained:
+                value = gather_frozen(parameter)
                 if self.run.is_main:
-                    found[name] = value
-        first = {id(parameter): name for name, parameter in reversed(list(self.named.items()))}
+                    weights[name] = value
+        first_names = {id(parameter): name for name, parameter in reversed(list(self.trained.items()))}
         for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
-            if self.run.is_main and id(parameter) in first:  # tied ones have several names
-                found[name] = trained[first[id(parameter)]]
-        return found
+            if self.run.is_main and id(parameter) in first_names:  # a tied parameter has several names
+                weights[name] = masters[first_names[id(parameter)]]
+        return weights
 
 
-def prepared(run: RunView) -> tuple[Any, Any]:
-    """(DeepSpeed's engine, its optimizer) of the run's model, whose fp32 values become the masters: none is rounded away."""
+def prepare(run: RunView) -> tuple[Any, Any]:
+    """(DeepSpeed's engine, its optimizer) for the run's model. The fp32 masters get the weights before they are rounded."""
     config = run.accelerator.state.deepspeed_plugin.deepspeed_config
     config["train_micro_batch_size_per_gpu"] = run.batch.train
     config["train_batch_size"] = run.batch.train * run.world_size
@@ -187,7 +196,7 @@ def prepared(run: RunView) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def set_masters(parameters: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-    """The fp32 values that are stepped on, and the weights that the model computes with."""
+    """Set the fp32 masters and the weights of `parameters` to `values`, by name."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -204,7 +213,7 @@ def set_masters(parameters: Mapping[str, Any], values: Mapping[str, Tensor]) -> 
 
 
 def set_moments(parameter: Any, key: str, value: Tensor) -> None:
-    """A tensor of the optimizer's state, of which this rank keeps its part."""
+    """Set the optimizer state `key` of `parameter` to the whole tensor `value`; this rank keeps its part."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     value = value.to(parameter.device)
@@ -215,15 +224,17 @@ def set_moments(parameter: Any, key: str, value: Tensor) -> None:
 
 
 def own_part(value: Tensor) -> Tensor:
-    """This rank's of the equal parts that stage 3 cuts a tensor into, the last one filled up: DeepSpeed's own setter of whole
-    tensors reads beyond the end of one whose elements the ranks do not divide."""
+    """This rank's part of `value` in stage 3, flat: equal parts, the last one padded with zeros.
+
+    DeepSpeed's setter of whole tensors reads beyond the end if the number of ranks does not divide the number of elements.
+    """
     size = -(-value.numel() // dist.get_world_size())
     flat = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
     return flat.narrow(0, size * dist.get_rank(), size)
 
 
-def gathered(parameter: Any) -> Tensor:
-    """A copy of a frozen parameter in the host's memory, whole."""
+def gather_frozen(parameter: Any) -> Tensor:
+    """A copy of a frozen parameter in host memory, unsharded."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
     from deepspeed.runtime.zero import GatheredParameters

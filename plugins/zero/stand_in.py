@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO holds on a device, on tensors that no kernel of it can run on: for the memory planner."""
+"""StandIn: allocates what DeepSpeed's ZeRO allocates on a device, for the memory planner, whose fake tensors it cannot use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hwopt.plugin import RunView
 
 
 class StandIn(Engine):
-    """Gradients go into this rank's partition as they come; the update steps on flat fp32 masters, a group at a time."""
+    """Backward copies each gradient into this rank's partition. The optimizer updates flat fp32 masters, group by group."""
 
     def __init__(self, run: RunView, *, stage: int, ranks: int, offload: bool, host: bool, bucket: int) -> None:
-        """`bucket`: elements that are reduced at once; `host`: what is offloaded counts, for this is a CPU."""
+        """`bucket`: elements that are reduced at once. `host`: the device is a CPU, so offloaded tensors count too."""
         super().__init__(run)
         self.stage, self.ranks, self.offload, self.bucket_elements = stage, ranks, offload and not host, bucket
         precision = run.recipe.accelerator.get("mixed_precision", "no")
@@ -28,21 +28,22 @@ class StandIn(Engine):
         for group, master in zip(run.optimizer.param_groups, self.flat_masters, strict=True):
             group["params"] = [master]
         self.parameters, self.zeroed = self.flat_masters, [*self.flat_masters, *trained]
-        self.held = self.offload_buffers(trained, offload, host)
-        self.kept: dict[Tensor, Tensor] = {}
+        self.offloaded = self.offload_buffers(trained, offload, host)
+        self.gradient_parts: dict[Tensor, Tensor] = {}
+        """Parameter -> this rank's part of its gradient."""
         self.bucket: Tensor | None = None
-        if stage == 3:  # which keeps both from the beginning to the end
+        if stage == 3:  # stage 3 allocates both once
             self.bucket = torch.zeros(bucket, dtype=self.dtype)
             self.own_gradients = [self.partition(group, self.dtype) for group in self.groups]
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self.keep)
+            parameter.register_post_accumulate_grad_hook(self.store_gradient)
 
     def partition(self, group: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """This rank's part of a group, flat; empty where it lies in the host's memory."""
+        """A flat tensor of the size of this rank's part of `group`; empty if it is offloaded to the host."""
         return torch.zeros(0 if self.offload else ceil(sum(p.numel() for p in group) / self.ranks), dtype=dtype)
 
     def offload_buffers(self, trained: list[Tensor], offload: bool, host: bool) -> list[Tensor]:
-        """The largest gradient on the device; on the host its copy, all gradients in fp32, the weights on their way back."""
+        """The buffers of offloading: the largest gradient on the device; on the host its copy, fp32 gradients and new weights."""
         if not offload:
             return []
         largest = max(p.numel() for p in trained)
@@ -52,33 +53,36 @@ class StandIn(Engine):
         flat = [self.partition(group, dtype) for group in self.groups for dtype in (torch.float32, self.dtype)]
         return [*on_device, torch.zeros(largest, dtype=self.dtype), *flat]
 
-    def keep(self, parameter: Tensor) -> None:
-        """This rank's part of a gradient, which is then freed; an offloaded one is on the host already."""
+    def store_gradient(self, parameter: Tensor) -> None:
+        """Keep this rank's part of the gradient of `parameter` and free the gradient. Offloaded parts are not counted here."""
         gradient = parameter.grad
-        assert gradient is not None, "called when there is one"
+        assert gradient is not None, "the hook runs after the gradient is accumulated"
         parameter.grad = None
         if self.bucket is None:
             self.bucket = torch.empty(self.bucket_elements, dtype=self.dtype)
-        if self.stage < 3 and not self.offload and parameter not in self.kept:
+        if self.stage < 3 and not self.offload and parameter not in self.gradient_parts:
             ranks = self.ranks if self.stage >= 2 else 1
-            self.kept[parameter] = gradient if ranks == 1 else gradient.flatten()[: ceil(gradient.numel() / ranks)].clone()
+            self.gradient_parts[parameter] = (
+                gradient if ranks == 1 else gradient.flatten()[: ceil(gradient.numel() / ranks)].clone()
+            )
 
     def flat_gradients(self, number: int) -> Tensor:
-        """This rank's part of those of a group."""
+        """This rank's part of the gradients of group `number`, flat."""
         if self.stage == 3:
             return self.own_gradients[number]
-        kept = [self.kept.pop(p).flatten() for p in self.groups[number] if p in self.kept]
-        return torch.cat(kept)[: self.flat_masters[number].numel()]
+        parts = [self.gradient_parts.pop(p).flatten() for p in self.groups[number] if p in self.gradient_parts]
+        return torch.cat(parts)[: self.flat_masters[number].numel()]
 
     def earlier_gradients(self) -> None:
-        """As after a first micro-batch."""
+        """Allocate the gradients as they are after a first micro-batch."""
         for parameter in (p for group in self.groups for p in group):
             parameter.grad = torch.zeros_like(parameter)
-            self.keep(parameter)
+            self.store_gradient(parameter)
         self.release_bucket()
 
     def release_bucket(self) -> None:
-        if self.stage == 2:  # stage 1 keeps it until the update
+        """Free the bucket after a micro-batch, as stage 2 does."""
+        if self.stage == 2:  # stage 1 frees it at the update
             self.bucket = None
 
     def backward(self, loss: Tensor, loss_weight: float) -> None:
@@ -88,12 +92,12 @@ class StandIn(Engine):
     def finish(self) -> None:
         for number, (group, master) in enumerate(zip(self.groups, self.flat_masters, strict=True)):
             for parameter in (p for p in group if p.grad is not None):
-                self.keep(parameter)
+                self.store_gradient(parameter)
             if self.stage < 3:
                 self.bucket = None
             if not self.offload:
                 master.grad = self.flat_gradients(number).to(master.dtype)
-        for event in self.on_gradients:  # the planner labels gradients there
+        for event in self.on_gradients:  # the memory planner labels gradients in this event
             event(self.run)
         self.optimizer.step()
         self.scheduler.step()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.distributed.data_parallel import DataParallelEngine, bucketed
+from hwopt.distributed.data_parallel import DataParallelEngine, make_buckets
 
 
 def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
@@ -22,13 +22,13 @@ def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
             parameter.grad = torch.randn(len(parameter)).to(parameter.dtype)
         expected = [None if p.grad is None else p.grad.clone() for p in parameters]
         engine = DataParallelEngine.__new__(DataParallelEngine)
-        engine.reduced, engine.buckets = parameters, list(bucketed(parameters, 64))
-        engine.present = torch.tensor([1, 1, 1, 1, 0])
+        engine.trained, engine.buckets = parameters, list(make_buckets(parameters, 64))
+        engine.has_gradient = torch.tensor([1, 1, 1, 1, 0])
         engine.reduce()
         for parameter, value in zip(parameters, expected, strict=True):
             assert (parameter.grad is None) == (value is None)
             assert value is None or torch.equal(parameter.grad, value)  # type: ignore[arg-type]
-        engine.present[4] = 1  # another rank has one
+        engine.has_gradient[4] = 1  # another rank has one
         engine.reduce()
         assert torch.equal(parameters[4].grad, torch.zeros(2))  # type: ignore[arg-type]
     finally:
@@ -38,7 +38,7 @@ def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=20), st.integers(4, 200))
 def test_buckets_hold_every_tensor_once_in_order(sizes: list[tuple[int, bool]], most: int) -> None:
     tensors = [torch.empty(size, dtype=torch.float32 if full else torch.float16) for size, full in sizes]
-    buckets = list(bucketed(tensors, most))
+    buckets = list(make_buckets(tensors, most))
     assert [id(tensor) for bucket in buckets for tensor in bucket] == [id(tensor) for tensor in tensors]
     for bucket in buckets:
         assert len({tensor.dtype for tensor in bucket}) == 1

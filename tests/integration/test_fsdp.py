@@ -30,7 +30,7 @@ from hwopt_plugins.fsdp import Fsdp, engine
 
 def on_hosts(half: bool) -> None:
     """Make this process, a rank, shard between CPUs."""
-    by_accelerate = engine.sharded
+    by_accelerate = engine.shard_model
 
     def sharded(run: Any) -> Any:
         state = run.accelerator.state
@@ -41,7 +41,7 @@ def on_hosts(half: bool) -> None:
             run.scaler = torch.amp.GradScaler("cpu")
         return by_accelerate(run)
 
-    engine.sharded = sharded
+    engine.shard_model = sharded
     Fsdp.probe = lambda self, context: Decision.apply("between CPUs")  # type: ignore[method-assign]
 
 

@@ -86,7 +86,7 @@ class Work:
 def bits(run: Path) -> dict[str, str]:
     """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
     assert storage.find_corruption(run / "final") == ""
-    last = resume.in_folder(run)[0]
+    last = resume.list_checkpoints(run)[0]
     assert last.name == f"checkpoint-{LAST}"
     return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
 
@@ -383,7 +383,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
     for _ in range(times):
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir()
-        last, before = resume.in_folder(undisturbed)[:2]
+        last, before = resume.list_checkpoints(undisturbed)[:2]
         shutil.copytree(last, run / last.name)
         shutil.copytree(before, run / before.name)
         what = damage_one(run / last.name, chance)
@@ -392,7 +392,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
         assert found is not None, what
         assert found.folder.name == before.name, what
         assert len(said) == 1, what
-        assert "is not whole" in said[0], what
+        assert "is corrupt" in said[0], what
     figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
 
 

@@ -105,7 +105,7 @@ class Work:
 def bits(run: Path) -> dict[str, str]:
     """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
     assert storage.find_corruption(run / "final") == ""
-    last = resume.in_folder(run)[0]
+    last = resume.list_checkpoints(run)[0]
     assert last.name == f"checkpoint-{LAST}"
     return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
 
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_at_a_log_point_leaves_no_gap_in_the_log(work: Work, un
         patched.setattr(Telemetry, "start_row", dies)
         first, second = work.forked("log-point")
         assert (ended(second), ended(first)) == (-9, 9)
-    assert resume.in_folder(work.run("log-point"))[0].name == "checkpoint-30"
+    assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
     work.goes_on_exactly("log-point", undisturbed, saved_alone=True)
 
 
@@ -371,7 +371,7 @@ def test_ranks_outlive_no_launcher(work: Work, undisturbed: Path, accelerate: bo
     launch.ended()
     until(lambda: not launch.left(), within=60)
     assert status(launch.run)["exit_code"] == 143, launch.output
-    assert resume.in_folder(launch.run)
+    assert resume.list_checkpoints(launch.run)
     work.goes_on_exactly(launch.name, undisturbed)
 
 

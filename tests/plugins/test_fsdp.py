@@ -152,19 +152,19 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
     model = AutoModel.from_config(load_config(None, config))
     assert layer_classes(model) == wanted  # BertEmbeddings stands in the same list, but the embedding is sharded by itself
     model._no_split_modules = None
-    with pytest.raises(PluginError, match="names no layers"):
+    with pytest.raises(PluginError, match="does not name the layers"):
         layer_classes(model)
 
 
 def test_without_ranks_it_says_how_to_start_them() -> None:
     from accelerate import Accelerator
 
-    from hwopt.training.build import forget
-    from hwopt_plugins.fsdp.engine import sharded
+    from hwopt.training.build import reset_accelerate
+    from hwopt_plugins.fsdp.engine import shard_model
 
     accelerator = Accelerator(cpu=True)
     try:
         with pytest.raises(PluginError, match="hwopt run --processes N"):
-            sharded(SimpleNamespace(accelerator=accelerator))
+            shard_model(SimpleNamespace(accelerator=accelerator))
     finally:
-        forget(accelerator)
+        reset_accelerate(accelerator)

@@ -133,7 +133,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_once(
         monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
         with pytest.raises(Killed):
             api.execute(make_plan(whole), run, killed, **options)
-    assert resume.in_folder(run)[0].name == "checkpoint-5"
+    assert resume.list_checkpoints(run)[0].name == "checkpoint-5"
     api.execute(make_plan(whole), run, **options)
     assert same(run, whole / "run")
     for key in ("step", "loss", "eval_loss"):
@@ -177,9 +177,9 @@ def test_another_optimizer_is_refused(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("training", "tables", "said"),
     [
-        ({"seed": 7}, {}, "seed was 0, and is 7 now"),
-        ({}, {"batch": {"train": 4, "effective": 8}}, r"rows a step was 12, and is 8 now.*plugins.batch.effective=12"),
-        ({}, {"group_lengths": {}}, "order was the core, and is plugin 'group_lengths' now"),
+        ({"seed": 7}, {}, "seed was 0 and is now 7"),
+        ({}, {"batch": {"train": 4, "effective": 8}}, r"rows a step was 12 and is now 8.*plugins.batch.effective=12"),
+        ({}, {"group_lengths": {}}, "order was the core and is now plugin 'group_lengths'"),
         ({"max_steps": 4}, {}, r"is of step 6, and the job has 4 steps only"),
     ],
 )
@@ -193,7 +193,7 @@ def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "other")
     path = Path(plan.job.data.train)
     path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
-    with pytest.raises(InputError, match="the data are others than it was trained on, or data.max_length is"):
+    with pytest.raises(InputError, match="The data or data.max_length changed"):
         gone_on(whole, 6, tmp_path / "run", plan)
 
 
@@ -211,7 +211,7 @@ def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     other = gone_back(tmp_path / "run", tmp_path / "other", 6)
     AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT)).save_pretrained(base)
-    with pytest.raises(InputError, match=r"checkpoint-6: it was trained on other frozen weights .* model\.revision"):
+    with pytest.raises(InputError, match=r"checkpoint-6: the frozen weights of model.name changed .* model\.revision"):
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
@@ -221,14 +221,16 @@ def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_
     plan = make_plan(whole, few, adapter=adapter)
     api.execute(plan, tmp_path / "run", cache=whole / "cache")
     again = gone_back(tmp_path / "run", tmp_path / "again", 6)
-    with pytest.raises(InputError, match=r"plugins\.adapter\.alpha was 16, and is 32 now: .* keep it"):
+    with pytest.raises(InputError, match=r"plugins\.adapter\.alpha was 16 and is now 32.* Keep it"):
         api.execute(make_plan(whole, few, adapter=adapter | {"alpha": 32}), again, cache=whole / "cache", resume=True)
-    with pytest.raises(InputError, match=r"plugins\.adapter was 'in use', and is None now"):
+    with pytest.raises(InputError, match=r"plugins\.adapter was 'in use' and is now None"):
         api.execute(make_plan(whole, few), again, cache=whole / "cache", resume=True)
     recorder = Recorder()
     other = make_plan(whole, few, adapter=adapter, dataloader={"workers": 0}, batch={"train": 6, "effective": 12})
     api.execute(other, again, recorder, cache=whole / "cache", resume=True)
-    assert recorder.warnings == ["not as the run was begun: plugins.batch.train was 4 and is 6; plugins.dataloader was not there"]
+    assert recorder.warnings == [
+        "Settings changed since the run started: plugins.batch.train was 4 and is 6; plugins.dataloader is new"
+    ]
 
 
 def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
@@ -283,10 +285,10 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
     """Every so many minutes; the newest are kept."""
     training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
     api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
-    assert [path.name for path in resume.in_folder(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
+    assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
     assert same(tmp_path / "run", whole / "run")
     api.execute(make_plan(whole, training | {"save_minutes": 0}), tmp_path / "never", cache=whole / "cache")
-    assert not resume.in_folder(tmp_path / "never")
+    assert not resume.list_checkpoints(tmp_path / "never")
 
 
 @pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
@@ -309,7 +311,7 @@ def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypat
     recorder = Recorder()
     plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
     api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
-    assert [path.name for path in resume.in_folder(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
+    assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
     (said,) = recorder.warnings
     assert "of the host's memory while it is written" in said
 
@@ -364,14 +366,14 @@ def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
 def test_a_complete_run_is_not_another_one(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
-    with pytest.raises(InputError, match="seed was 0, and is 5 now"):
+    with pytest.raises(InputError, match="seed was 0 and is now 5"):
         api.execute(make_plan(whole, {"seed": 5}), run, cache=whole / "cache", resume=True)
 
 
 def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
-    for path in resume.in_folder(run)[: LAST - 6]:
+    for path in resume.list_checkpoints(run)[: LAST - 6]:
         shutil.rmtree(path)
     recorder = Recorder()
     api.execute(make_plan(whole, {"max_steps": 14}), run, recorder, cache=whole / "cache", resume=True)
@@ -381,10 +383,10 @@ def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path:
 def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) -> None:
     """Also when it is asked again, as scripts do."""
     run = gone_back(whole / "run", tmp_path / "run", 2)
-    for path in resume.in_folder(run):
+    for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"is whole; set aside as damaged: checkpoint-1.damaged, .*--fresh"):
+        with pytest.raises(StorageError, match=r"are corrupt, renamed to: checkpoint-1.damaged, .*--fresh"):
             api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
     assert not (run / "final").exists()
 
@@ -416,17 +418,17 @@ def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path
 
     api.execute(make_plan(whole), tmp_path / "run", Listening(), cache=whole / "cache", resume=True)
     assert same(tmp_path / "run", whole / "run")
-    assert said == [f"there is no checkpoint in {tmp_path / 'run'}: the run begins at its start"]
+    assert said == [f"{tmp_path / 'run'} has no checkpoint: starting from step 1"]
 
 
 def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache")
-    assert resume.in_folder(run)[0].name == "checkpoint-6"
+    assert resume.list_checkpoints(run)[0].name == "checkpoint-6"
     api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
     assert same(run, whole / "run")
-    assert resume.in_folder(tmp_path / "run.old")[0].name == "checkpoint-6"
+    assert resume.list_checkpoints(tmp_path / "run.old")[0].name == "checkpoint-6"
 
 
 def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
@@ -458,7 +460,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path
     run = gone_back(whole / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
     for target in (run, tmp_path / "other"):
-        with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is not whole: .* --resume"):
+        with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is corrupt: .* --resume"):
             api.execute(make_plan(whole), target, cache=whole / "cache", resume=run / "checkpoint-6")
     assert (run / "checkpoint-6").is_dir()
     assert not (tmp_path / "other" / "checkpoint-6").exists()
@@ -477,16 +479,16 @@ def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     recorder = Recorder()
     api.execute(make_plan(whole), run, recorder, cache=whole / "cache", resume=True)
-    assert "checkpoint-6 is not whole: model.safetensors does not match its SHA-256" in recorder.warnings[0]
+    assert "checkpoint-6 is corrupt: model.safetensors does not match its SHA-256" in recorder.warnings[0]
     assert (run / "checkpoint-6.damaged").is_dir()
     assert same(run, whole / "run")
 
 
 def test_no_whole_checkpoint_is_said(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 2)
-    for path in resume.in_folder(run):
+    for path in resume.list_checkpoints(run):
         (path / "config.json").unlink()
-    with pytest.raises(StorageError, match=r"no checkpoint in .* is whole.*config.json is missing.*--fresh"):
+    with pytest.raises(StorageError, match=r"all checkpoints in .* are corrupt.*config.json is missing.*--fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
 
 
@@ -530,7 +532,7 @@ def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Pat
     """Its manifest is right; what it holds is not what hwopt writes."""
     monkeypatch.chdir(tmp_path)
     run = gone_back(whole / "run", tmp_path / "run", 6)
-    for path in resume.in_folder(run)[1:]:
+    for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
     HOSTILE[name](checkpoint)
@@ -562,7 +564,7 @@ def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: P
         with pytest.raises(SystemExit):
             api.execute(plan, run, AtTheEnd(), cache=whole / "cache")
     message = json.loads((run / "status.json").read_text())["message"]
-    found = [path.name for path in resume.in_folder(run)]
+    found = [path.name for path in resume.list_checkpoints(run)]
     if moment == "before":
         assert (message, found) == (f"terminated after step {LAST}, saved; resume with --resume", [f"checkpoint-{LAST}"])
     else:
@@ -598,12 +600,12 @@ def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: P
 def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
-        path = resume.in_folder(run)[0] / place
+        path = resume.list_checkpoints(run)[0] / place
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-    assert storage.find_corruption(resume.in_folder(run)[0]) == ""
-    (resume.in_folder(run)[0] / "more.json").write_text("{}")
-    assert "more.json" in storage.find_corruption(resume.in_folder(run)[0])
+    assert storage.find_corruption(resume.list_checkpoints(run)[0]) == ""
+    (resume.list_checkpoints(run)[0] / "more.json").write_text("{}")
+    assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])
 
 
 def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:

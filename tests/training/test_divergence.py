@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hwopt.config.job import Training
 from hwopt.errors import NonFiniteError
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.divergence import ENOUGH, RECENT, Course, DivergenceMonitor, numbers, spike_above
+from hwopt.training.divergence import ENOUGH, RECENT, DivergenceMonitor, LoggedInterval, LossHistory, list_steps, spike_above
 
 LOSSES = st.floats(0.01, 20.0)
 
@@ -31,32 +31,32 @@ def test_spike_limit_is_above_the_median_and_robust_to_outliers(recent: list[flo
 @given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
 def test_a_long_spike_is_reported_once(seed: int, length: int, height: float) -> None:
     noise = random.Random(seed)
-    course = Course()
+    history = LossHistory()
     calm = [2.0 * 0.99**step * (1 + noise.uniform(-0.05, 0.05)) for step in range(60)]
-    assert not any(course.jumped(loss) for loss in calm), "noise is not a spike"
-    assert [course.jumped(calm[-1] + height) for _ in range(length)] == [True] + [False] * (length - 1)
-    assert not any(course.jumped(loss) for loss in calm[-10:])
-    assert course.jumped(calm[-1] + height), "a second spike"
+    assert not any(history.spike_starts(loss) for loss in calm), "noise is none"
+    assert [history.spike_starts(calm[-1] + height) for _ in range(length)] == [True] + [False] * (length - 1)
+    assert not any(history.spike_starts(loss) for loss in calm[-10:])
+    assert history.spike_starts(calm[-1] + height), "another one"
 
 
-def test_a_loss_that_stays_high_becomes_the_new_level() -> None:
-    course = Course()
-    jumps = [course.jumped(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
+def test_a_level_that_stays_is_the_runs_own() -> None:
+    history = LossHistory()
+    jumps = [history.spike_starts(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
     assert [number for number, jumped in enumerate(jumps) if jumped] == [10, 70]
 
 
-def test_the_first_log_points_are_never_spikes() -> None:
-    course = Course()
-    assert not any(course.jumped(loss) for loss in [9.0, 0.1, 50.0, 0.1])
+def test_nothing_is_a_spike_before_there_is_a_course() -> None:
+    history = LossHistory()
+    assert not any(history.spike_starts(loss) for loss in [9.0, 0.1, 50.0, 0.1])
 
 
-def observe(monitor: DivergenceMonitor, step: int, norms: list[float], **given: Any) -> tuple[list[str], NonFiniteError | None]:
-    rest: dict[str, Any] = {"lost": 0, "loss": 1.0, "scale": None} | given
-    training = Training(**rest.pop("training", {}))
-    return monitor.saw(training, 1_000, step, norms, **rest)
+def observe(
+    monitor: DivergenceMonitor, step: int, norms: list[float], training: dict[str, Any] | None = None, **given: Any
+) -> tuple[list[str], NonFiniteError | None]:
+    return monitor.observe(Training(**training or {}), 1_000, LoggedInterval(step, norms, loss=1.0, **given))
 
 
-def test_a_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
+def test_a_loss_scaler_may_leave_out_what_overflows() -> None:
     nan, monitor = float("nan"), DivergenceMonitor()
     assert observe(monitor, 10, [nan] * 10, scale=64.0) == ([], None)
     assert observe(monitor, 50, [nan] * 40, scale=64.0) == ([], None)
@@ -64,16 +64,25 @@ def test_a_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     assert "51 updates in a row were not finite up to step 51" in str(error)
     _, error = observe(DivergenceMonitor(), 1, [1.0], scale=0.5)
     assert "loss scale 0.5" in str(error)
-    _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1)
+    _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1)
     assert "the loss was not finite at or before step 1" in str(error)
-    said, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, lost=1, training={"on_nonfinite": "skip"})
+    said, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
     assert error is None
     assert "the loss of 1 micro-batch(es) was not finite" in said[0]
 
 
-def test_long_lists_of_steps_are_shortened() -> None:
-    assert numbers([3]) == "3"
-    assert numbers(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
+def test_list_steps() -> None:
+    assert list_steps([3]) == "3"
+    assert list_steps(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
+
+
+def test_state_dict_has_the_keys_of_version_0_1() -> None:
+    state = {"skipped": 2, "in_a_row": 1, "lost": 3, "course": {"recent": [2.0, 1.5], "began": 2.0, "above": 4}}
+    monitor = DivergenceMonitor()
+    monitor.load_state_dict(state)
+    assert (monitor.skipped_updates, monitor.in_a_row, monitor.nonfinite_losses) == (2, 1, 3)
+    assert monitor.history == LossHistory([2.0, 1.5], 2.0, 4)
+    assert monitor.state_dict() == state
 
 
 @pytest.mark.parametrize("follows", ["warn", "stop", "off"])
@@ -85,7 +94,9 @@ def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, 
     job = tiny_job(tmp_path / "data", max_steps=12, loss_spike=follows, max_grad_norm=0)
     plan = plan_for(tiny_profile(), job)
     if follows == "stop":
-        with pytest.raises(NonFiniteError, match=r"the loss rose to [\d.e+]+ at step \d+; over the log points.*diverged"):
+        with pytest.raises(
+            NonFiniteError, match=r"the loss rose to [\d.e+]+ at step \d+; the median of the log points.*diverged"
+        ):
             train_tiny(plan, tmp_path)
         return
     heard = train_tiny(plan, tmp_path)

@@ -195,7 +195,7 @@ def test_nonfinite_update_is_skipped(
         assert [row["skipped_updates"] for row in rows if "skipped_updates" in row][-1] == 1
         assert all(math.isfinite(row["loss"]) for row in rows), "the mean counts finite losses only"
         assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
-        assert [line for line in heard.warnings if f"at step {draw.step}: the update was left out" in line], heard.warnings
+        assert [line for line in heard.warnings if f"at step {draw.step}: the update was skipped" in line], heard.warnings
     figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
 
 
@@ -218,7 +218,7 @@ def test_logged_loss_is_the_mean_of_the_finite_micro_batches(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("training", "steps", "message"),
     [
-        ({}, [3], r"a gradient was not finite at step 3; the update was not made.*on_nonfinite = 'skip'"),
+        ({}, [3], r"a gradient was not finite at step 3; the update was skipped.*on_nonfinite = 'skip'"),
         ({"on_nonfinite": "skip", "nonfinite_limit": 2, "nonfinite_share": 1.0}, [2, 3, 4], "3 updates in a row.*to step 4"),
         ({"on_nonfinite": "skip"}, [2, 4], r"2 of 6 updates.*up to step 4.*nonfinite_share = 0\.1 allows 1"),
     ],
@@ -238,7 +238,7 @@ def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> N
     plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_share=0.5)
     _, heard, rows = trained(plan, tmp_path)
     assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
-    assert sum("was left out" in line for line in heard.warnings) == 3, "one line per log point"
+    assert sum("was skipped" in line for line in heard.warnings) == 3, "one line a log point"
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) ->
     run, heard, rows = trained(planned(tmp_path, tables, poison, on_nonfinite="skip"), tmp_path)
     assert all(torch.isfinite(p).all() for p in run.engine.parameters)
     assert rows[-1]["skipped_updates"] == 1
-    assert any("at step 3: the update was left out" in line for line in heard.warnings)
-    # the other updates equal those of a run without ZeRO
+    assert any("at step 3: the update was skipped" in line for line in heard.warnings)
+    # the updates that were made are those of a run without ZeRO
     again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
     _, _, plain = trained(again, tmp_path / "plain")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-2 if dtype == "bf16" else 1e-5)
@@ -287,7 +287,7 @@ def test_telemetry_state_is_json_and_restores_in_a_log_interval(tmp_path: Path) 
         rows += [row] if (row := loop.telemetry.flush()) else []
     for key in ("step", "loss", "grad_norm", "skipped_updates", "nonfinite_losses"):
         assert [row[key] for row in rows] == [row[key] for row in whole], key
-    assert loop.telemetry.divergence.skipped == 2
+    assert loop.telemetry.divergence.skipped_updates == 2
 
 
 def test_nonfinite_update_applied_by_deepspeed_ends_the_run() -> None:
@@ -300,5 +300,5 @@ def test_nonfinite_update_applied_by_deepspeed_ends_the_run() -> None:
     engine.deepspeed = SimpleNamespace(
         step=lambda: None, optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: math.nan
     )
-    with pytest.raises(NonFiniteError, match=r"DeepSpeed .* has made an update with a gradient that is not finite"):
+    with pytest.raises(NonFiniteError, match=r"DeepSpeed .* updated the weights with a gradient that is not finite"):
         engine.finish()
