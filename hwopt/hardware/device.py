@@ -104,7 +104,7 @@ class Hardware:
                 return Capability(True, "torch has a CPU kernel")
             case "fp16":
                 return Capability(
-                    False, "no CUDA device; fp16 on a CPU has no fast kernels, and Accelerate would silently train in fp32"
+                    False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
                 )
             case _:
                 return Capability(
