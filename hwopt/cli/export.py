@@ -45,7 +45,7 @@ def export(
     output: Path | None,
     force: bool,
 ) -> None:
-    begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], job, assignments, memory_limit)
     from hwopt import api
     from hwopt.interop import files
     from hwopt.memory.communication import Ranks
@@ -62,6 +62,7 @@ def export(
         strict=strict,
         memory_limit=memory_limit,
         world_size=ranks.number,
+        inputs=inputs,
     )
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
     for remark in files.remarks(plan):

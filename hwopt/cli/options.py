@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hwopt.model.remote_code import trust_only
 from hwopt.text import printable
+
+if TYPE_CHECKING:
+    from hwopt.planning.inputs import Inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -55,14 +58,16 @@ def say(text: str, err: bool = False) -> None:
     click.echo(printable(text), err=err)
 
 
-def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
-    """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
+def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> Inputs:
+    """The command's inputs, checked. Runs before torch is imported, which takes seconds; also quiets the libraries."""
     quiet_libraries()
     from hwopt.interop.launcher_environment import refuse_odd_switches
-    from hwopt.planning.inputs import refuse_mistakes
+    from hwopt.planning.inputs import Inputs, refuse_mistakes
 
     refuse_odd_switches(os.environ)
-    refuse_mistakes(profiles, job, assignments, memory_limit)
+    inputs = Inputs()
+    refuse_mistakes(inputs, profiles, job, assignments, memory_limit)
+    return inputs
 
 
 def quiet_libraries() -> None:

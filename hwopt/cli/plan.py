@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     "--nodes", type=click.IntRange(min=1), help="Nodes that the ranks are spread over: what ZeRO and FSDP would need and send."
 )
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
+@click.option("--values", is_flag=True, help="Also list every value and the place that it came from.")
 @format_option
 def plan(
     job: Path | None,
@@ -50,9 +51,10 @@ def plan(
     world_size: int,
     nodes: int | None,
     measure: bool,
+    values: bool,
     format_: str,
 ) -> None:
-    begin(profiles, job, assignments, memory_limit)
+    inputs = begin(profiles, job, assignments, memory_limit)
     from hwopt import api
     from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side
@@ -72,6 +74,7 @@ def plan(
                 strict=strict,
                 memory_limit=memory_limit,
                 world_size=world_size,
+                inputs=inputs,
             )
 
         return api.with_memory(resolved(), resolved, measure=measure)
@@ -94,5 +97,6 @@ def plan(
     show_memory(console, plans[0])
     for comparison in parallel:
         show_parallel(console, comparison)
-    console.print()
-    show_values(console, plans[0])
+    if values:
+        console.print()
+        show_values(console, plans[0])

@@ -11,7 +11,7 @@ import click
 from hwopt.cli.options import format_option, say
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError
-from hwopt.text import nearest
+from hwopt.text import nearest, short_place
 
 
 @click.group(invoke_without_command=True, help="List the profiles, or show one.")
@@ -49,12 +49,12 @@ def list_profiles(format_: str) -> None:
 @click.argument("name")
 @format_option
 def show(name: str, format_: str) -> None:
-    from hwopt.config.profile import load_profile
+    from hwopt.planning.inputs import Inputs
 
     files = profile_files()
     if name not in files and not name.endswith(".toml"):
         raise InputError(f"no profile {name[:60]!r} is installed.{nearest(name, files)} `hwopt profiles` lists all")
-    profile = load_profile(name, files)
+    profile = Inputs().profile(name)
     data = profile.document.data
     if format_ == "json":
         click.echo(json.dumps(data, indent=2, default=str))
@@ -70,4 +70,4 @@ def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
         if isinstance(value, dict) and value:
             yield from leaves(value, path, place)
         else:
-            yield ".".join(path), value, place(path).replace("\\", "/").rsplit("/", 1)[-1]
+            yield ".".join(path), value, short_place(place(path))

@@ -48,7 +48,7 @@ def run(
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
-    begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], job, assignments, memory_limit)
     from hwopt.planning.inputs import refuse_missing_data
     from hwopt.runs.folder import run_folder
     from hwopt.runs.launch import ranks_to_start, run_ranks
@@ -62,7 +62,7 @@ def run(
     ranks = 1 if processes is None else ranks_to_start(processes, os.environ)
     refuse_missing_rendezvous(os.environ)
     rank, world_size = rank_and_world(os.environ)
-    refuse_missing_data(job, assignments)
+    refuse_missing_data(inputs.job(job, assignments))
     if ranks > 1:
         ending = run_ranks(ranks, typed)
         if ending.message:
@@ -85,6 +85,7 @@ def run(
             memory_limit=memory_limit,
             world_size=world_size,
             before=before,
+            inputs=inputs,
         )
 
     if resume_from is not None:

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from hwopt.config.toml import Document, override, parse_assignment, read_toml
+from hwopt.config.renames import job_key, with_assignments
+from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
 from hwopt.system.paths import path_kind
@@ -145,7 +146,7 @@ class Training(Table):
     """What follows an update that is left out because a gradient is not finite, or a loss that is not."""
     nonfinite_limit: int = Field(default=50, ge=1)
     """Updates in a row that may be left out, by "skip" or by a loss scaler."""
-    nonfinite_share: float = Field(default=0.1, gt=0, le=1)
+    nonfinite_fraction: float = Field(default=0.1, gt=0, le=1)
     """Of the run's updates, those that "skip" may leave out in all; one always."""
     loss_spike: Literal["warn", "stop", "off"] = "warn"
     """What follows a logged loss that is far above the recent ones."""
@@ -204,7 +205,7 @@ def placed(error: InputError, place: Callable[..., str]) -> InputError:
     return type(error)(f"{where}: {error}") if where else error
 
 
-def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
+def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path], Document] = read_toml) -> JobFile:
     """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
     kind = path_kind(path, "JOB")
     if kind == "folder":
@@ -213,12 +214,12 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
         raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
-    document = read_toml(path)
+    document = read(path)
     if (plugins := document.data.get("plugins")) is not None:
         first = next(iter(plugins), "") if isinstance(plugins, dict) else ""
         raise InputError(
-            f"{document.place(('plugins', first))}: plugins: a job has no plugins; give them in a profile, or as "
-            "--set plugins.precision.dtype=bf16 and the like"
+            f"{document.place(('plugins', first))}: plugins: a job has no plugins; "
+            "give them in a profile, or with --set plugins.NAME.OPTION=VALUE"
         )
     return make_job(document, assignments)
 
@@ -249,7 +250,7 @@ def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
             raise InputError(
                 f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
             )
-    document = override(without_alternatives(document, assignments), assignments, TABLES)
+    document = with_assignments(without_alternatives(document, assignments), assignments, TABLES, job_key)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises
     return JobFile(job, document)

@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Document:
     lines: Mapping[Key, int] = field(default_factory=dict)
     places: Mapping[Key, str] = field(default_factory=dict)
     """Keys that came from elsewhere (a parent profile, `--set`), with that place."""
+    notes: tuple[str, ...] = ()
+    """Shown to the user with the plan, such as the new name of a renamed key."""
 
     def place(self, key: Key) -> str:
         """`file:line` of `key`, or of the table around it."""
@@ -179,22 +181,19 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
         return parts, value.strip()
 
 
-def override(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
-    """`document` with every `--set` whose first key is in `tables`; a later one wins over an earlier one."""
+def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Document:
+    """`document` with every (key, value) of `--set`; a later one wins over an earlier one."""
     data: dict[str, Any] = json.loads(json.dumps(document.data, default=json_default))
     places = dict(document.places)
-    for assignment in assignments:
-        key, value = parse_assignment(assignment)
-        if key[0] not in tables:
-            continue
+    for key, value in assignments:
         inner = data
         for depth, part in enumerate(key[:-1], 1):
             if part not in inner:
                 places[key[:depth]] = "--set"
             step = inner.setdefault(part, {})
             if not isinstance(step, dict):
-                raise InputError(f"--set {truncate(assignment)}: {part!r} is a value, not a table")
+                raise InputError(f"--set {truncate('.'.join(key))}: {part!r} is a value, not a table")
             inner = step
         inner[key[-1]] = value
         places[key] = "--set"
-    return Document(document.name, data, document.lines, places)
+    return replace(document, data=data, places=places)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_regular_file
@@ -23,7 +24,7 @@ ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "megatron_lm_plugin"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "parallelism_config"),
 }
-"""Variable -> what it asks for, and the option of the Accelerator that a plan has it by."""
+"""Variable of Accelerate's launcher -> the engine that it requests, and the argument of `Accelerator` that selects the engine."""
 
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
@@ -91,22 +92,24 @@ def refuse_contradictions(
     if (precision := asked("ACCELERATE_MIXED_PRECISION")) and precision != mixed:
         problems.add(
             f"ACCELERATE_MIXED_PRECISION={precision} contradicts the plan, in which Accelerate's mixed precision is {mixed!r}. "
-            "Leave --mixed_precision out of the launcher, or set plugins.precision.dtype."
+            f"Leave --mixed_precision out of the launcher, or set {option_for('mixed_precision')}."
         )
     if backend := asked("ACCELERATE_DYNAMO_BACKEND"):
         problems.add(
             f"ACCELERATE_DYNAMO_BACKEND={backend} would compile outside of the plan. "
-            "Leave --dynamo_backend out of the launcher, or use the plugin `compile`."
+            f"Leave --dynamo_backend out of the launcher, or set {option_for('torch_compile')}."
         )
     if steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         problems.add(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: the plan cuts each step itself. "
-            "Leave it out of the launcher, or set plugins.batch.accumulation."
+            f"Leave it out of the launcher, or set {option_for('gradient_accumulation_steps')}."
         )
     for name, (engine, key) in ENGINES.items():
         if environment.get(name, "").strip().lower() in ("1", "true", "yes") and key not in accelerator:
+            option = option_for(engine.lower())
             problems.add(
-                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher."
+                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher"
+                + (f", or set {option}." if option != engine.lower() else ".")
             )
     for name, value in (planned or {}).items():
         given = environment.get(name, "").strip()

@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hwopt.config.aliases import option_for
 from hwopt.config.job import Job, Training
 from hwopt.config.profile import Profile
+from hwopt.config.renames import job_key
+from hwopt.config.toml import Key
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision
 from hwopt.plugin import Context, Plugin
 from hwopt.plugin.recipe import Recipe
-
-if TYPE_CHECKING:  # for an annotation only: it stands to the right of this module
-    from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.plugin.run_view import BatchSizes
+
+if TYPE_CHECKING:
+    from hwopt.planning.memory_plan import MemoryPlan
 
 DEMO = "the embedded demo"
 """The name of the job document that no file holds."""
@@ -86,6 +89,13 @@ class Plan:
         """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""
         return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}
 
+    def rename(self, key: Key) -> Key:
+        """The present name of a key that an earlier version saved: of the job, or of a plugin of this plan."""
+        for entry in self.entries if key[0] == "plugins" else ():
+            if key[1] == entry.name or key[1] in entry.plugin.former_names:
+                return ("plugins", entry.name, *(entry.plugin.renamed_options.get(part, part) for part in key[2:]))
+        return job_key(key)
+
     def applied(self) -> Iterator[PluginDecision]:
         return (entry for entry in self.entries if entry.decision != "skip")
 
@@ -98,7 +108,10 @@ class Plan:
     def batch_option(self, key: str) -> str:
         """The option that sets `recipe.batch[key]`, as `--set` takes it; for messages."""
         author = self.recipe.author_of(f"batch[{key!r}]")
-        return next((f"plugins.{entry.name}.{key}" for entry in self.entries if entry.author == author), f"the {key} batch size")
+        for entry in self.entries:
+            if entry.author == author:
+                return f"plugins.{entry.name}.{key}" if key in type(entry.options).model_fields else f"[plugins.{entry.name}]"
+        return option_for(f"per_device_{key}_batch_size")
 
     def to_dict(self) -> dict[str, Any]:
         """What `plan.json` and `hwopt plan --format json` hold."""

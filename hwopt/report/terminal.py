@@ -16,13 +16,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hwopt.text import printable
+from hwopt.text import printable, short_place
 from hwopt.training.listener import Listener, Row
 
 if TYPE_CHECKING:
     from hwopt.planning.decisions import PluginDecision
+    from hwopt.planning.plan import Plan
     from hwopt.training.run import Run
-from hwopt.planning.plan import Plan
 
 STYLES = {
     "apply": "green",
@@ -196,7 +196,7 @@ def show_values(console: Console, plan: Plan) -> None:
     for dotted, place in sorted(plan.provenance.items()):
         name, key = dotted.split(".", 1)
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
-    shown = ((key, show(value), place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows if value is not None)
+    shown = ((key, show(value), short_place(place)) for key, value, place in rows if value is not None)
     console.print(table(("value", "", "from"), shown, folded=1))
 
 
