@@ -115,9 +115,9 @@ def with_memory(
     registry: Registry | None = None,
     cache: Path | None = None,
 ) -> Plan:
-    """`plan` with its memory (`plan.memory`), and where that does not fit, with the changes that would save some.
+    """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
 
-    `replan` gives the plan with further assignments, as `resolve` does. Without a GPU, weights or a run; takes seconds.
+    `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
     `measure` runs a step on this device instead of predicting it.
     """
     cache = cache or cache_folder()

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they do before anything heavy is imported."""
+"""Options that several commands share, and the checks before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job_options(command: Command) -> Command:
         metavar="MODEL_NAME",
         expose_value=False,
         callback=lambda context, option, names: trust_only(names),
-        help="Run the code that this model brings. Nothing but the command line can say so.",
+        help="Allow this model's custom code (command line only).",
     )(command)
     command = click.argument("job", required=False, type=Path)(command)
     command = click.option(
@@ -46,7 +46,9 @@ def job_options(command: Command) -> Command:
     command = click.option(
         "--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB."
     )(command)
-    return click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
+    return click.option(
+        "--strict", is_flag=True, help="Turn every fallback, every skip and a card that does not match the profile into an error."
+    )(command)
 
 
 def format_option(command: Command) -> Command:
@@ -54,7 +56,7 @@ def format_option(command: Command) -> Command:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print what may come from a file."""
+    """Print a text that may come from a file."""
     click.echo(printable(text), err=err)
 
 
@@ -71,7 +73,7 @@ def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str],
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own remarks off the screen; errors still show."""
+    """Hide the libraries' own notes and warnings; errors still show."""
     import logging
     import warnings
 
@@ -84,7 +86,7 @@ def quiet_libraries() -> None:
 
 
 def quiet_transformers() -> None:
-    """Progress bars of loading have no switch in the environment."""
+    """Turn off transformers' progress bars, which no environment variable controls."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be there."
+    help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be installed."
 )
 @job_options
 @click.option(
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     multiple=True,
     default=("auto",),
     show_default=True,
-    help="A profile's name, a TOML file, or auto; several are compared side by side.",
+    help="A profile's name, a TOML file, or auto; repeat it to compare profiles.",
 )
 @click.option(
     "--hardware",
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     help="Plan for the card, or this machine.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
-@click.option(
-    "--nodes", type=click.IntRange(min=1), help="Nodes that the ranks are spread over: what ZeRO and FSDP would need and send."
-)
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes; shows memory and communication under ZeRO and FSDP.")
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
-@click.option("--values", is_flag=True, help="Also list every value and the place that it came from.")
+@click.option("--values", is_flag=True, help="Also list every value and its source.")
 @format_option
 def plan(
     job: Path | None,

@@ -1,4 +1,4 @@
-"""`hwopt profiles`: which cards there are, and what each profile says. Imports neither torch nor pydantic to list them."""
+"""`hwopt profiles`: list the profiles, or show one. Listing imports neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def list_profiles(format_: str) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         say(f"{row['name']:<{width}}  {row['summary']}")
-    click.echo(f"{'auto':<{width}}  The profile of the card that is there, or one derived from the nearest")
+    click.echo(f"{'auto':<{width}}  The profile of this machine's card, or one derived from the nearest")
 
 
 @profiles.command("show", help="Show a profile with its parents merged in, and where each value comes from.")
@@ -64,7 +64,7 @@ def show(name: str, format_: str) -> None:
 
 
 def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
-    """Dotted key, value and place of everything in `table`; an empty table is a value of its own."""
+    """Dotted key, value and place of everything in `table`; an empty table counts as a value."""
     for key, value in table.items():
         path = (*above, key)
         if isinstance(value, dict) and value:

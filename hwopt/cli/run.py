@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 @click.option(
     "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
 )
-@click.option("--resume", is_flag=True, help="Go on from the run folder's newest whole checkpoint, where there is one.")
+@click.option("--resume", is_flag=True, help="Resume from the newest valid checkpoint of the run folder, if there is one.")
 @click.option(
     "--resume-from",
     type=click.Path(path_type=Path),
     metavar="CHECKPOINT",
-    help="Go on from this checkpoint, in a folder of its own.",
+    help="Resume from this checkpoint in a new folder.",
 )
-@click.option("--fresh", is_flag=True, help="Begin anew in a run folder that is there; the old one is kept beside it.")
+@click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
 @click.pass_obj
 def run(
     typed: list[str],
@@ -55,7 +55,7 @@ def run(
     from hwopt.saving.reader import checkpoint_in
     from hwopt.system.ranks import rank_and_world, refuse_missing_rendezvous
 
-    # a bad name, or one that is taken, is said before the work, not after; so are data that are missing
+    # report an invalid or existing folder, and missing data, before the slow part
     run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
     if resume_from is not None:
         resume_from = checkpoint_in(resume_from)

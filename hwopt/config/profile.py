@@ -1,4 +1,4 @@
-"""Profile: facts of one card, and the plugins chosen for it with their options, in order. TOML, never code.
+"""Profile: facts about one card, and the plugins chosen for it with their options, in order. TOML, never code.
 
 A profile may extend one parent: options merge per key, lists replace, an inherited table keeps its place, new ones go last,
 and `enabled = false` removes one. Every value keeps the file and line that it came from.
@@ -36,10 +36,10 @@ class DenseTflops(Table):
 
 
 class Card(Table):
-    """What the maker says of the card. Never used in place of what the machine says."""
+    """The vendor's figures for the card. Memory and capability that the machine reports win over them."""
 
     match: tuple[str, ...] = ()
-    """Parts of the device name as CUDA reports it."""
+    """Parts of the device name that CUDA reports."""
     memory_gib: Positive | None = None
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
     memory_bandwidth_gbps: Positive | None = None
@@ -54,7 +54,7 @@ class Card(Table):
 
 
 class TunedFor(Table):
-    """What the batch sizes were chosen for."""
+    """The model and length for which the batch sizes were chosen."""
 
     parameters: Positive | None = None
     max_length: int | None = Field(default=None, ge=2)
@@ -88,13 +88,13 @@ class Content(Table):
     @classmethod
     def plain(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError(f"{truncate(name)} is no plain name; use letters, digits, '-', '_' and '.'")
+            raise ValueError(f"{truncate(name)} is not a valid name; use letters, digits, '-', '_' and '.'")
         return name
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A resolved profile and the merged document behind it."""
+    """A profile and the document that it was made from, parents merged in."""
 
     content: Content
     document: Document
@@ -155,7 +155,9 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
-            raise InputError(f"--profile {spec}: {'no such file' if kind == 'missing' else 'is no file; give a TOML file'}")
+            raise InputError(
+                f"--profile {spec}: {'no such file' if kind == 'missing' else 'not a regular file; give a TOML file'}"
+            )
         return path
     if spec not in files:
         known = sorted([*files, "auto"])

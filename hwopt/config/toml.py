@@ -34,7 +34,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """The content of one TOML file, or of the command line, and where each key of it stands."""
+    """The content of one TOML file, or of the command line, with the line of each key."""
 
     name: str
     data: dict[str, Any]
@@ -55,7 +55,7 @@ class Document:
 
 
 def read_toml(path: Path) -> Document:
-    """Read a TOML file. Raises InputError with file and line where it is none."""
+    """The document of a TOML file. Raises InputError with file and line if the file is not valid TOML."""
     return parse_toml(read_regular_file(path, MAX_BYTES), str(path))
 
 
@@ -97,7 +97,7 @@ _WORDS = {
 
 
 def _no_toml(text: str, name: str, said: str) -> str:
-    """What tomllib has `said` of `text`, with the line in front, and what is probably meant."""
+    """tomllib's error `said` with the line in front and a hint about the likely mistake."""
     found = re.search(r" \(at line (\d+), column (\d+)\)", said)
     if found is None:
         return f"{name}: is not valid TOML: {said}"
@@ -163,7 +163,7 @@ def _parts(dotted: str) -> Key:
 
 
 def parse_assignment(text: str) -> tuple[Key, Any]:
-    """`training.seed=3` as (("training", "seed"), 3): the value is TOML where it can be, else the text itself."""
+    """`training.seed=3` as (("training", "seed"), 3). The value is read as TOML, or kept as text if it is not valid TOML."""
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or len(parts) < 2 or not all(parts):

@@ -1,4 +1,4 @@
-"""`--profile auto`: the profile of the card that is there, or one derived from the nearest, and why."""
+"""`--profile auto`: the profile of this machine's card, or one derived from the nearest card, with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 SAME_MEMORY = 0.2
-"""Cards of a name come in sizes (V100, A100): this much off still counts as the same."""
+"""Relative difference in memory below which a card of the same name counts as the same card (V100 and A100 have two sizes)."""
 
 
 def choose(
@@ -22,8 +22,8 @@ def choose(
 ) -> tuple[Profile, str]:
     """The profile for `hardware` and the reason for it.
 
-    The card's own profile where there is one. Else the nearest: the same architecture before another, then the nearest
-    memory, among profiles that keep the training method; its micro-batch is scaled to the memory that is there.
+    The card's own profile if one is installed. Otherwise the nearest by architecture, then by memory, among profiles that keep
+    the training method; plugins scale their options to this machine's memory (`Plugin.scale_options`).
     """
     profiles = [load(name) for name in files]
     if hardware.device_type == "cpu":
