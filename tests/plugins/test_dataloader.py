@@ -42,8 +42,8 @@ def test_ranks_on_one_machine_share_its_cores():
 
 def test_auto_on_a_card_and_on_a_cpu():
     card, cpu = decided(T4), decided(CPU)
-    assert (card.kind, card.options[0].workers, card.options[0].pin_memory) == ("apply", 4, True)
-    assert (cpu.kind, cpu.options[0].workers, cpu.options[0].pin_memory) == ("apply", 4, False)
+    assert (card.kind, card.options[0].num_workers, card.options[0].pin_memory) == ("apply", 4, True)
+    assert (cpu.kind, cpu.options[0].num_workers, cpu.options[0].pin_memory) == ("apply", 4, False)
     assert "8 core(s)" in card.reason
     assert "0 worker(s) for 2 core(s)" in decided(replace(CPU, cpu_cores=2)).reason
 
