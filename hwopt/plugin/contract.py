@@ -173,7 +173,9 @@ class Plugin:
     aliases: ClassVar[Mapping[str, str]] = {}
     """Word of transformers or of common scripts -> the option to give instead: {"num_epochs": "epochs", "amp": "dtype = 'fp16'"}.
 
-    Messages of hwopt name options by these words too: docs/plugins.md lists those that it asks for.
+    Messages name options by these words too. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
+    gradient_accumulation_steps, per_device_train_batch_size, per_device_eval_batch_size, effective_batch_size, use_peft,
+    deepspeed, fsdp.
     """
 
     class Options(PluginOptions):
