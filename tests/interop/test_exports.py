@@ -231,7 +231,7 @@ def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_pat
     with pytest.raises(PluginError, match="no_such_field"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
     monkeypatch.setattr(Spread, "key", "megatron_lm_plugin")
-    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*no file for the launcher"):
+    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*cannot write a launcher file"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
 
 
@@ -386,8 +386,8 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
         ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
         ("ddp", ["--to", "deepspeed"], "no DeepSpeed to export: add the plugin 'zero', as by --set plugins.zero.stage="),
         ("ddp", ["--to", "accelerate", "--deepspeed-config-file", "ds.json"], "add the plugin 'zero'"),
-        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does without it (stage 0: nothing"),
-        ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "goes with --to accelerate"),
+        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it (stage 0: nothing"),
+        ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "needs --to accelerate"),
         ("zero", ["--to", "accelerate", "--world-size", "3", "--nodes", "2"], "cannot be spread evenly"),
         ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
     ],
