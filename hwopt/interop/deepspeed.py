@@ -90,5 +90,5 @@ def way_to_it(name: str, options: PluginOptions, plan: Plan) -> str:
         if entry.name == name and entry.decision == "skip":
             return f"{entry.author} is skipped: {entry.reason}"
         if entry.name == name:
-            return f"{entry.author} does not use it ({entry.reason}); set {keys}"
+            return f"{entry.author} does not use it ({entry.reason}); add {keys}"
     return f"add the plugin {name!r}, as by {keys}"
