@@ -36,7 +36,7 @@ def present_keys(saved: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
 
 
 def plugins_of(settings: Mapping[str, Any]) -> set[str]:
-    """The plugin tables of flat `settings`: {"plugins.batch", …}."""
+    """The plugin tables of flat `settings`: {"plugins.NAME", …}."""
     return {".".join(key.split(".")[:2]) for key in settings if key.startswith("plugins.")}
 
 
