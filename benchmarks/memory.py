@@ -114,7 +114,7 @@ def profile_toml(config: dict[str, Any]) -> str:
     if config["checkpointing"]:
         tables += ["[plugins.checkpointing]", f"layers = {json.dumps(config['checkpointing'])}"]
     tables += ["[plugins.optimizer]", f'name = "{config["optimizer"]}"']
-    tables += ["[plugins.batch]", f"train = {rows}", f"accumulation = {config['accumulation']}"]
+    tables += ["[plugins.batch]", f"train = {rows}", f"gradient_accumulation_steps = {config['accumulation']}"]
     return "\n".join(tables)
 
 

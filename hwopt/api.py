@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.config.profile import load_profile, make_profile
-from hwopt.config.profile_files import profile_files
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -24,7 +22,7 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
-from hwopt.planning.inputs import find_job
+from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import hardware_of_card
 from hwopt.planning.resolve import resolve as resolve_plan
@@ -51,25 +49,26 @@ def resolve(
     registry: Registry | None = None,
     cache: Path | None = None,
     before: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
 ) -> Plan:
     """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
 
-    `assignments` are `key=value` texts as behind `--set`. `hardware="profile"` plans for the profile's card, which need not
-    be there; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is what the checkpoint says that a
-    run goes on from (`checkpoint_says`): what was chosen then on such a machine is not chosen again.
-    Raises InputError, PluginError or DataError with a message that says what to mend.
+    `assignments` are `key=value` texts as given to `--set`. `hardware="profile"` plans for the profile's card, which this
+    machine need not have; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is the metadata of
+    the checkpoint to resume (`checkpoint_says`): sizes chosen then on such a machine are not chosen again. `inputs` shares
+    the files that are already read.
+    Raises InputError, PluginError or DataError with a message that says what to change.
     """
-    registry = registry or Registry()
+    inputs = inputs or Inputs(registry)
     cache = cache or cache_folder()
-    files = profile_files()
     machine = detect(local_rank(os.environ))
     reason = ""
     if profile == "auto":
-        chosen, reason = auto_profile.choose(machine, files, registry)
-        chosen = make_profile(chosen.document, assignments)
+        chosen, reason = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
+        chosen = inputs.overridden(chosen, assignments)
     else:
-        chosen = load_profile(profile, files, assignments)
-    job_file = find_job(Path(job) if job is not None else None, assignments, cache)
+        chosen = inputs.profile(profile, assignments)
+    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
     if hardware == "profile":
         machine = hardware_of_card(chosen)
     if memory_limit is not None:
@@ -86,19 +85,26 @@ def resolve(
 
     def resolved(choices: Mapping[str, int]) -> Plan:
         return resolve_plan(
-            chosen, machine, job_file, registry, facts, software, world_size=world_size, strict=strict, choices=choices
+            chosen, machine, job_file, inputs.registry, facts, software, world_size=world_size, strict=strict, choices=choices
         )
 
     plan = resolved({})
     if plan.chose:
-        chosen_before = before.get("decided", {}) if before and before.get("machine") == plan.machine else {}
-        plan = planner.resolve_choices(plan, resolved, cache, chosen_before)
+        plan = planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {}))
     notes = [f"profile auto: {reason}"] if reason else []
     notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Plugin -> the options that the planner chose for the checkpoint `before`, if it was written on such a machine."""
+    if before.get("machine") != plan.machine:
+        return {}
+    decided = before.get("decided", {})
+    return {name: {plan.rename(("plugins", name, key))[-1]: options[key] for key in options} for name, options in decided.items()}
 
 
 def with_memory(
@@ -109,16 +115,16 @@ def with_memory(
     registry: Registry | None = None,
     cache: Path | None = None,
 ) -> Plan:
-    """`plan` with its memory (`plan.memory`), and where that does not fit, with the changes that would save some.
+    """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
 
-    `replan` gives the plan with further assignments, as `resolve` does. Without a GPU, weights or a run; takes seconds.
+    `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
     `measure` runs a step on this device instead of predicting it.
     """
     cache = cache or cache_folder()
     lengths = lengths_of(plan, cache)
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
-        with report_oom("a step with the planned micro-batch", "plugins.batch.train"):
+        with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
             memory = with_measurement(plan, memory, lengths.labels)
     if not memory.fits:
         memory = with_changes(plan, memory, registry or Registry(), replan, cache)
@@ -131,11 +137,11 @@ def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Co
 
 
 __all__ = [
+    "Inputs",
     "cache_folder",
     "checkpoint_in",
     "checkpoint_says",
     "execute",
-    "find_job",
     "folder_for_resume",
     "resolve",
     "run_folder",

@@ -69,7 +69,7 @@ class WorkerDiedError(HwoptError):
 
 WORKER_DEATHS = {
     r"DataLoader worker .*(exited unexpectedly|is killed by signal)": (
-        "a data-loading worker died: {0}. Try plugins.dataloader.workers = 0"
+        "a data-loading worker died: {0}. Try num_workers = 0 for the data loader"
     ),
     r"/gloo/|Connection (closed|reset) by peer": "another rank exited: see its output for the cause ({0})",
 }

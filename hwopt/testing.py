@@ -103,7 +103,7 @@ def tiny_job(folder: Path, kind: str = "text-classification", *, samples: int = 
 
 def tiny_profile(**plugins: Mapping[str, Any]) -> Profile:
     """A profile of these plugin tables, over step batches of 8 rows in micro-batches of 4."""
-    tables = {"batch": {"train": 4, "accumulation": 2}} | {name: dict(table) for name, table in plugins.items()}
+    tables = {"batch": {"train": 4, "gradient_accumulation_steps": 2}} | {name: dict(table) for name, table in plugins.items()}
     return make_profile(Document("a tiny profile", {"name": "tiny", "plugins": tables}))
 
 

@@ -40,3 +40,9 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of `str(error)`, or the name of its class if the text is empty; at most 200 characters."""
     return cut(next(iter(str(error).strip().splitlines()), type(error).__name__), 200)
+
+
+def short_place(place: str) -> str:
+    """`place` without folders, as in "rtx3070_8gb.toml:37" and "decided here, instead of 'auto' (rtx3070_8gb.toml:37)"."""
+    what, bracket, inner = place.rpartition(" (") if place.endswith(")") else ("", "", place)
+    return what + bracket + inner.replace("\\", "/").rsplit("/", 1)[-1]

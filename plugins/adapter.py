@@ -10,8 +10,9 @@ The classification head is trained in full. At the end the adapter is saved as P
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,7 +32,15 @@ def classification_heads(model: Any) -> list[str]:
 
 
 def add_adapter(
-    model: Any, run: RunView | None = None, *, dora: bool, r: int, alpha: int, target: Any, dropout: float, task: str
+    model: Any,
+    run: RunView | None = None,
+    *,
+    dora: bool,
+    r: int,
+    lora_alpha: int,
+    target_modules: Any,
+    lora_dropout: float,
+    task: str,
 ) -> Any:
     """`model` in PEFT's wrapper: only the adapter and, for SEQ_CLS, the head require gradients."""
     import warnings
@@ -40,10 +49,10 @@ def add_adapter(
 
     config = LoraConfig(
         r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
         use_dora=dora,
-        target_modules=target if isinstance(target, str) else list(target),
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         task_type=task,
         modules_to_save=classification_heads(model) if task == "SEQ_CLS" else None,
     )
@@ -52,7 +61,7 @@ def add_adapter(
         try:
             wrapped = get_peft_model(model, config)
         except ValueError as error:  # PEFT: no module of these names
-            raise PluginError(f"plugins.adapter: target = {target!r}: {error}") from error
+            raise PluginError(f"plugins.adapter: target_modules = {target_modules!r}: {error}") from error
     # "auto" would ask the hub whether the vocabulary has grown
     wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
     return wrapped
@@ -70,15 +79,26 @@ class Adapter(Plugin):
     stage = Stage.MODEL
     preserves = "method"
     resume_ignores = ("always",)
+    renamed_options: ClassVar[Mapping[str, str]] = {
+        "alpha": "lora_alpha",
+        "target": "target_modules",
+        "dropout": "lora_dropout",
+    }
+    aliases: ClassVar[Mapping[str, str]] = {
+        "lora_r": "r",
+        "use_peft": "enabled = true",
+        "peft_config": "enabled = true",
+        "use_dora": "kind = 'dora'",
+    }
 
     class Options(PluginOptions):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
         r: int = Field(default=16, gt=0, description="Rank of the additions.")
-        alpha: int = Field(default=32, gt=0, description="Their scale is alpha / r.")
-        target: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        lora_alpha: int = Field(default=32, gt=0, description="Their scale is lora_alpha / r.")
+        target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
             default="all-linear", description="Names of the modules to adapt."
         )
-        dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the additions.")
+        lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the additions.")
         always: bool = Field(default=False, description="Also for a model under 500 million parameters.")
 
     options: Options
@@ -91,9 +111,9 @@ class Adapter(Plugin):
         if count < WORTH_IT_FROM and not self.options.always:
             least = f"{WORTH_IT_FROM / 1e6:,.0f} M"
             return Decision.skip(f"{size}, an adapter is worth it from {least}: all weights are trained unless always = true")
-        reason = f"{self.options.kind} r={self.options.r} on {self.options.target}: {size}"
-        if self.options.kind == "dora" and self.options.dropout:
-            reason += f"; dropout {self.options.dropout:g} takes DoRA's slower path"
+        reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
+        if self.options.kind == "dora" and self.options.lora_dropout:
+            reason += f"; dropout {self.options.lora_dropout:g} takes DoRA's slower path"
         return Decision.apply(reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -104,9 +124,9 @@ class Adapter(Plugin):
                 add_adapter,
                 dora=chosen.kind == "dora",
                 r=chosen.r,
-                alpha=chosen.alpha,
-                target=chosen.target,
-                dropout=chosen.dropout,
+                lora_alpha=chosen.lora_alpha,
+                target_modules=chosen.target_modules,
+                lora_dropout=chosen.lora_dropout,
                 task=task,
             )
         )

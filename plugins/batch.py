@@ -1,7 +1,8 @@
 """How many samples go into a micro-batch, an evaluation batch and an optimizer step.
 
-`train` is what fits into memory; what the optimizer sees is train x accumulation, or `effective`, over all ranks together: more
-ranks do the same training in less time. The core works out how many micro-batches each rank needs for its share.
+`train` is what fits into memory. The optimizer sees `train` x `gradient_accumulation_steps` rows, or `effective`, over all
+ranks together: more ranks do the same training in less time. The core computes the micro-batches that each rank needs.
+A profile or `--set` that changes `train` alone keeps the rows of a step.
 Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; Goyal et al. 2017 (arXiv:1706.02677) on what a larger batch changes.
 Hardware: any. Cost: memory grows with `train` and `eval`. Numerical effect: the effective batch is part of the training
 method; how it is cut into micro-batches is not (the loss is divided once, by the whole step's count).
@@ -9,7 +10,8 @@ method; how it is cut into micro-batches is not (the loss is divided once, by th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,6 +42,17 @@ class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
     preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
+    renamed_options: ClassVar[Mapping[str, str]] = {"accumulation": "gradient_accumulation_steps"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "batch_size": "train",
+        "train_batch_size": "train",
+        "eval_batch_size": "eval",
+        "per_device_train_batch_size": "train",
+        "per_device_eval_batch_size": "eval",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "effective_batch_size": "effective",
+        "auto_find_batch_size": "train = 'auto'",
+    }
 
     class Options(PluginOptions):
         train: Rows | Literal["auto"] = Field(
@@ -48,11 +61,14 @@ class Batch(Plugin):
         eval: Rows | Literal["auto"] | None = Field(
             default=None, description='Samples of an evaluation batch, or "auto"; 2 x train where left out.'
         )
-        accumulation: int | None = Field(
+        gradient_accumulation_steps: int | None = Field(
             default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step on a single rank; 1 where left out."
         )
         effective: int | None = Field(
-            default=None, gt=0, le=MOST_ROWS, description="Samples of an optimizer step over all ranks; wins over accumulation."
+            default=None,
+            gt=0,
+            le=MOST_ROWS,
+            description="Samples of an optimizer step over all ranks; wins over gradient_accumulation_steps.",
         )
 
         @model_validator(mode="after")
@@ -73,16 +89,16 @@ class Batch(Plugin):
         assert train != "auto", "chosen above"
         assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train
-        whole = effective or train * (self.options.accumulation or 1)
-        given = "train x accumulation" if effective is None else "effective"
+        whole = effective or train * (self.options.gradient_accumulation_steps or 1)
+        given = "train x gradient_accumulation_steps" if effective is None else "effective"
         if whole < world:
             raise PluginError(
                 f"{given} = {whole} leaves some of {world} ranks without a sample; it must be at least {world}: "
                 "it is the rows of a step over all ranks"
             )
         steps = micro_batches(whole, train, world)
-        both = effective is not None and self.options.accumulation is not None
-        instead = f", instead of accumulation = {self.options.accumulation}" if both else ""
+        both = effective is not None and self.options.gradient_accumulation_steps is not None
+        instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if both else ""
         return Decision.apply(
             f"{whole} a step{instead} over {world} rank(s): "
             f"{steps} micro-batch(es) of up to {min(train, -(-whole // world))} each; {evaluation} in evaluation"
@@ -103,9 +119,39 @@ class Batch(Plugin):
         recipe.batch["train"] = self.options.train
         recipe.batch["eval"] = self.options.eval or 2 * self.options.train
         if self.options.effective is None:
-            recipe.batch["accumulation"] = self.options.accumulation or 1
+            recipe.batch["accumulation"] = self.options.gradient_accumulation_steps or 1
         else:
             recipe.batch["effective"] = self.options.effective
+
+    @classmethod
+    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Another `train` alone keeps the rows of a step; `gradient_accumulation_steps` wins over an `effective` below."""
+        merged = {**below, **above}
+        if "effective" in above or above.get("enabled") is False:
+            return merged
+        if "gradient_accumulation_steps" in above:
+            merged.pop("effective", None)
+            return merged
+        train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
+        whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
+        if "effective" not in below and whole and above.get("train", train) != train:
+            merged.pop("gradient_accumulation_steps", None)
+            merged["effective"] = train * steps
+        return merged
+
+    @classmethod
+    def scale_options(cls, options: Batch.Options, ratio: float) -> tuple[Mapping[str, Any], str]:
+        """`train` times `ratio`, rounded down to a power of two that divides the rows of a step, which stay."""
+        train = options.train
+        if train == "auto":
+            return {}, ""
+        rows = options.effective or train * (options.gradient_accumulation_steps or 1)
+        scaled = max(1, min(rows, 2 ** max(0, int(train * ratio).bit_length() - 1)))
+        scaled = next(size for size in range(scaled, 0, -1) if rows % size == 0)
+        changed = {"train": scaled, "eval": 2 * scaled}
+        if options.effective is None:
+            changed["gradient_accumulation_steps"] = rows // scaled
+        return changed, f"micro-batch {train} -> {scaled}, {rows} rows a step as before"
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
@@ -114,7 +160,7 @@ class Batch(Plugin):
             return []
         assert options.train != "auto", "in effect is a number"
         assert options.eval != "auto", "in effect is a number"
-        step = options.effective or options.train * (options.accumulation or 1)
+        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
         cost = f"{step} rows a step as before, in finer micro-batches"
         evaluation = options.eval or 2 * options.train
         return [
@@ -127,7 +173,7 @@ class Batch(Plugin):
         step, train = run.last_step_batch, self.options.train
         assert train != "auto", "in effect is a number"
         cut = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
-        share = (self.options.effective or train * (self.options.accumulation or 1)) / run.world_size
+        share = (self.options.effective or train * (self.options.gradient_accumulation_steps or 1)) / run.world_size
         seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {cut}; asked for {share:g} rows a rank"
         if abs(step.rows - share) < 1:  # an effective batch that the ranks do not divide differs by one
             return Evidence.active(seen)

@@ -11,8 +11,9 @@ The re-entrant form gives frozen inputs no gradient and only warns (transformers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -68,6 +69,9 @@ class Checkpointing(Plugin):
     after = ("adapter",)  # the wrapper may replace modules
     preserves = "bits"
     helps_oom = True  # it needs no option, changes no bit, and is what is left once micro-batches are single rows
+    aliases: ClassVar[Mapping[str, str]] = {
+        "gradient_checkpointing": "layers = 'all'",
+    }
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(

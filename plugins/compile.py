@@ -10,10 +10,10 @@ a dynamic dimension. `Module.compile()` leaves no `_orig_mod.` wrapper, and DDP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -90,6 +90,10 @@ class Compile(Plugin):
             when=lambda compiled, engine: compiled.scope == "model",
         ),
     )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "torch_compile": "enabled = true",
+        "torch_compile_mode": "mode",
+    }
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(

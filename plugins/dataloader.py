@@ -8,7 +8,8 @@ prefetch_factor step batches each. Numerical effect: none, the order of samples 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,9 +34,19 @@ class Dataloader(Plugin):
     name = "dataloader"
     stage = Stage.DATA
     preserves = "bits"
+    renamed_options: ClassVar[Mapping[str, str]] = {"workers": "num_workers"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "dataloader_num_workers": "num_workers",
+        "num_workers": "num_workers",
+        "dataloader_pin_memory": "pin_memory",
+        "dataloader_prefetch_factor": "prefetch_factor",
+        "dataloader_persistent_workers": "persistent_workers",
+    }
 
     class Options(PluginOptions):
-        workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(default="auto", description='Processes a rank, or "auto".')
+        num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+            default="auto", description='Processes a rank, or "auto".'
+        )
         pin_memory: Literal["auto"] | bool = Field(default="auto", description='Page-locked host memory; "auto": with CUDA.')
         prefetch_factor: int = Field(default=2, gt=0, description="Step batches that each worker keeps ready.")
         persistent_workers: bool = Field(default=True, description="Keep the workers between epochs.")
@@ -50,15 +61,15 @@ class Dataloader(Plugin):
         cuda = context.hardware.device_type == "cuda"
         reasons: list[str] = []
         changed: dict[str, Any] = {}
-        workers = auto_workers(cores) if self.options.workers == "auto" else self.options.workers
-        if self.options.workers == "auto":
-            changed["workers"] = workers
+        workers = auto_workers(cores) if self.options.num_workers == "auto" else self.options.num_workers
+        if self.options.num_workers == "auto":
+            changed["num_workers"] = workers
         if self.options.pin_memory == "auto":
             changed["pin_memory"] = cuda
         pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
         text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
         if workers > cores:
-            changed["workers"] = cores
+            changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
         if self.options.pin_memory is True and not cuda:
             changed["pin_memory"] = False
@@ -68,14 +79,14 @@ class Dataloader(Plugin):
             reasons.append(f"Windows cannot start processes by {self.options.multiprocessing_context!r}, only by 'spawn'")
         to = self.options.model_copy(update=changed)
         if reasons:
-            return Decision.fallback(to, f"{'; '.join(reasons)}; {to.workers} worker(s)")
+            return Decision.fallback(to, f"{'; '.join(reasons)}; {to.num_workers} worker(s)")
         return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        assert "auto" not in (self.options.workers, self.options.pin_memory), "probe() decides them"
-        recipe.loader["num_workers"] = self.options.workers
+        assert "auto" not in (self.options.num_workers, self.options.pin_memory), "probe() decides them"
+        recipe.loader["num_workers"] = self.options.num_workers
         recipe.loader["pin_memory"] = self.options.pin_memory
-        if self.options.workers == 0:
+        if self.options.num_workers == 0:
             return  # torch refuses the other settings where there are no workers
         recipe.loader["prefetch_factor"] = self.options.prefetch_factor
         recipe.loader["persistent_workers"] = self.options.persistent_workers
@@ -86,7 +97,7 @@ class Dataloader(Plugin):
         loader = run.train_loader
         # a loader keeps its iterator only where its workers persist
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]
-        asked = (self.options.workers, self.options.pin_memory)
+        asked = (self.options.num_workers, self.options.pin_memory)
         seen = f"num_workers {loader.num_workers}, {len(alive)} alive, pin_memory {loader.pin_memory}"
         if loader.num_workers:
             seen += f", prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"

@@ -3,14 +3,15 @@
 Less padding than cutting each step by length, at the price of another sampling: a step sees one length only. Hugging Face's
 grouping sorts whole mega-batches, so that losses come in waves (transformers#20810); here neighbouring steps do not correlate.
 Source: Khomenko et al. 2016 on bucketing (arXiv:1708.05604). Hardware: any. Cost: a sort an epoch.
-Numerical effect: another order of the samples, and so another training curve; with `cut` the padding goes almost entirely.
+Numerical effect: another order of the samples, and so another training curve; almost no padding
+with `length_batching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -40,6 +41,9 @@ class GroupLengths(Plugin):
     name = "group_lengths"
     stage = Stage.DATA
     preserves = "method"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "group_by_length": "enabled = true",
+    }
 
     class Options(PluginOptions):
         noise: float = Field(default=0.1, ge=0, le=1, description="How far lengths are mixed, as a part of the length.")

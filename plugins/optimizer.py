@@ -11,8 +11,13 @@ Learning rate, betas, eps and weight decay come with the parameter groups (bitsa
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -67,8 +72,6 @@ CLASSES: dict[str, tuple[str, str]] = {
 
 def make_optimizer(name: str, groups: list[dict[str, Any]]) -> Any:
     """The optimizer `name` over `groups`, each of which carries its own lr, betas, eps and weight_decay."""
-    from importlib import import_module
-
     module, cls = CLASSES[name]
     settings = {"fused": True} if name == "adamw_torch_fused" else {}
     return getattr(import_module(module), cls)(groups, **settings)
@@ -88,8 +91,21 @@ def reserving_optimizer(state_bytes: float, groups: list[dict[str, Any]]) -> Any
     return Reserving(groups, {})
 
 
+@cache
+def import_failure(module: str) -> str:
+    """Why `module` cannot be imported; "" if it can. Its metadata does not show a missing CUDA library, for example."""
+    try:
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            import_module(module)
+    except (Exception, SystemExit) as error:
+        first = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first[:200]}"
+    return ""
+
+
 def available(name: str, context: Context, alone: bool) -> Capability:
-    """Whether `name` can run here, with the reason; `alone`: nothing else is left to fall back to."""
+    """Whether `name` can run here, with the reason; `alone`: it is the last one of the list."""
     hardware, package = context.hardware, CLASSES[name][0].split(".")[0]
     cuda = hardware.device_type == "cuda"
     if not context.has(package):
@@ -103,6 +119,8 @@ def available(name: str, context: Context, alone: bool) -> Capability:
         return Capability(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
         return Capability(False, "torchao compiles its step, and there is no C++ compiler on the path")
+    if package != "torch" and (failure := import_failure(CLASSES[name][0])):
+        return Capability(False, f"{package} {context.software[package]} cannot be imported ({failure})")
     return Capability(True, f"{package} {context.software[package]}")
 
 
@@ -124,6 +142,10 @@ class Optimizer(Plugin):
             when=lambda optimizer, engine: optimizer.name not in ELEMENTWISE,
         ),
     )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "optim": "name",
+        "optimizer": "name",
+    }
 
     class Options(PluginOptions):
         name: Name = Field(default="adamw_torch_fused", description="Hugging Face's name of the optimizer.")

@@ -10,8 +10,9 @@ Numerical effect: products keep 11 (fp16) or 8 (bf16) bits; O2 also adds up the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -174,6 +175,13 @@ class Precision(Plugin):
             when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
         ),
     )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "fp16": "dtype = 'fp16'",
+        "bf16": "dtype = 'bf16'",
+        "mixed_precision": "dtype",
+        "torch_dtype": "dtype",
+        "fp16_opt_level": "level",
+    }
 
     class Options(PluginOptions):
         dtype: Literal["auto", "fp16", "bf16", "fp32"] = Field(

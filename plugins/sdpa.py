@@ -6,21 +6,24 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_pr
 Hardware: flash and cudnn need compute capability 8.0, efficient 5.0; a CPU has flash and math. Cost: none.
 Numerical effect: rounding; softmax is computed in fp32 inside every kernel.
 Never one kernel alone: a padding mask rules out flash on CUDA, attention dropout the CPU's, and torch then raises.
+`prefer = ["eager"]` uses transformers' own attention instead (matmul, softmax, matmul), as a baseline to measure against:
+without this plugin transformers takes scaled_dot_product_attention by itself. It stores the score matrix for the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from hwopt.hardware.device import Feature, Hardware
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
-Kernel = Literal["flash", "efficient", "cudnn", "math"]
+Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
+EAGER: tuple[Kernel, ...] = ("eager",)
 FEATURES: dict[str, Feature] = {"flash": "flash_attention", "efficient": "efficient_attention", "cudnn": "cudnn_attention"}
 OPERATORS = {kernel: f"aten::_scaled_dot_product_{feature}" for kernel, feature in FEATURES.items()}
 OPERATORS["math"] = "aten::_scaled_dot_product_attention_math"
@@ -55,15 +58,23 @@ class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
     preserves = "rounding"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "attn_implementation": "prefer",
+    }
 
     class Options(PluginOptions):
         prefer: tuple[Kernel, ...] = Field(
-            default=("flash", "efficient", "cudnn", "math"), description='Kernels, the preferred one first; "math" among them.'
+            default=("flash", "efficient", "cudnn", "math"),
+            description='Kernels, the preferred one first, "math" among them; ["eager"]: the attention without these kernels.',
         )
 
         @field_validator("prefer")
         @classmethod
         def never_one_alone(cls, value: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+            if value == EAGER:
+                return value
+            if "eager" in value:
+                raise ValueError(f'prefer = {list(value)}: eager attention uses no kernel; write ["eager"], or leave eager out')
             if len(value) < 2 or "math" not in value or len(set(value)) < len(value):
                 raise ValueError(
                     f"prefer = {list(value)} must be at least two different kernels with 'math' among them: a mask, dropout or "
@@ -74,6 +85,8 @@ class Sdpa(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
+        if self.options.prefer == EAGER:
+            return Decision.apply("eager: attention without fused kernels, a baseline that stores the score matrix")
         if not context.model.supports_sdpa:
             return Decision.skip(f"{context.model.architecture} has no scaled_dot_product_attention, it brings its own")
         kept, reasons = runnable(self.options.prefer, context.hardware)
@@ -86,11 +99,18 @@ class Sdpa(Plugin):
         return Decision.apply(text)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
+        if self.options.prefer == EAGER:
+            recipe.model_kwargs["attn_implementation"] = "eager"
+            return
         recipe.model_kwargs["attn_implementation"] = "sdpa"
         recipe.process.append(partial(attention_kernels, self.options.prefer))
 
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
+        if self.options.prefer == EAGER:
+            calls_of_kernels = run.observation.calls("_scaled_dot_product_")
+            seen = f"attn_implementation {implementation}; {calls_of_kernels} calls of attention kernels in step 1"
+            return Evidence.active(seen) if implementation == "eager" and not calls_of_kernels else Evidence.inactive(seen)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
         calls = {k: sum(count for name, count in forward.items() if name.startswith(OPERATORS[k])) for k in self.options.prefer}
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items() if count) or "no attention kernel"

@@ -12,9 +12,9 @@ both, so that is used; everything is read back, and put back, through `fp32_prec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
@@ -51,6 +51,9 @@ class Tf32(Plugin):
     name = "tf32"
     stage = Stage.PROCESS
     preserves = "rounding"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "tf32": "enabled = true",
+    }
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")

@@ -1,6 +1,6 @@
-"""The command line: one command a file, imported only when it is called; no decisions here.
+"""The command line: one command per file, imported only when it is called. No decisions are made here.
 
-Plain click where start-up counts (the list of commands, profiles, plugins), rich-click where torch is imported anyway.
+Commands that must start fast use plain click; commands that import torch anyway use rich-click.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hwopt.text import cut, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
-    "plan": "Show what `run` would do, also for a card that is not there.",
-    "export": "Write what the plan says as Accelerate's YAML or DeepSpeed's JSON.",
+    "plan": "Show what `run` would do, also for a card that is not installed.",
+    "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",
     "detect": "Show the machine, and what each plugin could do on it.",
@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """Knows the commands' names and one-line helps; imports a command when it is called."""
+    """Lists the commands with their one-line help; imports a command when it is called."""
 
     typed: Sequence[str] = ()
 
@@ -44,7 +44,7 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader of a listing went away; there is nobody left to flush to either
+        except BrokenPipeError:  # the pipe is closed, as in `hwopt plugins | head`
             throw_away(sys.stdout)
             return 0
 
@@ -79,14 +79,14 @@ PLAIN = str.maketrans({"—": "-", "–": "-", "…": "...", "×": "x", "“": '
 
 
 def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: what the screen's encoding lacks becomes plain letters, or question marks."""
+    """A codecs error handler: replaces characters that the encoding lacks with ASCII letters or question marks."""
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].translate(PLAIN)
     return "".join(letter if letter.isascii() else "?" for letter in text), error.end
 
 
 def write_anything() -> None:
-    """No name and no text of a user must end a run because a terminal or a log file cannot show it."""
+    """Replace characters that the terminal's encoding lacks, instead of ending the run with an error."""
     codecs.register_error("plain_letters", in_plain_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def last_words(code: int) -> int:
-    """Flush the output; Python, which would do it at its end, hides the code behind 120 where that fails."""
+    """Flush the output and return the exit code. If Python's own flush at exit fails, it replaces the code with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -117,15 +117,15 @@ def last_words(code: int) -> int:
 
 
 def throw_away(stream: TextIO) -> None:
-    """What cannot be written, and all that comes after it."""
+    """Send all further output of `stream` to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def end_workers() -> None:
-    """Python would wait for those that are left, such as a run's that was interrupted."""
+    """Kill remaining worker processes, for which Python would wait at exit."""
     if (multiprocessing := sys.modules.get("multiprocessing")) and (workers := multiprocessing.active_children()):
         if hasattr(signal, "SIGCHLD"):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise, as if something had gone wrong
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
         for worker in workers:
             worker.kill()
 
@@ -141,10 +141,10 @@ def run_command(arguments: list[str]) -> int:
         return int(error.exit_code)
     except click.ClickException as error:
         object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
-        with contextlib.suppress(OSError):  # a full disk, to which the output goes, hides no exit code
+        with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
         return error.exit_code
-    except click.Abort:  # what click makes of KeyboardInterrupt
+    except click.Abort:  # click's form of KeyboardInterrupt
         from hwopt.runs.rank_errors import report_error
 
         report_error(130, ENDINGS[130])
@@ -163,7 +163,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 ENDINGS = {
-    1: "error: this is a bug of hwopt, or of a package below it; please report the lines above.",
+    1: "error: this is a bug in hwopt or in a package that it uses; please report the lines above.",
     130: "interrupted",
     143: "terminated",
 }
@@ -173,7 +173,7 @@ MOST_LINES, LONGEST_LINE = 12, 1_000
 
 
 def in_short(message: str) -> str:
-    """What fits on a screen of a message, which may quote a file or a stranger's exception."""
+    """`message`, shortened to fit a screen; it may quote a long file or exception."""
     lines = [cut(line, LONGEST_LINE) for line in message.splitlines()]
     more = len(lines) - MOST_LINES
     return "\n".join(lines if more <= 0 else [*lines[: MOST_LINES - 1], f"… and {more + 1} more lines"])

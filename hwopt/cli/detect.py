@@ -1,4 +1,4 @@
-"""`hwopt detect`: the machine, its software, and what each plugin could do here, or why not."""
+"""`hwopt detect`: the machine, its software, and the decision of each plugin on it."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 
 
 @click.command(
-    help="Write what the plan says as a file for `accelerate launch --config_file` or as DeepSpeed's JSON; running from it makes "
-    "the same plan."
+    help="Write the plan as a file for `accelerate launch --config_file` or as DeepSpeed's JSON. A run from that file makes the "
+    "same plan."
 )
 @job_options
 @profile_option
-@click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed"]), required=True, help="Whose file.")
+@click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed"]), required=True, help="File format.")
 @click.option(
     "--hardware",
     type=click.Choice(["profile", "detected"]),
@@ -25,9 +25,11 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
     help="Plan for this machine, or the card.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes that the ranks are spread over.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
 @click.option(
-    "--deepspeed-config-file", metavar="FILE", help="To accelerate: point to this DeepSpeed JSON instead of spelling it out."
+    "--deepspeed-config-file",
+    metavar="FILE",
+    help="With --to accelerate: point to this DeepSpeed JSON instead of listing its settings.",
 )
 @click.option("--output", type=Path, help="The file to write; default: the screen.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
@@ -45,7 +47,7 @@ def export(
     output: Path | None,
     force: bool,
 ) -> None:
-    begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], job, assignments, memory_limit)
     from hwopt import api
     from hwopt.interop import files
     from hwopt.memory.communication import Ranks
@@ -62,6 +64,7 @@ def export(
         strict=strict,
         memory_limit=memory_limit,
         world_size=ranks.number,
+        inputs=inputs,
     )
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
     for remark in files.remarks(plan):

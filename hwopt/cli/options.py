@@ -1,16 +1,19 @@
-"""Options that several commands share, and what they do before anything heavy is imported."""
+"""Options that several commands share, and the checks before anything heavy is imported."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hwopt.model.remote_code import trust_only
 from hwopt.text import printable
+
+if TYPE_CHECKING:
+    from hwopt.planning.inputs import Inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -30,7 +33,7 @@ def job_options(command: Command) -> Command:
         metavar="MODEL_NAME",
         expose_value=False,
         callback=lambda context, option, names: trust_only(names),
-        help="Run the code that this model brings. Nothing but the command line can say so.",
+        help="Allow this model's custom code (command line only).",
     )(command)
     command = click.argument("job", required=False, type=Path)(command)
     command = click.option(
@@ -43,7 +46,9 @@ def job_options(command: Command) -> Command:
     command = click.option(
         "--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB."
     )(command)
-    return click.option("--strict", is_flag=True, help="Make every fallback, skip and unfitting card an error.")(command)
+    return click.option(
+        "--strict", is_flag=True, help="Turn every fallback, every skip and a card that does not match the profile into an error."
+    )(command)
 
 
 def format_option(command: Command) -> Command:
@@ -51,22 +56,24 @@ def format_option(command: Command) -> Command:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print what may come from a file."""
+    """Print a text that may come from a file."""
     click.echo(printable(text), err=err)
 
 
-def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> None:
-    """Quiet the libraries, and refuse mistakes in what is given: before torch is imported, which takes seconds."""
+def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> Inputs:
+    """The command's inputs, checked. Runs before torch is imported, which takes seconds; also quiets the libraries."""
     quiet_libraries()
     from hwopt.interop.launcher_environment import refuse_odd_switches
-    from hwopt.planning.inputs import refuse_mistakes
+    from hwopt.planning.inputs import Inputs, refuse_mistakes
 
     refuse_odd_switches(os.environ)
-    refuse_mistakes(profiles, job, assignments, memory_limit)
+    inputs = Inputs()
+    refuse_mistakes(inputs, profiles, job, assignments, memory_limit)
+    return inputs
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own remarks off the screen; errors still show."""
+    """Hide the libraries' own notes and warnings; errors still show."""
     import logging
     import warnings
 
@@ -79,7 +86,7 @@ def quiet_libraries() -> None:
 
 
 def quiet_transformers() -> None:
-    """Progress bars of loading have no switch in the environment."""
+    """Turn off transformers' progress bars, which no environment variable controls."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be there."
+    help="Show plugin by plugin what `run` would do and why; by default for the profile's card, which need not be installed."
 )
 @job_options
 @click.option(
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     multiple=True,
     default=("auto",),
     show_default=True,
-    help="A profile's name, a TOML file, or auto; several are compared side by side.",
+    help="A profile's name, a TOML file, or auto; repeat it to compare profiles.",
 )
 @click.option(
     "--hardware",
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     help="Plan for the card, or this machine.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
-@click.option(
-    "--nodes", type=click.IntRange(min=1), help="Nodes that the ranks are spread over: what ZeRO and FSDP would need and send."
-)
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes; shows memory and communication under ZeRO and FSDP.")
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
+@click.option("--values", is_flag=True, help="Also list every value and its source.")
 @format_option
 def plan(
     job: Path | None,
@@ -50,9 +49,10 @@ def plan(
     world_size: int,
     nodes: int | None,
     measure: bool,
+    values: bool,
     format_: str,
 ) -> None:
-    begin(profiles, job, assignments, memory_limit)
+    inputs = begin(profiles, job, assignments, memory_limit)
     from hwopt import api
     from hwopt.memory.communication import Ranks
     from hwopt.report.memory import show_memory, show_side_by_side
@@ -72,6 +72,7 @@ def plan(
                 strict=strict,
                 memory_limit=memory_limit,
                 world_size=world_size,
+                inputs=inputs,
             )
 
         return api.with_memory(resolved(), resolved, measure=measure)
@@ -94,5 +95,6 @@ def plan(
     show_memory(console, plans[0])
     for comparison in parallel:
         show_parallel(console, comparison)
-    console.print()
-    show_values(console, plans[0])
+    if values:
+        console.print()
+        show_values(console, plans[0])

@@ -1,4 +1,4 @@
-"""`hwopt plugins`: the optimizations that are installed, built-in and third-party alike."""
+"""`hwopt plugins`: the installed optimizations, built-in and third-party."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hwopt profiles`: which cards there are, and what each profile says. Imports neither torch nor pydantic to list them."""
+"""`hwopt profiles`: list the profiles, or show one. Listing imports neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from hwopt.cli.options import format_option, say
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError
-from hwopt.text import nearest
+from hwopt.text import nearest, short_place
 
 
 @click.group(invoke_without_command=True, help="List the profiles, or show one.")
@@ -42,19 +42,19 @@ def list_profiles(format_: str) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         say(f"{row['name']:<{width}}  {row['summary']}")
-    click.echo(f"{'auto':<{width}}  The profile of the card that is there, or one derived from the nearest")
+    click.echo(f"{'auto':<{width}}  The profile of this machine's card, or one derived from the nearest")
 
 
 @profiles.command("show", help="Show a profile with its parents merged in, and where each value comes from.")
 @click.argument("name")
 @format_option
 def show(name: str, format_: str) -> None:
-    from hwopt.config.profile import load_profile
+    from hwopt.planning.inputs import Inputs
 
     files = profile_files()
     if name not in files and not name.endswith(".toml"):
         raise InputError(f"no profile {name[:60]!r} is installed.{nearest(name, files)} `hwopt profiles` lists all")
-    profile = load_profile(name, files)
+    profile = Inputs().profile(name)
     data = profile.document.data
     if format_ == "json":
         click.echo(json.dumps(data, indent=2, default=str))
@@ -64,10 +64,10 @@ def show(name: str, format_: str) -> None:
 
 
 def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
-    """Dotted key, value and place of everything in `table`; an empty table is a value of its own."""
+    """Dotted key, value and place of everything in `table`; an empty table counts as a value."""
     for key, value in table.items():
         path = (*above, key)
         if isinstance(value, dict) and value:
             yield from leaves(value, path, place)
         else:
-            yield ".".join(path), value, place(path).replace("\\", "/").rsplit("/", 1)[-1]
+            yield ".".join(path), value, short_place(place(path))

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 @click.option(
     "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
 )
-@click.option("--resume", is_flag=True, help="Go on from the run folder's newest whole checkpoint, where there is one.")
+@click.option("--resume", is_flag=True, help="Resume from the newest valid checkpoint of the run folder, if there is one.")
 @click.option(
     "--resume-from",
     type=click.Path(path_type=Path),
     metavar="CHECKPOINT",
-    help="Go on from this checkpoint, in a folder of its own.",
+    help="Resume from this checkpoint in a new folder.",
 )
-@click.option("--fresh", is_flag=True, help="Begin anew in a run folder that is there; the old one is kept beside it.")
+@click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
 @click.pass_obj
 def run(
     typed: list[str],
@@ -48,21 +48,21 @@ def run(
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
-    begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], job, assignments, memory_limit)
     from hwopt.planning.inputs import refuse_missing_data
     from hwopt.runs.folder import run_folder
     from hwopt.runs.launch import ranks_to_start, run_ranks
     from hwopt.saving.reader import checkpoint_in
     from hwopt.system.ranks import rank_and_world, refuse_missing_rendezvous
 
-    # a bad name, or one that is taken, is said before the work, not after; so are data that are missing
+    # report an invalid or existing folder, and missing data, before the slow part
     run_folder(output_dir, name, "", resume=resume or resume_from is not None, fresh=fresh)
     if resume_from is not None:
         resume_from = checkpoint_in(resume_from)
     ranks = 1 if processes is None else ranks_to_start(processes, os.environ)
     refuse_missing_rendezvous(os.environ)
     rank, world_size = rank_and_world(os.environ)
-    refuse_missing_data(job, assignments)
+    refuse_missing_data(inputs.job(job, assignments))
     if ranks > 1:
         ending = run_ranks(ranks, typed)
         if ending.message:
@@ -85,6 +85,7 @@ def run(
             memory_limit=memory_limit,
             world_size=world_size,
             before=before,
+            inputs=inputs,
         )
 
     if resume_from is not None:

@@ -1,9 +1,16 @@
-"""Words of transformers' TrainingArguments and of common scripts that are no keys here, and what to give instead.
+"""Words of transformers' TrainingArguments and of common scripts that are no keys of hwopt, and the key to give instead.
 
-Only read where a key is unknown, so that a word of a newer plugin that is missing here costs no more than a hint.
+Words for keys of jobs and for options of the command line stand here. Plugins declare the words for their own options
+(`Plugin.aliases`). Read only for messages, so a missing word costs no more than a hint.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from importlib import metadata
 
 INSTEAD = {
     # what the command line says
@@ -45,43 +52,30 @@ INSTEAD = {
     "save_strategy": "training.save_steps or training.save_minutes",
     "logging_strategy": "training.logging_steps",
     "load_best_model_at_end": "training.metric_for_best_model (the best model is always what final/ holds)",
-    # what plugins do
-    "fp16": "plugins.precision.dtype = 'fp16'",
-    "bf16": "plugins.precision.dtype = 'bf16'",
-    "mixed_precision": "plugins.precision.dtype",
-    "torch_dtype": "plugins.precision.dtype",
-    "fp16_opt_level": "plugins.precision.level",
-    "tf32": "plugins.tf32.enabled = true",
-    "batch_size": "plugins.batch.train",
-    "train_batch_size": "plugins.batch.train",
-    "eval_batch_size": "plugins.batch.eval",
-    "per_device_train_batch_size": "plugins.batch.train",
-    "per_device_eval_batch_size": "plugins.batch.eval",
-    "gradient_accumulation_steps": "plugins.batch.accumulation",
-    "auto_find_batch_size": "plugins.batch.train = 'auto'",
-    "gradient_checkpointing": "plugins.checkpointing.layers = 'all'",
-    "optim": "plugins.optimizer.name",
-    "optimizer": "plugins.optimizer.name",
-    "torch_compile": "plugins.compile.enabled = true",
-    "torch_compile_mode": "plugins.compile.mode",
-    "attn_implementation": "plugins.sdpa.prefer",
-    "group_by_length": "plugins.group_lengths.enabled = true",
-    "dataloader_num_workers": "plugins.dataloader.workers",
-    "num_workers": "plugins.dataloader.workers",
-    "dataloader_pin_memory": "plugins.dataloader.pin_memory",
-    "dataloader_prefetch_factor": "plugins.dataloader.prefetch_factor",
-    "dataloader_persistent_workers": "plugins.dataloader.persistent_workers",
-    "load_in_4bit": "plugins.quantize.enabled = true",
-    "load_in_8bit": "plugins.quantize.enabled = true",
-    "quantization_config": "plugins.quantize.enabled = true",
-    "deepspeed": "plugins.zero.enabled = true",
-    "fsdp": "plugins.fsdp.enabled = true",
 }
+
+PLUGIN_GROUP = "hwopt.plugins"
+
+
+@cache
+def plugin_aliases() -> Mapping[str, str]:
+    """Word -> "plugins.NAME.OPTION", as the installed plugins declare it. Called for messages only: it imports them all."""
+    found: dict[str, str] = {}
+    for entry_point in sorted(metadata.entry_points(group=PLUGIN_GROUP), key=lambda each: each.name):
+        with suppress(Exception, SystemExit), redirect_stdout(sys.stderr):  # a broken plugin declares none
+            for word, option in entry_point.load().aliases.items():
+                found.setdefault(str(word), f"plugins.{entry_point.name}.{option}")
+    return found
 
 
 def instead_of(word: str) -> str:
-    """What to give for a `word` that is no key where it stands; "" where nobody knows."""
-    found = INSTEAD.get(word, "")
-    if found.startswith("plugins."):
-        return f"{found} (in a profile, or with --set)"
-    return found
+    """The key to give for a `word` that is unknown in its table; "" for an unknown word."""
+    if word in INSTEAD:
+        return INSTEAD[word]
+    option = plugin_aliases().get(word, "")
+    return f"{option} (in a profile, or with --set)" if option else ""
+
+
+def option_for(word: str) -> str:
+    """The plugin option that an installed plugin declares for `word`, to be named in a message; `word` itself if none does."""
+    return plugin_aliases().get(word, word)

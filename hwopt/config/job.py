@@ -1,4 +1,4 @@
-"""Job: what to train. A TOML file, the command line (`--set`), or both; every key keeps the place that it came from."""
+"""Job: what to train. It comes from a TOML file, from `--set`, or from both; every key keeps its file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from hwopt.config.toml import Document, override, parse_assignment, read_toml
+from hwopt.config.renames import job_key, with_assignments
+from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
 from hwopt.system.paths import path_kind
@@ -32,10 +33,10 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _typed(path: str) -> str:
-    """A path that somebody meant: "D:\\train" has a tab in it."""
+    """`path`. Raises ValueError if an escape changed it: TOML reads "D:\\train" with a tab."""
     if any(ord(letter) < 32 for letter in path):
         raise ValueError(
-            f"{truncate(path)} holds a control character; in double quotes a backslash begins an escape: "
+            f"{truncate(path)} contains a control character; in double quotes a backslash starts an escape: "
             "put a path into single quotes, or write it with '/'"
         )
     return path
@@ -87,7 +88,7 @@ class Data(Table):
     eval: Source | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
     split: str | None = None
-    """Of a hub name or `datasets` folder; default train."""
+    """Split of a hub name or `datasets` folder; default: train."""
     eval_split: str | None = None
     text: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = ("text",)
     """One column, or two for pairs."""
@@ -98,7 +99,7 @@ class Data(Table):
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
     on_bad_row: Literal["skip", "stop"] = "skip"
-    """Leave out rows that cannot be used, and say which; or stop at the first one."""
+    """Skip unusable rows and list them, or stop at the first one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:
@@ -126,7 +127,7 @@ class Training(Table):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """0 clips nothing."""
+    """0: no clipping."""
     lr_scheduler_type: Scheduler = "linear"
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0)
@@ -134,21 +135,21 @@ class Training(Table):
     eval_steps: int | None = Field(default=None, ge=1)
     """Default: at the end of each epoch."""
     save_steps: int | None = Field(default=None, ge=1)
-    """A checkpoint every so many steps, beside those of save_minutes."""
+    """Write a checkpoint every N steps, in addition to those of save_minutes."""
     save_minutes: float = Field(default=15.0, ge=0)
-    """A checkpoint every so many minutes; 0: never. At SIGTERM and SIGINT there is one in any case."""
+    """Write a checkpoint every N minutes; 0: never. SIGTERM and SIGINT always write one."""
     save_total_limit: int = Field(default=2, ge=0)
-    """The newest ones are kept, the best weights apart from them; 0 keeps all."""
+    """Checkpoints to keep, the newest first; 0 keeps all. The best weights are kept in addition."""
     hang_timeout: float = Field(default=600.0, ge=0)
     """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows an update that is left out because a gradient is not finite, or a loss that is not."""
+    """What to do after an update is skipped because a gradient or a loss is not finite."""
     nonfinite_limit: int = Field(default=50, ge=1)
-    """Updates in a row that may be left out, by "skip" or by a loss scaler."""
-    nonfinite_share: float = Field(default=0.1, gt=0, le=1)
-    """Of the run's updates, those that "skip" may leave out in all; one always."""
+    """Consecutive updates that "skip" or a loss scaler may skip."""
+    nonfinite_fraction: float = Field(default=0.1, gt=0, le=1)
+    """Fraction of all updates that "skip" may skip; one skipped update is always allowed."""
     loss_spike: Literal["warn", "stop", "off"] = "warn"
-    """What follows a logged loss that is far above the recent ones."""
+    """What to do if a logged loss is far above the recent ones."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -190,7 +191,7 @@ class JobFile:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Give errors about keys that only the model or the data show to be wrong their file and line."""
+        """Adds file and line to errors about keys that can only be checked with the model or the data."""
         try:
             yield
         except InputError as error:
@@ -198,14 +199,14 @@ class JobFile:
 
 
 def placed(error: InputError, place: Callable[..., str]) -> InputError:
-    """`error`, with the `place` of the job's key that its message begins with."""
+    """`error` with the `place` of the job's key that its message starts with."""
     key = re.match(rf"(?:{'|'.join(TABLES)})(?:\.[^:]*)?(?=:)", str(error))
     where = place(*key[0].split(".")) if key else ""
     return type(error)(f"{where}: {error}") if where else error
 
 
-def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
-    """Read a job file, with `--set` on top. Raises InputError with all problems of the file."""
+def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path], Document] = read_toml) -> JobFile:
+    """The job of a file, with `--set` on top. Raises InputError with all problems of the file."""
     kind = path_kind(path, "JOB")
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
@@ -213,12 +214,12 @@ def load_job(path: Path, assignments: Sequence[str] = ()) -> JobFile:
         raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
-    document = read_toml(path)
+    document = read(path)
     if (plugins := document.data.get("plugins")) is not None:
         first = next(iter(plugins), "") if isinstance(plugins, dict) else ""
         raise InputError(
-            f"{document.place(('plugins', first))}: plugins: a job has no plugins; give them in a profile, or as "
-            "--set plugins.precision.dtype=bf16 and the like"
+            f"{document.place(('plugins', first))}: plugins: a job has no plugins; "
+            "give them in a profile, or with --set plugins.NAME.OPTION=VALUE"
         )
     return make_job(document, assignments)
 
@@ -228,7 +229,7 @@ ALTERNATIVES = (
     {("data", "eval"), ("data", "eval_fraction")},
     {("training", "warmup_ratio"), ("training", "warmup_steps")},
 )
-"""Keys that exclude each other: what the command line sets takes the place of the file's."""
+"""Keys that exclude each other: one that `--set` gives replaces the other one of the file."""
 
 
 def without_alternatives(document: Document, assignments: Sequence[str]) -> Document:
@@ -249,7 +250,7 @@ def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
             raise InputError(
                 f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
             )
-    document = override(without_alternatives(document, assignments), assignments, TABLES)
+    document = with_assignments(without_alternatives(document, assignments), assignments, TABLES, job_key)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises
     return JobFile(job, document)

@@ -1,4 +1,4 @@
-"""Profile: facts of one card, and the plugins chosen for it with their options, in order. TOML, never code.
+"""Profile: facts about one card, and the plugins chosen for it with their options, in order. TOML, never code.
 
 A profile may extend one parent: options merge per key, lists replace, an inherited table keeps its place, new ones go last,
 and `enabled = false` removes one. Every value keeps the file and line that it came from.
@@ -7,21 +7,23 @@ and `enabled = false` removes one. Every value keeps the file and line that it c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from hwopt.config.job import Table, Training
-from hwopt.config.toml import MAX_DEPTH, Document, Key, override, read_toml
+from hwopt.config.renames import TableRules, renamed, with_assignments
+from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
 from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
 Positive = Annotated[float, Field(gt=0)]
+PLAIN = TableRules()
 
 
 class DenseTflops(Table):
@@ -34,10 +36,10 @@ class DenseTflops(Table):
 
 
 class Card(Table):
-    """What the maker says of the card. Never used in place of what the machine says."""
+    """The vendor's figures for the card. Memory and capability that the machine reports win over them."""
 
     match: tuple[str, ...] = ()
-    """Parts of the device name as CUDA reports it."""
+    """Parts of the device name that CUDA reports."""
     memory_gib: Positive | None = None
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
     memory_bandwidth_gbps: Positive | None = None
@@ -52,7 +54,7 @@ class Card(Table):
 
 
 class TunedFor(Table):
-    """What the batch sizes were chosen for."""
+    """The model and length for which the batch sizes were chosen."""
 
     parameters: Positive | None = None
     max_length: int | None = Field(default=None, ge=2)
@@ -86,13 +88,13 @@ class Content(Table):
     @classmethod
     def plain(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError(f"{truncate(name)} is no plain name; use letters, digits, '-', '_' and '.'")
+            raise ValueError(f"{truncate(name)} is not a valid name; use letters, digits, '-', '_' and '.'")
         return name
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A resolved profile and the merged document behind it."""
+    """A profile and the document that it was made from, parents merged in."""
 
     content: Content
     document: Document
@@ -115,19 +117,28 @@ class Profile:
         return self.document.place(key)
 
 
-def load_profile(spec: str, files: Mapping[str, Path], assignments: Sequence[str] = ()) -> Profile:
-    """The profile called `spec`, or the file at the path `spec`, with parents and `--set plugins.…` merged in.
+def load_profile(
+    spec: str,
+    files: Mapping[str, Path],
+    assignments: Sequence[str] = (),
+    rules: TableRules = PLAIN,
+    read: Callable[[Path], Document] = read_toml,
+) -> Profile:
+    """The profile called `spec`, or the file at the path `spec`, with its parents and `--set plugins.…` merged in.
 
-    Raises InputError where there is no such profile, a parent is missing or extends itself, or the file has problems.
+    Raises InputError if no such profile exists, a parent is missing or extends itself, or the file has problems.
     """
-    document = _merged(_find(spec, files), files, ())
+    document = _Parents(files, rules, read).merged(_find(spec, files), ())
     if {"model", "data"} <= document.data.keys():
         raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
-    return make_profile(document, assignments)
+    return make_profile(document, assignments, rules)
 
 
-def make_profile(document: Document, assignments: Sequence[str] = ()) -> Profile:
-    document = override(document, assignments, ("plugins",))
+def make_profile(document: Document, assignments: Sequence[str] = (), rules: TableRules = PLAIN) -> Profile:
+    """The profile of `document`, checked, with `--set plugins.…` on top."""
+    below = renamed(document, rules.rename)
+    document = with_assignments(document, assignments, ("plugins",), rules.rename)
+    document = _settled(below, document, _set_options(document), rules)
     problems = Problems()
     content = validate(Content, document, problems=problems)
     tables = document.data.get("plugins")
@@ -144,7 +155,9 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
-            raise InputError(f"--profile {spec}: {'no such file' if kind == 'missing' else 'is no file; give a TOML file'}")
+            raise InputError(
+                f"--profile {spec}: {'no such file' if kind == 'missing' else 'not a regular file; give a TOML file'}"
+            )
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
@@ -153,31 +166,71 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     return files[spec]
 
 
-def _merged(path: Path, files: Mapping[str, Path], children: tuple[Path, ...]) -> Document:
-    """`path` over its parents; `children` are the files that led here."""
-    document = read_toml(path)
-    parent_name = document.data.get("extends")
-    if parent_name is None:
-        return document
-    where = document.place(("extends",))
-    if not isinstance(parent_name, str):
-        raise InputError(f"{where}: extends: expected the name of one profile, got {truncate(parent_name)}")
-    beside = path.parent / f"{parent_name}.toml"
-    if parent_name not in files and path_kind(beside, f"{where}: extends:") != "file":
-        raise InputError(f"{where}: extends: no such profile {truncate(parent_name)}.{nearest(parent_name, files)}")
-    parent_path = files.get(parent_name, beside)
-    if parent_path in (*children, path):
-        raise InputError(f"{where}: extends: {parent_name!r} extends itself in a circle")
-    if len(children) >= MAX_DEPTH:
-        raise InputError(f"{where}: extends: {parent_name!r} would be the {MAX_DEPTH + 1}th profile in a line of parents")
-    parent = _merged(parent_path, files, (*children, path))
-    data = _merge(parent.data, document.data)
-    data.pop("claims", None)  # a parent's claims are its own
-    if "claims" in document.data:
-        data["claims"] = document.data["claims"]
-    places = {key: parent.place(key) for key in _keys(parent.data)}
-    places |= {key: document.place(key) for key in _keys(document.data)}
-    return Document(document.name, data, document.lines, places)
+@dataclass(frozen=True)
+class _Parents:
+    """Merges a profile over its parents."""
+
+    files: Mapping[str, Path]
+    rules: TableRules
+    read: Callable[[Path], Document]
+
+    def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
+        """`path` over its parents; `children` are the files that led here."""
+        document = renamed(self.read(path), self.rules.rename)
+        if (parent_path := self.parent(path, document, children)) is None:
+            return document
+        parent = self.merged(parent_path, (*children, path))
+        data = _merge(parent.data, document.data)
+        data.pop("claims", None)  # a parent's claims are its own
+        if "claims" in document.data:
+            data["claims"] = document.data["claims"]
+        places = {key: parent.place(key) for key in _keys(parent.data)}
+        places |= {key: document.place(key) for key in _keys(document.data)}
+        notes = (*parent.notes, *document.notes)
+        both = replace(document, data=data, places=places, notes=notes)
+        return _settled(parent, both, document.data.get("plugins"), self.rules)
+
+    def parent(self, path: Path, document: Document, children: tuple[Path, ...]) -> Path | None:
+        name = document.data.get("extends")
+        if name is None:
+            return None
+        where = document.place(("extends",))
+        if not isinstance(name, str):
+            raise InputError(f"{where}: extends: expected the name of one profile, got {truncate(name)}")
+        beside = path.parent / f"{name}.toml"
+        if name not in self.files and path_kind(beside, f"{where}: extends:") != "file":
+            raise InputError(f"{where}: extends: no such profile {truncate(name)}.{nearest(name, self.files)}")
+        found = self.files.get(name, beside)
+        if found in (*children, path):
+            raise InputError(f"{where}: extends: {name!r} extends itself in a circle")
+        if len(children) >= MAX_DEPTH:
+            raise InputError(f"{where}: extends: {name!r} would be the {MAX_DEPTH + 1}th profile in a line of parents")
+        return found
+
+
+def _set_options(document: Document) -> dict[str, dict[str, Any]]:
+    """Plugin -> the options that `--set` gives; without plugins whose whole table it gives."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, place in document.places.items():
+        if len(key) == 3 and key[0] == "plugins" and place == "--set" and document.places.get(key[:2]) != "--set":
+            found.setdefault(key[1], {})[key[2]] = document.data["plugins"][key[1]][key[2]]
+    return found
+
+
+def _settled(below: Document, merged: Document, above: Any, rules: TableRules) -> Document:
+    """`merged`, in which each plugin has merged its table `above` with the one `below`, if both have it."""
+    lower = below.data.get("plugins")
+    if not (isinstance(lower, dict) and isinstance(above, dict)):
+        return merged
+    plugins, places = dict(merged.data["plugins"]), dict(merged.places)
+    for name in plugins:
+        if isinstance(lower.get(name), dict) and isinstance(above.get(name), dict):
+            table = rules.merge(name, lower[name], above[name])
+            for key in table:
+                if key not in plugins[name] or plugins[name][key] != table[key]:
+                    places["plugins", name, key] = f"kept ({below.place(('plugins', name))})"
+            plugins[name] = table
+    return replace(merged, data=merged.data | {"plugins": plugins}, places=places)
 
 
 def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:

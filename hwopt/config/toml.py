@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,15 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """The content of one TOML file, or of the command line, and where each key of it stands."""
+    """The content of one TOML file, or of the command line, with the line of each key."""
 
     name: str
     data: dict[str, Any]
     lines: Mapping[Key, int] = field(default_factory=dict)
     places: Mapping[Key, str] = field(default_factory=dict)
     """Keys that came from elsewhere (a parent profile, `--set`), with that place."""
+    notes: tuple[str, ...] = ()
+    """Shown to the user with the plan, such as the new name of a renamed key."""
 
     def place(self, key: Key) -> str:
         """`file:line` of `key`, or of the table around it."""
@@ -53,7 +55,7 @@ class Document:
 
 
 def read_toml(path: Path) -> Document:
-    """Read a TOML file. Raises InputError with file and line where it is none."""
+    """The document of a TOML file. Raises InputError with file and line if the file is not valid TOML."""
     return parse_toml(read_regular_file(path, MAX_BYTES), str(path))
 
 
@@ -95,7 +97,7 @@ _WORDS = {
 
 
 def _no_toml(text: str, name: str, said: str) -> str:
-    """What tomllib has `said` of `text`, with the line in front, and what is probably meant."""
+    """tomllib's error `said` with the line in front and a hint about the likely mistake."""
     found = re.search(r" \(at line (\d+), column (\d+)\)", said)
     if found is None:
         return f"{name}: is not valid TOML: {said}"
@@ -161,7 +163,7 @@ def _parts(dotted: str) -> Key:
 
 
 def parse_assignment(text: str) -> tuple[Key, Any]:
-    """`training.seed=3` as (("training", "seed"), 3): the value is TOML where it can be, else the text itself."""
+    """`training.seed=3` as (("training", "seed"), 3). The value is read as TOML, or kept as text if it is not valid TOML."""
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or len(parts) < 2 or not all(parts):
@@ -179,22 +181,19 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
         return parts, value.strip()
 
 
-def override(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
-    """`document` with every `--set` whose first key is in `tables`; a later one wins over an earlier one."""
+def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Document:
+    """`document` with every (key, value) of `--set`; a later one wins over an earlier one."""
     data: dict[str, Any] = json.loads(json.dumps(document.data, default=json_default))
     places = dict(document.places)
-    for assignment in assignments:
-        key, value = parse_assignment(assignment)
-        if key[0] not in tables:
-            continue
+    for key, value in assignments:
         inner = data
         for depth, part in enumerate(key[:-1], 1):
             if part not in inner:
                 places[key[:depth]] = "--set"
             step = inner.setdefault(part, {})
             if not isinstance(step, dict):
-                raise InputError(f"--set {truncate(assignment)}: {part!r} is a value, not a table")
+                raise InputError(f"--set {truncate('.'.join(key))}: {part!r} is a value, not a table")
             inner = step
         inner[key[-1]] = value
         places[key] = "--set"
-    return Document(document.name, data, document.lines, places)
+    return replace(document, data=data, places=places)

@@ -37,7 +37,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
 
 
 def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[str, Any]]:
-    """The problems of `error`, one a value: pydantic has one for each thing that a value could have been."""
+    """The problems of `error`, one for each value; pydantic reports one for each member of a union."""
     alternatives: dict[str, list[dict[str, Any]]] = {}
     for details in error.errors(include_url=False):
         problem: dict[str, Any] = dict(details)
@@ -47,20 +47,20 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
         else:
             yield problem
     for field, problems in alternatives.items():
-        # a value of the right type that breaks a rule is told the rule alone
+        # if the type is right and a rule is broken, report the rule only
         rules = [problem for problem in problems if not problem["type"].endswith(("_type", "_error"))]
         wanted = ", or ".join(str(problem["msg"]).removeprefix("Input should be ") for problem in rules or problems)
         yield problems[0] | {"loc": (field,), "type": "literal_error", "ctx": {"expected": wanted}}
 
 
 def _is_plain_union(annotation: Any) -> bool:
-    """Of values, not of tables or lists."""
+    """Whether it is a union of plain values, not of tables or lists."""
     parts = [part for part in getattr(annotation, "__args__", ()) if part is not type(None)]
     return get_origin(annotation) in (Union, UnionType) and len(parts) > 1
 
 
 def _shown(given: Any) -> str:
-    """A value as it was given, dates and times too."""
+    """A value as the user wrote it, dates and times included."""
     inner = given
     while isinstance(inner, list) and len(inner) == 1:
         inner = inner[0]
@@ -92,7 +92,7 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
 
 
 def _home_of(model: type[BaseModel], word: str) -> str:
-    """The key `word` of another table, where only one has it."""
+    """The key `word` of another table, if exactly one table has it."""
     homes = [f"{table}.{word}" for table in model.model_fields if word in _fields_at(model, (table,))]
     return homes[0] if len(homes) == 1 else ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import DoesNotFitError
 
 QUIET_STEPS = 200
@@ -85,7 +86,7 @@ class OomBackoff:
                 return
         raise DoesNotFitError(
             f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). "
-            "Lower data.max_length, or take a smaller model."
+            f"Lower data.max_length, set {option_for('gradient_checkpointing')}, or use a smaller model."
         )
 
     def on_pressure(self, finest_rung: int, where: str, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Accelerate's launcher: its YAML, as `accelerate config` writes it, and what it exports to the ranks because of it.
+"""Accelerate's launcher: the YAML that `accelerate config` writes, and the environment variables that it sets for the ranks.
 
-`accelerate launch --config_file FILE -m hwopt run …` then makes the plan that the file was written from. The names are those of
+`accelerate launch --config_file FILE -m hwopt run …` makes the plan that the file was written from. The names come from
 accelerate/commands/config and accelerate/utils/launch.py.
 """
 
@@ -18,7 +18,7 @@ from hwopt.interop.launcher_environment import ENGINES
 from hwopt.planning.plan import Plan
 
 FIRST_NODE = "ADDRESS_OF_THE_FIRST_NODE"
-"""Stands where only the user knows better."""
+"""Placeholder for an address that the user fills in."""
 PORT = 29500
 
 DEEPSPEED_VARIABLES = {
@@ -29,7 +29,7 @@ DEEPSPEED_VARIABLES = {
     "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
-"""Key of `deepspeed_config` -> the variable by which the launcher tells the ranks."""
+"""Key of `deepspeed_config` -> the environment variable that the launcher sets."""
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 FSDP_KEYS = {
@@ -55,19 +55,19 @@ WRAP_POLICIES = {
 
 
 def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = None) -> dict[str, Any]:
-    """What the YAML for `plan` holds. `deepspeed_file`: the engine's JSON that it points to, instead of spelling it out.
+    """The content of the YAML for `plan`. `deepspeed_file`: path of a DeepSpeed JSON to point to instead of listing its settings.
 
-    Raises InputError for an engine that such a file cannot describe.
+    Raises InputError for an engine that the YAML cannot describe.
     """
     several = plan.world_size > 1
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        # CPUs too: for MULTI_CPU the launcher starts a single process without mpirun, and does not say so
+        # for CPUs too: with MULTI_CPU the launcher silently starts a single process without mpirun
         "distributed_type": "MULTI_GPU" if several else "NO",
-        "dynamo_backend": "NO",  # a plan compiles by itself
+        "dynamo_backend": "NO",  # the plan compiles the model itself
         "machine_rank": 0,
-        "main_process_port": 0,  # any that is free
+        "main_process_port": 0,  # any free port
         "main_training_function": "main",
         "mixed_precision": plan.recipe.accelerator.get("mixed_precision", "no"),
         "num_machines": nodes,
@@ -80,7 +80,7 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
     if engines == {"deepspeed_plugin"}:
         section = deepspeed_section(plan)
         if deepspeed_file is not None:
-            del config["mixed_precision"]  # accelerate takes no second opinion beside such a file
+            del config["mixed_precision"]  # accelerate refuses a second value beside such a file
             section = {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": section["zero3_init_flag"]}
         if nodes > 1:
             section["deepspeed_multinode_launcher"] = "standard"  # one launcher a node, without pdsh
@@ -89,7 +89,7 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
         config |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(plan)}
     elif engines:
         names = ", ".join(f"accelerator[{key!r}] of {plan.recipe.author_of(f'accelerator[{key!r}]')}" for key in sorted(engines))
-        raise InputError(f"{names}: no file for the launcher can be written for it; start with `hwopt run --processes`")
+        raise InputError(f"{names}: hwopt cannot write a launcher file for it; start with `hwopt run --processes`")
     return config
 
 
@@ -116,7 +116,7 @@ def fsdp_section(plan: Plan) -> dict[str, Any]:
     name = getattr(policy, "__name__", type(policy).__name__)
     if name not in WRAP_POLICIES:
         author = plan.recipe.author_of("accelerator['fsdp_plugin']")
-        raise InputError(f"{author}: its auto_wrap_policy {name} is code, which no file for the launcher can hold")
+        raise InputError(f"{author}: its auto_wrap_policy {name} is code, which a launcher file cannot hold")
     found = {key: plain(getattr(plugin, field, None)) for key, field in FSDP_KEYS.items()}
     found["fsdp_auto_wrap_policy"] = WRAP_POLICIES[name]
     found["fsdp_offload_params"] = offloads(plugin)
@@ -130,13 +130,13 @@ def plain(value: Any) -> Any:
 
 
 def offloads(fsdp_plugin: Any) -> bool:
-    """FSDP 1 has a flag for it, FSDP 2 a class."""
+    """Whether FSDP offloads parameters: FSDP 1 has a flag, FSDP 2 a policy class."""
     policy = fsdp_plugin.cpu_offload
     return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
 
 
 def exports_of(plan: Plan) -> dict[str, Any]:
-    """Environment variable -> the value that the launcher puts there for the engine of `plan`; for the JSON, its content."""
+    """Environment variable -> the value that the launcher sets for the engine of `plan`; for a JSON file, its content."""
     if plan.recipe.accelerator.get("deepspeed_plugin") is not None:
         section = deepspeed_section(plan)
         return {variable: section[key] for key, variable in DEEPSPEED_VARIABLES.items()} | {CONFIG_FILE: engine_config(plan)}
@@ -147,13 +147,13 @@ def exports_of(plan: Plan) -> dict[str, Any]:
 
 
 def launcher_yaml(config: Mapping[str, Any], profile: str) -> str:
-    """`config` as YAML, headed by how to use it."""
+    """`config` as YAML, with a comment on how to use it."""
     lines = [
-        f"# Of profile {profile}. To be started with the job, --profile and --set that it was exported with:",
+        f"# Profile {profile}. Start with the same job, --profile and --set as at the export:",
         "#   accelerate launch --config_file FILE -m hwopt run JOB --profile PROFILE",
     ]
     if config["num_machines"] > 1:
         ranks = f"--machine_rank 0 to {config['num_machines'] - 1}"
-        lines.append(f"# and on each node with {ranks} and --main_process_ip (before -m), or with both written here")
+        lines.append(f"# On each node add {ranks} and --main_process_ip before -m, or write both into this file.")
     document: str = yaml.safe_dump(dict(config))
     return "\n".join(lines) + "\n" + document

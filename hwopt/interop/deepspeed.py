@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON: what its engine is given in the run of a plan, every value filled.
+"""DeepSpeed's JSON: the configuration of its engine in a run of a plan, with every value filled in.
 
 Read by accelerate (`deepspeed_config_file`), by `transformers.TrainingArguments(deepspeed=FILE)` and by DeepSpeed itself.
-`gradient_accumulation_steps` is 1 whatever the plan accumulates: the loop tells the engine which micro-batch is a step's last.
+`gradient_accumulation_steps` is always 1: the loop tells the engine which micro-batch is the last of a step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hwopt.plugin.registry import Registry
 from hwopt.training.build import option_value
 
 LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
-"""How the environment variables begin from which Accelerate's plugins take what they are not told."""
+"""Prefixes of the environment variables from which Accelerate's plugins take their defaults."""
 
 
 @contextmanager
 def without_launcher() -> Iterator[None]:
-    """No launcher speaks inside the block, and nothing that is put into the environment there stays."""
+    """Hides a launcher's environment variables inside the block, and restores the environment after it."""
     before = dict(os.environ)
     try:
         for name in before:
@@ -40,20 +40,20 @@ def without_launcher() -> Iterator[None]:
 
 
 def engine_plugin(plan: Plan, key: str) -> Any | None:
-    """What the run of `plan` hands to the Accelerator as `key`, a copy of its own; None where it has no such thing."""
+    """A copy of the argument `key` that the run of `plan` gives to the Accelerator; None if it gives none."""
     field = f"accelerator[{key!r}]"
     with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
         return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
 
 
 def engine_config(plan: Plan) -> dict[str, Any] | None:
-    """DeepSpeed's configuration in the run of `plan`; None where the plan does without DeepSpeed."""
+    """DeepSpeed's configuration in the run of `plan`; None if the plan does not use DeepSpeed."""
     plugin = engine_plugin(plan, "deepspeed_plugin")
     if plugin is None:
         return None
     plugin.set_mixed_precision(plan.recipe.accelerator.get("mixed_precision", "no"))
     config: dict[str, Any] = plugin.deepspeed_config
-    config.pop("steps_per_print", None)  # infinity, which Accelerate puts there and JSON does not know
+    config.pop("steps_per_print", None)  # Accelerate sets infinity, which JSON does not have
     return config | {
         "train_batch_size": plan.batch.train * plan.world_size,
         "train_micro_batch_size_per_gpu": plan.batch.train,
@@ -62,9 +62,9 @@ def engine_config(plan: Plan) -> dict[str, Any] | None:
 
 
 def no_deepspeed(plan: Plan, registry: Registry) -> InputError:
-    """The error that says which plugin would bring it."""
+    """The error for a plan without DeepSpeed; it names the plugins that would add it."""
     ways = [way_to_it(name, options, plan) for name, options in bringers(plan.context, registry)]
-    what_to_do = "; or ".join(ways) or "no installed plugin brings it: `hwopt plugins` lists all"
+    what_to_do = "; or ".join(ways) or "no installed plugin adds it: `hwopt plugins` lists all"
     return InputError(f"the plan of profile {plan.profile.name} has no DeepSpeed to export: {what_to_do}")
 
 
@@ -72,7 +72,7 @@ def bringers(context: Context, registry: Registry) -> Iterator[tuple[str, Plugin
     """Plugins that would write `accelerator["deepspeed_plugin"]`, with the first of their options by which they do."""
     installed = replace(context, software={**context.software, "deepspeed": "any"})
     for name in registry.names:
-        with suppress(Exception):  # broken, or not without options: nobody asked for it
+        with suppress(Exception):  # broken, or it needs options: the user did not ask for this plugin
             found = registry.plugin(name)
             default = found.Options()
             for options in found(default).probe(installed).options or (default,):
@@ -90,5 +90,5 @@ def way_to_it(name: str, options: PluginOptions, plan: Plan) -> str:
         if entry.name == name and entry.decision == "skip":
             return f"{entry.author} is skipped: {entry.reason}"
         if entry.name == name:
-            return f"{entry.author} does without it ({entry.reason}); give it {keys}"
+            return f"{entry.author} does not use it ({entry.reason}); add {keys}"
     return f"add the plugin {name!r}, as by {keys}"

@@ -1,4 +1,4 @@
-"""The text of an exported file, and where it goes. Nothing is overwritten unasked."""
+"""The text of an exported file, and writing it. An existing file is overwritten only with --force."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hwopt.system.paths import path_kind
 
 
 def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:
-    """`plan` in the words of `to`. Raises InputError where it has nothing to say in them."""
+    """`plan` in the format of `to`. Raises InputError if the format cannot express it."""
     if to == "deepspeed" and deepspeed_file is not None:
-        raise InputError("--deepspeed-config-file goes with --to accelerate; name the JSON that is written with --output")
+        raise InputError("--deepspeed-config-file needs --to accelerate; use --output for the JSON to write")
     config = engine_config(plan)
     if config is None and (to == "deepspeed" or deepspeed_file is not None):
         raise no_deepspeed(plan, Registry())
@@ -28,7 +28,7 @@ def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1,
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """What the reader of a file would not see: where the plan is not what was asked for."""
+    """The notes, fallbacks and skips of the plan, which the exported file does not show."""
     for note in plan.notes:
         yield f"note: {note}"
     for entry in plan.entries:
@@ -47,7 +47,7 @@ def refuse_taken(path: Path, force: bool) -> None:
 
 
 def write(path: Path, text: str, force: bool) -> None:
-    """Raises InputError where `path` is taken, StorageError where it cannot be written."""
+    """Write `text`. Raises InputError if `path` exists, StorageError if it cannot be written."""
     refuse_taken(path, force)
     try:
         path.write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""What a launcher put into the environment: an error where it contradicts the plan, nothing where it is neutral.
+"""Compare a launcher's environment variables with the plan: a contradiction is an error, a neutral default is accepted.
 
-A bare `accelerate launch` exports defaults (`no`, `NO`, `False`, `1`); they contradict nothing.
+A bare `accelerate launch` sets defaults (`no`, `NO`, `False`, `1`), which contradict no plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_regular_file
@@ -23,7 +24,7 @@ ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "megatron_lm_plugin"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "parallelism_config"),
 }
-"""Variable -> what it asks for, and the option of the Accelerator that a plan has it by."""
+"""Variable of Accelerate's launcher -> the engine that it requests, and the argument of `Accelerator` that selects the engine."""
 
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
@@ -37,12 +38,12 @@ FSDP_DEFAULTS = {
     "FSDP_SYNC_MODULE_STATES": "true",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-"""What the launcher exports with a bare `--use_fsdp`; for DeepSpeed it exports nothing that it was not told."""
+"""What the launcher sets with a bare `--use_fsdp`. For DeepSpeed it sets only what the user gives."""
 
 MAX_BYTES = 1_000_000
-"""Of DeepSpeed's JSON."""
+"""Maximum size of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
-"""Keys of DeepSpeed's JSON that change nothing but what is on the screen."""
+"""Keys of DeepSpeed's JSON that change only its output."""
 
 
 SWITCHES = (
@@ -55,12 +56,12 @@ SWITCHES = (
     "FORK_LAUNCHED",
     "USE_TORCH_XLA",
 )
-"""Variables in which Accelerate wants one of these words, some of them as soon as it is imported."""
+"""Boolean variables of Accelerate; it reads some of them on import."""
 YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
 
 def refuse_odd_switches(environment: Mapping[str, str]) -> None:
-    """Raise InputError for variables that are neither on nor off, before Accelerate stumbles over them."""
+    """Raise InputError for boolean variables that are neither on nor off; Accelerate would raise on import."""
     problems = Problems()
     for name in SWITCHES:
         if name in environment and environment[name].lower() not in (*YES, *NO):
@@ -76,10 +77,10 @@ def refuse_contradictions(
     hardware: Hardware,
     planned: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise InputError that names the variable and what the plan says instead.
+    """Raise InputError if a variable contradicts the plan; the message names the variable and both values.
 
-    `planned`: variable -> the value that a launcher exports for the engine of the plan; for a variable that names a JSON file,
-    what such a file holds.
+    `planned`: variable -> the value that a launcher sets for the plan's engine; for a variable that names a JSON file, the
+    content of the file.
     """
     problems = Problems()
 
@@ -91,22 +92,24 @@ def refuse_contradictions(
     if (precision := asked("ACCELERATE_MIXED_PRECISION")) and precision != mixed:
         problems.add(
             f"ACCELERATE_MIXED_PRECISION={precision} contradicts the plan, in which Accelerate's mixed precision is {mixed!r}. "
-            "Leave --mixed_precision out of the launcher, or set plugins.precision.dtype."
+            f"Leave --mixed_precision out of the launcher, or set {option_for('mixed_precision')}."
         )
     if backend := asked("ACCELERATE_DYNAMO_BACKEND"):
         problems.add(
-            f"ACCELERATE_DYNAMO_BACKEND={backend} would compile outside of the plan. "
-            "Leave --dynamo_backend out of the launcher, or use the plugin `compile`."
+            f"ACCELERATE_DYNAMO_BACKEND={backend} would compile in addition to the plan. "
+            f"Leave --dynamo_backend out of the launcher, or set {option_for('torch_compile')}."
         )
     if steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         problems.add(
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: the plan cuts each step itself. "
-            "Leave it out of the launcher, or set plugins.batch.accumulation."
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: the plan splits each step itself. "
+            f"Leave it out of the launcher, or set {option_for('gradient_accumulation_steps')}."
         )
     for name, (engine, key) in ENGINES.items():
         if environment.get(name, "").strip().lower() in ("1", "true", "yes") and key not in accelerator:
+            option = option_for(engine.lower())
             problems.add(
-                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher."
+                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher"
+                + (f", or set {option}." if option != engine.lower() else ".")
             )
     for name, value in (planned or {}).items():
         given = environment.get(name, "").strip()
@@ -116,7 +119,7 @@ def refuse_contradictions(
         elif given and given.lower() != FSDP_DEFAULTS.get(name) and not agree(given, value):
             problems.add(
                 f"{name}={given} contradicts the plan, in which it is {spelled(value)}. "
-                "Change one of them, or write the launcher's file anew: hwopt export --to accelerate"
+                "Change one of them, or write the launcher's file again: hwopt export --to accelerate"
             )
     if hardware.device_type == "cuda" and environment.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes"):
         problems.add(
@@ -126,14 +129,14 @@ def refuse_contradictions(
 
 
 def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
-    """What the JSON file at `path` says otherwise than `planned`; what it leaves out or to "auto" is no contradiction."""
+    """The values in the JSON file at `path` that differ from `planned`; absent keys and "auto" are accepted."""
     try:
         config = json.loads(read_regular_file(Path(path), MAX_BYTES).decode())
         if not isinstance(config, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("expected a JSON object")
         known, given = dict(leaves(planned)), dict(leaves(config))
     except (InputError, ValueError, RecursionError) as error:
-        yield f"{path} cannot be read as JSON ({error}). Write it anew: hwopt export --to deepspeed"
+        yield f"{path} cannot be read as JSON ({error}). Write it again: hwopt export --to deepspeed"
         return
     for key, value in given.items():
         if value == "auto" or key in PRINTS_ONLY or agree(value, known.get(key)):
@@ -141,12 +144,12 @@ def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
         said = f"it is {spelled(known[key])}" if key in known else "there is no such thing"
         yield (
             f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {said}. "
-            "Change one of them, or write the file anew: hwopt export --to deepspeed"
+            "Change one of them, or write the file again: hwopt export --to deepspeed"
         )
 
 
 def leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in `table`; of what is switched off, the switch alone."""
+    """Dotted key and value of everything in `table`; for a disabled section only its switch."""
     for key, value in table.items():
         if isinstance(value, dict):
             off = {switch: value[switch] for switch in ("enabled", "device") if value.get(switch) in (False, "none")}
@@ -156,7 +159,7 @@ def leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def agree(given: Any, planned: Any) -> bool:
-    """Whether both mean the same, however they are spelled; what is off or zero agrees with what is not there."""
+    """Whether both values mean the same in any spelling; off and zero equal an absent value."""
     ours, theirs = spelled(planned), spelled(given)
     if ours == theirs or (planned is None and not given):
         return True

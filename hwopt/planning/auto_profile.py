@@ -1,36 +1,40 @@
-"""`--profile auto`: the profile of the card that is there, or one derived from the nearest, and why."""
+"""`--profile auto`: the profile of this machine's card, or one derived from the nearest card, with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hwopt.config.profile import Profile, load_profile, make_profile
+from hwopt.config.profile import Profile, make_profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
+from hwopt.planning.decisions import given_options
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 SAME_MEMORY = 0.2
-"""Cards of a name come in sizes (V100, A100): this much off still counts as the same."""
+"""Relative difference in memory below which a card of the same name counts as the same card (V100 and A100 have two sizes)."""
 
 
-def choose(hardware: Hardware, files: Mapping[str, Path], registry: Registry) -> tuple[Profile, str]:
+def choose(
+    hardware: Hardware, files: Mapping[str, Path], registry: Registry, load: Callable[[str], Profile]
+) -> tuple[Profile, str]:
     """The profile for `hardware` and the reason for it.
 
-    The card's own profile where there is one. Else the nearest: the same architecture before another, then the nearest
-    memory, among profiles that keep the training method; its micro-batch is scaled to the memory that is there.
+    The card's own profile if one is installed. Otherwise the nearest by architecture, then by memory, among profiles that keep
+    the training method; plugins scale their options to this machine's memory (`Plugin.scale_options`).
     """
-    profiles = [load_profile(name, files) for name in files]
+    profiles = [load(name) for name in files]
     if hardware.device_type == "cpu":
         if "cpu" not in files:
             raise InputError("--profile auto: no CUDA device, and no profile called 'cpu' is installed; name one with --profile")
-        return load_profile("cpu", files), f"no CUDA device was found; this machine computes on its CPU ({hardware.name})"
+        return load("cpu"), f"no CUDA device was found; this machine computes on its CPU ({hardware.name})"
     own = [profile for profile in profiles if profile.content.extends is None and fits_name(profile, hardware)]
     if own:
         best = max(own, key=lambda profile: max(len(part) for part in profile.card.match if part in hardware.name))
         return best, f"{hardware.name} with {hardware.memory_gib:g} GiB is the card of {best.name}"
-    return derive(hardware, [p for p in profiles if p.card.capability and keeps_method(p, registry)])
+    return derive(hardware, registry, [p for p in profiles if p.card.capability and keeps_method(p, registry)])
 
 
 def fits_name(profile: Profile, hardware: Hardware) -> bool:
@@ -44,7 +48,7 @@ def keeps_method(profile: Profile, registry: Registry) -> bool:
     return all(registry.plugin(name).preserves != "method" for name, _ in profile.plugin_tables() if name in registry.names)
 
 
-def derive(hardware: Hardware, profiles: list[Profile]) -> tuple[Profile, str]:
+def derive(hardware: Hardware, registry: Registry, profiles: list[Profile]) -> tuple[Profile, str]:
     capability = hardware.compute_capability
     assert capability is not None  # a CPU was answered before
 
@@ -75,14 +79,12 @@ def derive(hardware: Hardware, profiles: list[Profile]) -> tuple[Profile, str]:
     }
     plugins = {name: dict(table) for name, table in nearest.content.plugins.items()}
     places = dict(nearest.document.places)
-    if "train" in plugins.get("batch", {}):
-        batch = plugins["batch"]
-        train, rows = batch["train"], batch["train"] * batch.get("accumulation", 1)
-        scaled = max(1, min(rows, 2 ** max(0, int(train * hardware.memory_gib / memory).bit_length() - 1)))
-        scaled = next(size for size in range(scaled, 0, -1) if rows % size == 0)  # the effective batch stays
-        batch |= {"train": scaled, "eval": 2 * scaled, "accumulation": rows // scaled}
-        for key in ("train", "eval", "accumulation"):
-            places["plugins", "batch", key] = f"derived from {nearest.name}'s {train} rows by memory"
-        why += f"; micro-batch {train} -> {scaled}, {rows} rows a step as before"
+    for plugin, options, _ in given_options(nearest, registry):
+        with plugin_guard(f"plugin {plugin.name!r} of {registry.distribution(plugin.name)}", "scale_options()"):
+            changed, what = plugin.scale_options(options, hardware.memory_gib / memory)
+        plugins[plugin.name] |= changed
+        for key in changed:
+            places["plugins", plugin.name, key] = f"{nearest.name}, scaled to the memory"
+        why += f"; {what}" if what else ""
     data["plugins"] = plugins
     return make_profile(replace(nearest.document, data=data, places=places)), why

@@ -1,4 +1,4 @@
-"""What this machine can do: its hardware and software, and every installed plugin asked with its default options."""
+"""What this machine can do: hardware, software, and the decision of every installed plugin with its default options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Survey:
 
 
 def survey(registry: Registry | None = None) -> Survey:
-    """Ask every plugin; one that is broken says so in its line, so that the others are still seen."""
+    """The decisions of all plugins. A plugin that raises is reported in its own line."""
     registry = registry or Registry()
     hardware, software = detect(), detect_software()
     job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))

@@ -1,4 +1,4 @@
-"""MemoryPlan: what the memory planner found for a plan."""
+"""MemoryPlan: the memory planner's result for a plan."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ class Prediction:
     step: tuple[float, float]
     epoch: tuple[float, float] | None
     total: tuple[float, float] | None
-    """None where the data was not read."""
+    """None if the data was not read."""
     basis: str = "predicted, roofline"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Lines of the profile or job that save memory."""
+    """Lines to change in the profile or job that save memory."""
 
     lines: tuple[str, ...]
-    """`key = value`, or a table that is new."""
+    """`key = value`, or a new table."""
     saves_gib: float
     fits: bool
     slower: float
-    """Time of a step against now, about."""
+    """Approximate time of a step relative to now."""
     cost: str
     alters: bool
-    """Whether it also changes what is trained."""
+    """Whether it also changes the training method."""
     assignments: tuple[str, ...]
-    """The same as `--set` takes it."""
+    """The same as arguments of `--set`."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The answer. Memory in GiB; `parts` at the highest point of a training step, and the reserve."""
+    """Memory in GiB: `parts` at the peak of a training step, the reserve, and the largest sizes that fit."""
 
     tier: str
     error: str
@@ -45,21 +45,21 @@ class MemoryPlan:
     width_source: str
     parts: dict[str, float]
     peak_gib: float
-    """Of the allocator, in a training step: the sum of the parts but the reserve."""
+    """Peak of the allocator in a training step: the sum of the parts without the reserve."""
     eval_peak_gib: float | None
     reserve_gib: float
     free_gib: float
     largest_train: int | None
-    """Rows of a micro-batch of this width; None where the tier cannot tell. So are the others."""
+    """Rows of a micro-batch of this width; None if the tier cannot tell. The same holds for the other sizes."""
     largest_eval: int | None
     largest_max_length: int | None
     time: Prediction | None = None
     changes: tuple[Change, ...] = ()
     note: str = ""
     host_gib: float = 0.0
-    """What is offloaded to the host's memory, of all ranks on this machine."""
+    """Host memory for offloading, over all ranks of this machine."""
     host_free_gib: float | None = None
-    """What the host has for it; None for a card that is not in this machine."""
+    """Free host memory; None for a card that is not in this machine."""
 
     @property
     def host_fits(self) -> bool:

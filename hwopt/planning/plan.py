@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hwopt.config.aliases import option_for
 from hwopt.config.job import Job, Training
 from hwopt.config.profile import Profile
+from hwopt.config.renames import job_key
+from hwopt.config.toml import Key
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision
 from hwopt.plugin import Context, Plugin
 from hwopt.plugin.recipe import Recipe
-
-if TYPE_CHECKING:  # for an annotation only: it stands to the right of this module
-    from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.plugin.run_view import BatchSizes
+
+if TYPE_CHECKING:
+    from hwopt.planning.memory_plan import MemoryPlan
 
 DEMO = "the embedded demo"
 """The name of the job document that no file holds."""
@@ -36,15 +39,15 @@ class Plan:
     training: Training
     batch: BatchSizes
     provenance: Mapping[str, str]
-    """Dotted key of the job or the training -> where its value came from."""
+    """Dotted key of the job -> the place that its value came from."""
     world_size: int = 1
     notes: tuple[str, ...] = field(default=())
     job_name: str = ""
     """The file that the job came from."""
     memory: MemoryPlan | None = None
-    """Where it was asked for."""
+    """The memory plan, or None if it was not made."""
     oom_plugins: tuple[Plugin, ...] = ()
-    """Plugins without a table in the profile that can still help a run that does not fit."""
+    """Plugins without a table in the profile that can free memory in a run that does not fit."""
 
     @property
     def is_demo(self) -> bool:
@@ -52,29 +55,29 @@ class Plan:
 
     @property
     def chose(self) -> bool:
-        """Whether a plugin left sizes to the planner, which a run then tries."""
+        """Whether a plugin left a choice of sizes to the planner; a run tries them before step 1."""
         return any(entry.choices > 1 for entry in self.entries)
 
     @property
     def context(self) -> Context:
-        """What its plugins were asked with."""
+        """The context that the plugins were probed with."""
         return Context(self.hardware, self.software, self.model, self.job, self.world_size)
 
     @property
     def machine(self) -> list[Any]:
-        """What a choice of sizes depends on."""
+        """The facts that a choice of sizes depends on."""
         return [self.hardware.name, self.hardware.memory_gib, self.hardware.memory_limit_gib, self.world_size]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Dotted key -> value, of what the user may change between two sessions of a run; sizes that were chosen stand apart."""
+        """Dotted key -> value of everything that may change on resume. Options that the planner chose are in `decided`."""
         tables = self.job.model_dump(mode="json", exclude={"training"}) | {"training": self.training.model_dump(mode="json")}
         plugins = {f"plugins.{e.name}": e.options.model_dump(mode="json") for e in self.applied() if e.choices == 1}
         return {f"{table}.{key}": value for table, values in (tables | plugins).items() for key, value in values.items()}
 
     @property
     def method(self) -> dict[str, Any]:
-        """Of that, what makes another model or other steps of a run."""
+        """Dotted key -> value of everything that must not change on resume: it alters the model or its training."""
         found: dict[str, Any] = {"model.config": self.job.model.config}
         for entry in self.applied():
             if entry.plugin.preserves == "method":
@@ -83,14 +86,21 @@ class Plan:
         return found
 
     def decided(self) -> dict[str, Any]:
-        """What plugins left to the planner and the planner has chosen: a run that goes on does not choose again."""
+        """Plugin -> the options that the planner chose; a resumed run keeps them."""
         return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}
+
+    def rename(self, key: Key) -> Key:
+        """The present name of a key that an earlier version saved: of the job, or of a plugin of this plan."""
+        for entry in self.entries if key[0] == "plugins" else ():
+            if key[1] == entry.name or key[1] in entry.plugin.former_names:
+                return ("plugins", entry.name, *(entry.plugin.renamed_options.get(part, part) for part in key[2:]))
+        return job_key(key)
 
     def applied(self) -> Iterator[PluginDecision]:
         return (entry for entry in self.entries if entry.decision != "skip")
 
     def place(self, *key: str) -> str:
-        """Where a key of the job was given, or the table around it; "" for what nobody gave."""
+        """The place of a key of the job, or of its table; "" if neither was given."""
         above = (".".join(key[:end]) for end in range(len(key), 0, -1))
         found = next((self.provenance[each] for each in above if each in self.provenance), "")
         return "" if found == "default" else found
@@ -98,7 +108,10 @@ class Plan:
     def batch_option(self, key: str) -> str:
         """The option that sets `recipe.batch[key]`, as `--set` takes it; for messages."""
         author = self.recipe.author_of(f"batch[{key!r}]")
-        return next((f"plugins.{entry.name}.{key}" for entry in self.entries if entry.author == author), f"the {key} batch size")
+        for entry in self.entries:
+            if entry.author == author:
+                return f"plugins.{entry.name}.{key}" if key in type(entry.options).model_fields else f"[plugins.{entry.name}]"
+        return option_for(f"per_device_{key}_batch_size")
 
     def to_dict(self) -> dict[str, Any]:
         """What `plan.json` and `hwopt plan --format json` hold."""

@@ -1,4 +1,4 @@
-"""Whose value wins: `--set`, the job, the profile, its parent, the plugin's default; and where each value came from."""
+"""Precedence: `--set`, the job, the profile, its parent, the plugin's default; and the place that each value came from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hwopt.config.profile import Profile
 from hwopt.plugin.recipe import Recipe
 
 SAME_THING = ({"warmup_ratio", "warmup_steps"}, {"max_steps", "num_train_epochs"})
-"""Hyperparameters that say the same in two ways: whoever sets one has set the other."""
+"""Pairs of hyperparameters that express the same thing: setting one of a pair sets both."""
 
 
 def under_job(profile: Profile, job_file: JobFile) -> Job:
@@ -25,7 +25,7 @@ def under_job(profile: Profile, job_file: JobFile) -> Job:
 
 
 def has_key(training: Training, key: str) -> bool:
-    """Whether the job or the profile set `key`, or the other way to say the same."""
+    """Whether the job or the profile sets `key`, or the other one of its pair."""
     same = next((pair for pair in SAME_THING if key in pair), {key})
     return bool(same & training.model_fields_set)
 

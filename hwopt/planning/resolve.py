@@ -1,7 +1,7 @@
-"""plan: a profile, a hardware and a job resolved into decisions, and into the recipe that a run is built from.
+"""Resolve a profile, a hardware and a job into a plan: the decisions, and the recipe that a run is built from.
 
 Pure: looks at nothing but its arguments, so that a plan can be made, printed and compared on a laptop for a card that is
-not there. Whose value wins: `--set`, the job, the profile, its parent, the plugin's default; each keeps its place.
+not there. Precedence: `--set`, the job, the profile, its parent, the plugin's default; each value keeps its place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hwopt.text import listing, nearest, truncate
 BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
 
 SMALLER = 0.9
-"""A card with less than this part of the profile's memory counts as smaller."""
+"""A card with less than this fraction of the profile's memory counts as smaller."""
 
 
 def resolve(
@@ -45,9 +45,9 @@ def resolve(
     strict: bool = False,
     choices: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Ask every plugin of the profile, in order, and let those that can write the recipe.
+    """The plan: every plugin of the profile is probed in order, and those that apply write the recipe.
 
-    `choices`: plugin -> which of the options to take, where its probe offers several (`Decision.choose`); else the first.
+    `choices`: plugin -> index of the option to take if its probe offers several (`Decision.choose`); default: the first.
 
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
@@ -79,7 +79,7 @@ def resolve(
         batch=batch,
         provenance=provenance_of(profile, job_file, recipe, training),
         world_size=world_size,
-        notes=(*notes, *batch_note),
+        notes=(*profile.document.notes, *job_file.document.notes, *notes, *batch_note),
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
@@ -95,7 +95,7 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
 
 
 def check_hyperparameters(recipe: Recipe, training: Training) -> None:
-    """Raise PluginError for what a plugin wrote into `recipe.training` or `recipe.batch` and no run could use."""
+    """Raise PluginError for an invalid value that a plugin wrote into `recipe.training` or `recipe.batch`."""
     try:
         Training.model_validate(training.model_dump(exclude_none=True))
     except ValidationError as error:
@@ -111,7 +111,7 @@ def check_hyperparameters(recipe: Recipe, training: Training) -> None:
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
-    """Raise InputError where data.max_length is more than the model takes."""
+    """Raise InputError if data.max_length is more than the model accepts."""
     length, most = job.data.max_length, model.max_positions
     if length is None or most is None or length <= most:
         return
@@ -123,7 +123,7 @@ def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file:
 
 
 def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
-    """What to say where the machine is not the profile's card; capability and memory always come from the machine."""
+    """Notes for a machine that differs from the profile's card; capability and memory always come from the machine."""
     card = profile.card
     if hardware.source == "described" or card.compute_capability is None:
         return ()
@@ -141,7 +141,7 @@ def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
 
 
 def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size: int) -> tuple[BatchSizes, tuple[str, ...]]:
-    """Rows per micro-batch and step; without a plugin that says so, 8 and 16 as Hugging Face's Trainer."""
+    """Rows per micro-batch and step, with a note if they were lowered. Default without a plugin: 8 rows, 16 in evaluation."""
     train = int(recipe.batch.get("train", 8))
     evaluation = int(recipe.batch.get("eval", 2 * train))
     accumulation = int(recipe.batch.get("accumulation", 1))
@@ -165,11 +165,11 @@ def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size
 
 
 def hardware_of_card(profile: Profile) -> Hardware:
-    """The profile's card in this machine, for plans of a card that is not there."""
+    """The hardware of the profile's card with this machine's host, to plan for a card that is not installed."""
     host = detect_host()
     card = profile.card
     if card.capability is None:
         return host
     if card.memory_gib is None:
-        raise InputError(f"{profile.document.name}: card.memory_gib is missing, so that no plan can be made for this card")
+        raise InputError(f"{profile.document.name}: card.memory_gib is missing; add it to plan for this card")
     return described(card.match[0] if card.match else profile.name, card.capability, card.memory_gib, host)

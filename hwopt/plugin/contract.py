@@ -166,6 +166,18 @@ class Plugin:
     helps_oom: ClassVar[bool] = False
     """Whether `on_oom` may be called although the profile has no table for the plugin. Its options then have defaults."""
 
+    former_names: ClassVar[tuple[str, ...]] = ()
+    """Names that it had in earlier versions; they still work in profiles and with `--set`, with a note."""
+    renamed_options: ClassVar[Mapping[str, str]] = {}
+    """Old option -> present option; the old one still works, with a note."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Word of transformers or of common scripts -> the option to give instead: {"num_epochs": "epochs", "amp": "dtype = 'fp16'"}.
+
+    Messages name options by these words too. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
+    gradient_accumulation_steps, per_device_train_batch_size, per_device_eval_batch_size, effective_batch_size, use_peft,
+    deepspeed, fsdp.
+    """
+
     class Options(PluginOptions):
         pass
 
@@ -199,6 +211,16 @@ class Plugin:
     def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:
         """Options that need less memory than `options`; None if the plugin is not in effect."""
         return ()
+
+    @classmethod
+    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The table of a parent profile with that of its child, or of `--set`, on top. Values are not checked yet."""
+        return {**below, **above}
+
+    @classmethod
+    def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:
+        """Options for a card with `ratio` times the memory, and what changed: ({}, "") changes nothing."""
+        return {}, ""
 
     def on_oom(self, run: RunView) -> str | None:
         """Reduce the memory of the running model, once not even micro-batches of one row fit.

@@ -7,7 +7,8 @@ A plugin that cannot be used is an error that names it and the distribution that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
@@ -67,6 +68,15 @@ class Registry:
             self._classes[name] = self._load(self._entry_points[name])
         return self._classes[name]
 
+    def present_name(self, name: str) -> str:
+        """The installed plugin called `name`, now or formerly; `name` itself if there is none."""
+        if name not in self._entry_points:
+            for candidate in self.names:
+                with suppress(PluginError):  # a broken plugin is reported when a profile names it
+                    if name in self.plugin(candidate).former_names:
+                        return candidate
+        return name
+
     def add(self, plugin: type[Plugin]) -> None:
         """Register a class for this process only (a notebook, a test)."""
         entry_point = EntryPoint(plugin.name, f"{plugin.__module__}:{plugin.__qualname__}", PLUGIN_GROUP)
@@ -110,7 +120,14 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: has no probe()")
     if plugin.preserves not in ("bits", "rounding", "method"):
         raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
-    kinds = {"after": str, "resume_ignores": str, "requires": str, "replaces": str, "conflicts": Conflict}
+    kinds = {
+        "former_names": str,
+        "after": str,
+        "resume_ignores": str,
+        "requires": str,
+        "replaces": str,
+        "conflicts": Conflict,
+    }
     for key, kind in kinds.items():
         value = getattr(plugin, key)
         if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
@@ -119,7 +136,11 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
     if not isinstance(plugin.helps_oom, bool):
         raise PluginError(f"{who}: `helps_oom` must be True or False, got {truncate(plugin.helps_oom)}")
-    for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options"):
+    for key in ("renamed_options", "aliases"):
+        value = getattr(plugin, key)
+        if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
+            raise PluginError(f"{who}: `{key}` must map names to texts, got {truncate(value)}")
+    for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options", "merge_options", "scale_options"):
         if not callable(getattr(plugin, hook)):
             raise PluginError(f"{who}: `{hook}` is {truncate(getattr(plugin, hook))}, which cannot be called")
 

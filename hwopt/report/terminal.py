@@ -1,6 +1,6 @@
 """The terminal: the plan before the run, one live line in it, the evidence after step 1, a summary at the end.
 
-With a terminal the line stays in place; without one (a log file, a notebook's cell) a plain line is printed an interval.
+On a terminal the line is updated in place; in a log file or a notebook each interval prints a line.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hwopt.text import printable
+from hwopt.text import printable, short_place
 from hwopt.training.listener import Listener, Row
 
 if TYPE_CHECKING:
     from hwopt.planning.decisions import PluginDecision
+    from hwopt.planning.plan import Plan
     from hwopt.training.run import Run
-from hwopt.planning.plan import Plan
 
 STYLES = {
     "apply": "green",
@@ -35,11 +35,11 @@ STYLES = {
 
 
 LEAST, USUAL = 20, 80
-"""Columns of a screen."""
+"""The least plausible width of a screen in columns, and the width used instead of a smaller one."""
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    """Plugin, decision and reason, in the order of application; what changes the training method comes first."""
+    """Print plugin, decision and reason in the order of application; plugins that change the training method come first."""
     hardware = plan.hardware
     device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
     if hardware.compute_capability:
@@ -79,7 +79,7 @@ def show(value: Any) -> str:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2) -> Table:
-    """A plain table whose column `folded` gives way; decisions and states are coloured, nothing in a cell is read as markup."""
+    """A plain table whose column `folded` wraps. Decisions and states are coloured; cells are never read as markup."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=number != folded)
@@ -93,13 +93,13 @@ def say(console: Console, label: str, text: str, style: str = "bold") -> None:
 
 
 class Terminal(Console):
-    """A console whose reader may go away (`| head`): what follows is said to nobody, and nothing ends.
+    """A console that ignores a closed pipe (`| head`), so that the run continues.
 
-    COLUMNS may say what no screen is, such as 0, at which nothing at all would be shown.
+    A COLUMNS variable below the least plausible width, such as 0, is ignored: nothing would be shown.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"file": sys.stdout, **options})  # also while a plugin's own prints go to the standard error
+        super().__init__(**{"file": sys.stdout, **options})  # the real stdout, also while a plugin's prints go to stderr
         if self.width < LEAST:
             self.width = USUAL
 
@@ -186,7 +186,7 @@ def eval_line(row: Row) -> str:
 
 
 def show_values(console: Console, plan: Plan) -> None:
-    """Every option, hyperparameter and job key that has a value, with the place that it came from."""
+    """Print every option, hyperparameter and job key that has a value, with its source."""
     rows = [
         (f"plugins.{entry.name}.{key}", value, entry.provenance[key])
         for entry in plan.entries
@@ -196,7 +196,7 @@ def show_values(console: Console, plan: Plan) -> None:
     for dotted, place in sorted(plan.provenance.items()):
         name, key = dotted.split(".", 1)
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
-    shown = ((key, show(value), place.replace("\\", "/").rsplit("/", 1)[-1]) for key, value, place in rows if value is not None)
+    shown = ((key, show(value), short_place(place)) for key, value, place in rows if value is not None)
     console.print(table(("value", "", "from"), shown, folded=1))
 
 

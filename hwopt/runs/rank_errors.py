@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import StorageError, WorkerDiedError
 from hwopt.runs.status import read_status
 from hwopt.system.atomic_folder import write_json
@@ -116,5 +117,6 @@ def describe_death(number: int) -> str:
     except ValueError:
         name = f"signal {number}"
     if name == "SIGKILL":
-        return "was killed (SIGKILL). The system does this when the host is out of memory: try plugins.dataloader.workers = 0"
+        option = option_for("num_workers")
+        return f"was killed (SIGKILL). The system does this when the host is out of memory: try {option} = 0"
     return f"was ended by {name}. See its last output above"

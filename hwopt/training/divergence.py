@@ -2,7 +2,7 @@
 
 The host looks at log points only. The engine decides on the device whether an update is made (hwopt.distributed.engine); this
 module counts skipped updates, reports them, and compares them with the job's limits: `training.on_nonfinite`,
-`nonfinite_limit`, `nonfinite_share` and `loss_spike`.
+`nonfinite_limit`, `nonfinite_fraction` and `loss_spike`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -27,7 +28,12 @@ DEVIATIONS = 6.0
 """Standard deviations over the median that a spike exceeds."""
 LEAST_RISE = 0.25
 """Least rise of a spike, as a part of the first losses: late in training the standard deviation alone may be close to 0."""
-ADVICE = "Lower training.learning_rate, look for broken samples, or train with plugins.precision.dtype = 'bf16' or 'fp32'."
+
+
+def advice() -> str:
+    """What to change after a divergence."""
+    dtype = option_for("mixed_precision")
+    return f"Lower training.learning_rate, look for broken samples, or train with {dtype} = 'bf16' or 'fp32'."
 
 
 def spike_above(recent: Sequence[float], first_level: float) -> float:
@@ -144,11 +150,11 @@ class DivergenceMonitor:
                 f"a gradient was not finite at {at}; the update was skipped.",
                 " To skip such updates and continue, set training.on_nonfinite = 'skip'.",
             )
-        allowed = max(1, int(training.nonfinite_share * total_steps))
+        allowed = max(1, int(training.nonfinite_fraction * total_steps))
         if self.skipped_updates > allowed:
             raise nonfinite(
                 f"{self.skipped_updates} of {total_steps:,} updates were not finite up to step {skipped[-1]}, "
-                f"training.nonfinite_share = {training.nonfinite_share:g} allows {allowed}."
+                f"training.nonfinite_fraction = {training.nonfinite_fraction:g} allows {allowed}."
             )
         return [
             f"a gradient was not finite at {at}: the update was skipped ({self.skipped_updates} so far; "
@@ -182,7 +188,7 @@ class DivergenceMonitor:
 
 
 def nonfinite(reason: str, hint: str = "") -> NonFiniteError:
-    return NonFiniteError(f"{reason} {ADVICE}{hint}")
+    return NonFiniteError(f"{reason} {advice()}{hint}")
 
 
 def list_steps(steps: Sequence[int], most: int = 5) -> str:

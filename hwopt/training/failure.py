@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, worker_death
 from hwopt.plugin.guard import GuardedOnce
 from hwopt.saving.checkpointer import Checkpointer
@@ -41,7 +42,7 @@ def report_oom(what: str, option: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
             f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
-            f"Lower {option}, lower data.max_length, or take a smaller model."
+            f"Lower {option}, lower data.max_length, or set {option_for('gradient_checkpointing')}."
         ) from error
 
 

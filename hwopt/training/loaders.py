@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from hwopt.config.aliases import option_for
 from hwopt.data.collate import Collate, StepDataset, as_is, cut_in_order
 from hwopt.data.samplers import EvalSampler, StepSampler
 from hwopt.data.step_batch import StepBatch, Widths
@@ -84,6 +85,7 @@ def batches_of(loader: Any) -> Iterator[StepBatch]:
     except (OSError, EOFError) as error:  # the worker was killed while it sent a batch
         if not loader.num_workers or "DataLoader worker" in str(error):
             raise
-        raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try plugins.dataloader.workers = 0") from error
+        option = option_for("num_workers")
+        raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try {option} = 0") from error
     except (PluginError, StorageError) as error:  # torch puts the worker's traceback before the message
         raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error

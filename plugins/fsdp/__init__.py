@@ -11,11 +11,11 @@ Numerical effect: rounding. No step can be begun again after an out-of-memory: t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -70,6 +70,9 @@ class Fsdp(Plugin):
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
     lacks = ("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry")
+    aliases: ClassVar[Mapping[str, str]] = {
+        "fsdp": "enabled = true",
+    }
 
     class Options(PluginOptions):
         reshard_after_forward: bool = Field(

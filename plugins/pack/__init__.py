@@ -145,7 +145,7 @@ def refuse_leaks(run: RunView) -> None:
 def told_apart_not(run: RunView, why: str) -> str:
     return (
         f"{type(run.inner_model).__name__} does not tell documents in one row apart ({why}): remove [plugins.pack]; "
-        "[plugins.cut] saves most of the padding too"
+        "[plugins.length_batching] saves most of the padding too"
     )
 
 

@@ -10,8 +10,9 @@ At the end the weights are dequantized and the adapter is merged into them, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -124,6 +125,11 @@ class Quantize(Plugin):
     requires = ("adapter",)
     preserves = "method"
     resume_ignores = ("dtype",)  # as the card has it
+    aliases: ClassVar[Mapping[str, str]] = {
+        "load_in_4bit": "enabled = true",
+        "load_in_8bit": "enabled = true",
+        "quantization_config": "enabled = true",
+    }
     conflicts = (
         Conflict(
             lacks="packed_weights",

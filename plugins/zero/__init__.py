@@ -11,8 +11,9 @@ Numerical effect: rounding. No step can be begun again after an out-of-memory: t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -116,6 +117,9 @@ class Zero(Plugin):
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
     conflicts = (Conflict(field="engine", why="each of them spreads the same tensors over the ranks; keep one of them"),)
+    aliases: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "enabled = true",
+    }
 
     class Options(PluginOptions):
         stage: Literal["auto"] | Level = Field(

@@ -95,12 +95,12 @@ def test_every_shipped_profile_is_whole(name: str) -> None:
 
 
 SEEDS = {
-    "rtx3070_8gb": {"train": 64, "eval": 128, "accumulation": 2},
-    "rtx3070_8gb_batch48": {"train": 48, "eval": 96, "accumulation": 2},
-    "rtx3070_8gb_batch32": {"train": 32, "eval": 64, "accumulation": 2},
-    "rtx3070_8gb_batch16": {"train": 16, "eval": 32, "accumulation": 4},
-    "rtx3070_8gb_batch96": {"train": 96, "eval": 192, "accumulation": 1},
-    "t4_16gb": {"train": 16, "eval": 32, "accumulation": 2},
+    "rtx3070_8gb": {"train": 64, "eval": 128, "gradient_accumulation_steps": 2},
+    "rtx3070_8gb_batch48": {"train": 48, "eval": 96, "gradient_accumulation_steps": 2},
+    "rtx3070_8gb_batch32": {"train": 32, "eval": 64, "gradient_accumulation_steps": 2},
+    "rtx3070_8gb_batch16": {"train": 16, "eval": 32, "gradient_accumulation_steps": 4},
+    "rtx3070_8gb_batch96": {"train": 96, "eval": 192, "gradient_accumulation_steps": 1},
+    "t4_16gb": {"train": 16, "eval": 32, "gradient_accumulation_steps": 2},
 }
 
 
@@ -109,4 +109,4 @@ def test_the_seeds_batches(name: str) -> None:
     batch = dict(load_profile(name, profile_files()).plugin_tables())["batch"]
     assert {key: batch[key] for key in SEEDS[name] if key in batch} == {k: v for k, v in SEEDS[name].items() if k in batch}
     assert batch.get("eval", 2 * batch["train"]) == SEEDS[name]["eval"]
-    assert batch.get("accumulation", 1) == SEEDS[name]["accumulation"]
+    assert batch.get("gradient_accumulation_steps", 1) == SEEDS[name]["gradient_accumulation_steps"]

@@ -92,9 +92,9 @@ SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a pa
         ("[data]%text = 2024-01-01", r"job.toml:2: data.text.*, got 2024-01-01"),
         (
             r'[data]%train = "D:\train\best.csv"',
-            r"job.toml:2: data.train: 'D:\\train.* holds a control character; .* single quotes",
+            r"job.toml:2: data.train: 'D:\\train.* contains a control character; .* single quotes",
         ),
-        (r'[model]%name = "D:\bert"', "job.toml:2: model.name: .* holds a control character"),
+        (r'[model]%name = "D:\bert"', "job.toml:2: model.name: .* contains a control character"),
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["Linux", "Windows"])

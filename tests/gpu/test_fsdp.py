@@ -35,7 +35,7 @@ dtype = "{dtype}"
 train = 4
 effective = 24
 eval = 8
-[plugins.cut]
+[plugins.length_batching]
 """
 
 

@@ -70,7 +70,7 @@ def test_a_real_shortage_is_survived(tmp_path: Path, limited_to: Limit) -> None:
         *assignments(tmp_path, BERT_BASE),
         "plugins.batch.train=512",
         "plugins.batch.eval=600",
-        "plugins.batch.accumulation=1",
+        "plugins.batch.gradient_accumulation_steps=1",
     ]
     with limited_to(4):
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")

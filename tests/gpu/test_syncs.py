@@ -25,12 +25,12 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
         FUSED | {"precision": {"dtype": "fp16"}},
         FUSED | {"precision": {"dtype": "fp16", "level": "O2"}},
         FUSED | {"precision": {"dtype": "bf16"}, "fused_loss": {"backend": "torch"}},
-        FUSED | {"cut": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
+        FUSED | {"length_batching": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
     ],
 )
 def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
-    profile = tiny_profile(**tables, dataloader={"workers": 1})
+    profile = tiny_profile(**tables, dataloader={"num_workers": 1})
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
         run.model.train()

@@ -54,7 +54,7 @@ weight_decay = 0.01
 dtype = "bf16"
 [plugins.batch]
 train = 4
-accumulation = 2
+gradient_accumulation_steps = 2
 [[claims]]
 what = "samples_per_second"
 against = "cpu"
@@ -287,7 +287,7 @@ WRONG = {
     **{f"training.{key}": NO_COUNT for key in ("max_steps", "logging_steps", "eval_steps", "save_steps", "nonfinite_limit")},
     "training.save_total_limit": [value for value in NO_COUNT if value != "0"],
     **{f"training.{key}": NO_NUMBER for key in ("save_minutes", "hang_timeout")},
-    "training.nonfinite_share": [*NO_NUMBER, "0", "1.1"],
+    "training.nonfinite_fraction": [*NO_NUMBER, "0", "1.1"],
     **{
         key: ["3", "''", "'never'", "['skip']", "{}"]
         for key in ("training.on_nonfinite", "training.loss_spike", "data.on_bad_row")

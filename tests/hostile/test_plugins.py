@@ -71,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     Path("job.toml").write_text("\n".join(f"{table} = {spelled(keys)}" for table, keys in job.items()))
     Path("mine.toml").write_text(
-        'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { workers = 0 }\nplugins.stranger = {}\n'
+        'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\nplugins.stranger = {}\n'
     )
     return tmp_path
 
@@ -403,7 +403,7 @@ def test_every_field_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: 
 @pytest.mark.integration
 def test_a_worker_names_the_plugin_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, written("cut", boom))
-    Path("mine.toml").write_text(Path("mine.toml").read_text().replace("workers = 0", "workers = 1"))
+    Path("mine.toml").write_text(Path("mine.toml").read_text().replace("num_workers = 0", "num_workers = 1"))
     refused(*RUN)
 
 

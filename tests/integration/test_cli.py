@@ -103,7 +103,7 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
             "--name",
             "long",
             "--set",
-            f"plugins.dataloader.workers={workers}",
+            f"plugins.dataloader.num_workers={workers}",
         ],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -124,7 +124,7 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
     finally:
         process.kill()
     assert process.returncode == code, rest
-    assert "bug of hwopt" not in rest
+    assert "bug in hwopt" not in rest
     assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
 
 

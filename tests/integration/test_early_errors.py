@@ -23,7 +23,7 @@ ALONE: list[tuple[str, ...]] = [
     ("run", "job.toml", "--profile", "no-such"),
     ("run", "no-such.toml", "--profile", "cpu"),
     ("run", "job.toml", "--profile", "cpu", "--set", "training.learning_rat=1"),
-    ("run", "job.toml", "--profile", "cpu", "--set", "plugins.dataloader.workers=-1", "--processes", "2"),
+    ("run", "job.toml", "--profile", "cpu", "--set", "plugins.dataloader.num_workers=-1", "--processes", "2"),
     ("run", "job.toml", "--profile", "cpu", "--memory-limit", "8x"),
     ("run", "job.toml", "--profile", "cpu", "--name", "../x"),
     ("run", "job.toml", "--profile", "cpu", "--output-dir", "job.toml"),

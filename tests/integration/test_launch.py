@@ -26,7 +26,9 @@ from hwopt.cli import run_command
 from hwopt.runs.launch import broadcast_folder
 from hwopt.testing import TINY_BERT, write_samples
 
-PROFILE = 'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.cut]\n'
+PROFILE = (
+    'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.length_batching]\n'
+)
 RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
 
 
@@ -142,7 +144,7 @@ def test_bad_input_is_said_once_and_as_ever(
 def test_what_ends_a_run_is_said_once(folder: Path) -> None:
     """A gradient that is not finite, which all ranks see, and a rank that is killed, which leaves no word."""
     diverged = start(folder, *RUN, "--name", "diverged", "--set", "training.learning_rate=1e30")
-    killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.workers=1")
+    killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.num_workers=1")
     until_step(killed)
     ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(killed.pid).children()}
     ranks["1"].kill()

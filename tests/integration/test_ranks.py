@@ -24,7 +24,7 @@ PRECISION
 [plugins.batch]
 train = 3
 effective = 12
-[plugins.cut]
+[plugins.length_batching]
 """
 
 

@@ -334,7 +334,7 @@ def test_one_of_eight_owns_the_folder(work: Work, rounds: int, figures: Figures)
 
 def test_a_dead_owner_owns_nothing(work: Work, undisturbed: Path) -> None:
     """The lock of a process that was killed ends with it, also while its data-loading workers still live."""
-    busy = Work(work.folder, tables={"dataloader": {"workers": 1}})
+    busy = Work(work.folder, tables={"dataloader": {"num_workers": 1}})
     (pid,) = busy.started("left")
     while not (work.folder / "left" / "metrics.jsonl").exists():
         time.sleep(0.002)

@@ -331,7 +331,7 @@ def test_a_process_that_hangs_or_is_killed_ends_the_run(
     chance = random.Random(len(pairs))
     limit = 5.0
     slowest = 0.0
-    options = ["--set", f"training.hang_timeout={limit:g}", "--set", "plugins.dataloader.workers=1"]
+    options = ["--set", f"training.hang_timeout={limit:g}", "--set", "plugins.dataloader.num_workers=1"]
     for turn, pair in enumerate(pairs):
         launches = [launched(work, f"{who}-{number.name}-{turn}", False, *options) for who, number in pair]
         disturbed = []

@@ -19,9 +19,9 @@ from hwopt.training.build import build
 
 KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "plain": ("text-classification", {}),
-    "cut and grouped": ("text-classification", {"cut": {}, "group_lengths": {}, "sdpa": {}}),
+    "cut and grouped": ("text-classification", {"length_batching": {}, "group_lengths": {}, "sdpa": {}}),
     "packed": ("causal-lm", {"pack": {}}),
-    "compiled": ("text-classification", {"cut": {}, "compile": {}}),
+    "compiled": ("text-classification", {"length_batching": {}, "compile": {}}),
 }
 METHODS = [method for method in ("spawn", "forkserver") if method in multiprocessing.get_all_start_methods()]
 
@@ -68,7 +68,7 @@ def test_the_weights_are_those_of_no_workers(method: str, workers: int, kind: st
         pytest.skip(f"this system starts processes by {METHODS} only")
     found = []
     for number in (0, workers):
-        options = {"workers": number, "pin_memory": False} | ({"multiprocessing_context": method} if number else {})
+        options = {"num_workers": number, "pin_memory": False} | ({"multiprocessing_context": method} if number else {})
         plan = planned(tmp_path, kind, **options)
         assert plan.recipe.loader["num_workers"] == number
         heard = train_tiny(plan, tmp_path / str(number))

@@ -28,7 +28,7 @@ dtype = "fp32"
 train = 3
 effective = 12
 eval = 4
-[plugins.cut]
+[plugins.length_batching]
 [plugins.zero]
 stage = {stage}
 offload = "{offload}"

@@ -89,7 +89,10 @@ def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_p
         ({"zero": {"stage": 2, "offload": "optimizer"}}, "OFFLOAD_OPTIMIZER_DEVICE=none .* in which it is cpu"),
         ({"max_grad_norm": 2.0}, "ACCELERATE_GRADIENT_CLIPPING=1.0 .* in which it is 2.0"),
         ({"precision": {"dtype": "fp32"}}, "ACCELERATE_MIXED_PRECISION=bf16 .* mixed precision is 'no'"),
-        ({"zero": {"stage": 0, "offload": "none"}}, "ACCELERATE_USE_DEEPSPEED=true asks for DeepSpeed"),
+        (
+            {"zero": {"stage": 0, "offload": "none"}},
+            "USE_DEEPSPEED=true asks for DeepSpeed, .*, or set plugins.zero.enabled",
+        ),
     ],
 )
 def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -228,13 +231,15 @@ def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_pat
     with pytest.raises(PluginError, match="no_such_field"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
     monkeypatch.setattr(Spread, "key", "megatron_lm_plugin")
-    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*no file for the launcher"):
+    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*cannot write a launcher file"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
 
 
 # the command line
 
-PROFILE = 'name = "ranks"\n[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.cut]\n'
+PROFILE = (
+    'name = "ranks"\n[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.length_batching]\n'
+)
 
 
 @pytest.fixture
@@ -381,8 +386,8 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
         ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
         ("ddp", ["--to", "deepspeed"], "no DeepSpeed to export: add the plugin 'zero', as by --set plugins.zero.stage="),
         ("ddp", ["--to", "accelerate", "--deepspeed-config-file", "ds.json"], "add the plugin 'zero'"),
-        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does without it (stage 0: nothing"),
-        ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "goes with --to accelerate"),
+        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it (stage 0: nothing"),
+        ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "needs --to accelerate"),
         ("zero", ["--to", "accelerate", "--world-size", "3", "--nodes", "2"], "cannot be spread evenly"),
         ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
     ],

@@ -119,7 +119,7 @@ def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Pat
         ('{"bf16": {"enabled": false}}', "bf16.enabled is False, .* in which it is true"),
         ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* there is no such thing"),
         ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* there is no such thing"),
-        ("[]", "cannot be read as JSON .it holds no object"),
+        ("[]", "cannot be read as JSON .expected a JSON object"),
         ("{", "cannot be read as JSON"),
         (None, "cannot be read as JSON .*no such file"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwopt.cli.run import run
-from hwopt.config.aliases import INSTEAD
+from hwopt.config.aliases import INSTEAD, plugin_aliases
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.config.validation import _fields_at
@@ -17,7 +17,7 @@ from hwopt.errors import DataError, InputError, StorageError, is_gated
 from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
-from hwopt.planning.inputs import find_job, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
+from hwopt.planning.inputs import Inputs, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
 from hwopt.plugin.registry import Registry
 from hwopt.runs.folder import run_folder
 from hwopt.saving.reader import checkpoint_in
@@ -53,14 +53,14 @@ def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.delenv("HF_HUB_OFFLINE")
     job = tmp_path / "job.toml"
     job.write_text(f'[model]\nname = "{name}"\n[data]\ntrain = "rows.jsonl"\n')
-    refuse_mistakes(["cpu"], job, [], None)
+    refuse_mistakes(Inputs(), ["cpu"], job, [], None)
     assert os.environ.get("HF_HUB_OFFLINE") == offline
 
 
 def test_the_demo_is_not_made_only_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
-    refuse_mistakes(["cpu"], None, [], "8GiB")
+    refuse_mistakes(Inputs(), ["cpu"], None, [], "8GiB")
     assert not list(tmp_path.iterdir())
 
 
@@ -68,12 +68,12 @@ def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):
-        refuse_mistakes(["./job.toml"], Path("job.toml"), [], None)
+        refuse_mistakes(Inputs(), ["./job.toml"], Path("job.toml"), [], None)
     Path("both.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n[plugins.precision]\ndtype = "bf16"\n')
-    with pytest.raises(InputError, match=r"both\.toml:5: plugins: a job has no plugins; .* --set plugins\.precision\.dtype"):
-        refuse_mistakes(["cpu"], Path("both.toml"), [], None)
+    with pytest.raises(InputError, match=r"both\.toml:5: plugins: a job has no plugins; .* --set plugins\.NAME\.OPTION"):
+        refuse_mistakes(Inputs(), ["cpu"], Path("both.toml"), [], None)
     with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
-        refuse_mistakes(["RTX 3070"], Path("job.toml"), [], None)
+        refuse_mistakes(Inputs(), ["RTX 3070"], Path("job.toml"), [], None)
 
 
 @pytest.fixture
@@ -95,12 +95,12 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.toml").write_text('[model]\nname = "private/model"\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot access: Permission denied"):
-        refuse_mistakes(["cpu"], None, [], None)
+        refuse_mistakes(Inputs(), ["cpu"], None, [], None)
     with pytest.raises(InputError, match=r"--set: model\.name: 'private/m': cannot access: Permission denied"):
-        refuse_mistakes(["cpu"], None, ["model.name=private/m"], None)
+        refuse_mistakes(Inputs(), ["cpu"], None, ["model.name=private/m"], None)
     Path("other.toml").write_text('[model]\nname = "."\n[data]\ntrain = "private"\n')
     with pytest.raises(DataError, match=r"data 'private/.*': cannot access: Permission denied"):
-        refuse_missing_data(Path("other.toml"), [])
+        refuse_missing_data(Inputs().job(Path("other.toml"), []))
     for path in (locked / "run", locked / "run" / "checkpoint-5"):
         with pytest.raises(InputError, match=rf"--resume-from '{path}': cannot access: Permission denied"):
             checkpoint_in(path)
@@ -111,7 +111,7 @@ def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
     assert model_facts(config, "text-classification", "a model", locked / "models").parameters > 0
     assert cached_timelines(locked / "trace.npz", dict) == {}
     with pytest.raises(StorageError, match=r"private/.*: cannot access the cache .* set HWOPT_CACHE"):
-        find_job(None, [], locked)
+        Inputs().job_or_demo(None, [], locked)
 
 
 def special(kind: str, path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_goes_by_the_name_of_a_job_is_meant(kind: str, said: str, tmp_path:
     monkeypatch.chdir(tmp_path)
     special(kind, Path("job.toml"))
     with pytest.raises(InputError, match=said) as caught:
-        find_job(None, [], tmp_path / "cache")
+        Inputs().job_or_demo(None, [], tmp_path / "cache")
     assert "job.toml" in str(caught.value)
 
 
@@ -164,15 +164,15 @@ def test_data_that_is_not_there_is_said_before_a_run_plans(
     Path("rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
     Path("rows.zip").write_text("no archive")
     Path("job.toml").write_text(JOB + data.replace("rows.jsnl", "./rows.jsnl"))
-    refuse_mistakes(["cpu"], None, [], None)  # a plan does without
+    refuse_mistakes(Inputs(), ["cpu"], None, [], None)  # a plan does without
     with pytest.raises(DataError, match=message):
-        refuse_missing_data(None, [])
+        refuse_missing_data(Inputs().job(None, []))
 
 
 def test_a_name_of_the_hub_is_the_hubs_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB + 'train = "nyu-mll/glue:rte"\neval_split = "validation"')
-    refuse_missing_data(None, [])
+    refuse_missing_data(Inputs().job(None, []))
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
@@ -205,9 +205,12 @@ def test_words_of_others_are_told_their_place(word: str, instead: str) -> None:
         make_job(Document("job.toml", tables))
 
 
-@pytest.mark.parametrize("word", INSTEAD)
-def test_what_is_to_be_given_instead_is_there(word: str) -> None:
-    place = INSTEAD[word].split(" ")[0].rstrip(",")
+ALIASES = plugin_aliases() | INSTEAD
+
+
+@pytest.mark.parametrize("word", ALIASES)
+def test_alias_names_an_existing_key(word: str) -> None:
+    place = ALIASES[word].split(" ")[0].rstrip(",")
     if place.startswith("--"):
         assert place in {option for parameter in run.params for option in parameter.opts}
         return

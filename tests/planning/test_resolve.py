@@ -219,7 +219,7 @@ def test_a_smaller_card_lowers_the_micro_batch_only() -> None:
     small = Hardware("cuda", "RTX A2000", 12, 11, compute_capability=(8, 6), cpu_cores=16)
     plan = plan_of(profile, small, GEMMA)
     asked = dict(profile.plugin_tables())["batch"]
-    assert plan.batch.step == asked["train"] * asked.get("accumulation", 1)
+    assert plan.batch.step == asked["train"] * asked.get("gradient_accumulation_steps", 1)
     assert plan.batch.train == asked["train"] // 2
     assert any("smaller" in note for note in plan.notes)
     big = Hardware("cuda", "A100", 80, 79, compute_capability=(8, 0), cpu_cores=16)

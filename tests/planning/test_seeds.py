@@ -58,7 +58,7 @@ class Frozen(Recorder):
 
 
 def test_dora_on_a_decoder_changes_adapter_and_head_only(tmp_path: Path) -> None:
-    profile = load_profile("rtx3090_24gb", profile_files(), ["plugins.adapter.always=true", "plugins.dataloader.workers=0"])
+    profile = load_profile("rtx3090_24gb", profile_files(), ["plugins.adapter.always=true", "plugins.dataloader.num_workers=0"])
     plan = plan_for(profile, gemma_job(tmp_path, max_steps=100, learning_rate=3e-3, logging_steps=1, eval_steps=50))
     heard = Frozen()
     api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
@@ -143,7 +143,7 @@ def test_every_seed_profile_runs_here(tmp_path: Path) -> None:
         "rtx3070_8gb_batch96",
         "t4_16gb",
     ):
-        profile = load_profile(name, profile_files(), ["plugins.dataloader.workers=0"])
+        profile = load_profile(name, profile_files(), ["plugins.dataloader.num_workers=0"])
         heard = train_tiny(plan_for(profile, tiny_job(tmp_path / name / "data"), Registry()), tmp_path / name)
         assert len(heard.losses) == 3
         for entry, evidence in heard.found:

@@ -16,7 +16,7 @@ BUILT_IN = [
     "batch",
     "checkpointing",
     "compile",
-    "cut",
+    "length_batching",
     "dataloader",
     "optimizer",
     "precision",

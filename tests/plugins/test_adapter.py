@@ -61,7 +61,7 @@ def language_model():
 
 
 def classifier(build, kind):
-    plugin, recipe = Adapter(Adapter.Options(kind=kind, r=4, alpha=8)), Recipe()
+    plugin, recipe = Adapter(Adapter.Options(kind=kind, r=4, lora_alpha=8)), Recipe()
     plugin.apply(recipe, context())
     return plugin, recipe, recipe.model_steps[0](build(), None)
 
@@ -135,7 +135,7 @@ def test_language_models_keep_their_head_frozen():
 
 
 def test_named_targets():
-    plugin, recipe = Adapter(Adapter.Options(target=("q_proj", "v_proj"))), Recipe()
+    plugin, recipe = Adapter(Adapter.Options(target_modules=("q_proj", "v_proj"))), Recipe()
     plugin.apply(recipe, context())
     model = recipe.model_steps[0](llama(), None)
     assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} == {"q_proj", "v_proj"}
@@ -143,7 +143,7 @@ def test_named_targets():
 
 def test_a_target_that_the_model_does_not_have():
     recipe = Recipe()
-    Adapter(Adapter.Options(target=("query_key_value",))).apply(recipe, context())
+    Adapter(Adapter.Options(target_modules=("query_key_value",))).apply(recipe, context())
     with pytest.raises(PluginError, match="query_key_value"):
         recipe.model_steps[0](llama(), None)
 
@@ -159,7 +159,7 @@ def test_small_models_are_left_alone_unless_asked():
 
 def test_without_peft_and_with_dropout():
     assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
-    assert "slower path" in Adapter(Adapter.Options(kind="dora", dropout=0.1)).probe(context()).reason
+    assert "slower path" in Adapter(Adapter.Options(kind="dora", lora_dropout=0.1)).probe(context()).reason
     assert Adapter.preserves == "method"
 
 
@@ -174,7 +174,15 @@ def test_evidence_where_something_else_learns():
 
 @pytest.mark.parametrize(
     "text",
-    ['{"r": 0}', '{"kind": "ia3"}', '{"dropout": 1.0}', '{"target": "all"}', '{"target": []}', '{"rank": 8}', '{"alpha": 0.5}'],
+    [
+        '{"r": 0}',
+        '{"kind": "ia3"}',
+        '{"lora_dropout": 1.0}',
+        '{"target_modules": "all"}',
+        '{"target_modules": []}',
+        '{"rank": 8}',
+        '{"lora_alpha": 0.5}',
+    ],
 )
 def test_bad_options(text):
     with pytest.raises(ValidationError):

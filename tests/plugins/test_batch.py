@@ -26,7 +26,7 @@ def step(rows, sizes):
 
 
 def test_what_is_written():
-    assert written(train=64, eval=100, accumulation=2) == {"train": 64, "eval": 100, "accumulation": 2}
+    assert written(train=64, eval=100, gradient_accumulation_steps=2) == {"train": 64, "eval": 100, "accumulation": 2}
     assert written(train=12) == {"train": 12, "eval": 24, "accumulation": 1}
     assert written(train=12, effective=128) == {"train": 12, "eval": 24, "effective": 128}
 
@@ -39,7 +39,7 @@ def test_micro_batches(effective, train, ranks, wanted):
 
 
 def test_reasons_hold_the_numbers():
-    reason = Batch(Batch.Options(train=64, accumulation=2)).probe(context(2)).reason
+    reason = Batch(Batch.Options(train=64, gradient_accumulation_steps=2)).probe(context(2)).reason
     assert reason.startswith("128 a step over 2 rank(s): 1 micro-batch(es) of up to 64 each")
     reason = Batch(Batch.Options(train=64)).probe(context(4)).reason
     assert reason.startswith("64 a step over 4 rank(s): 1 micro-batch(es) of up to 16 each")
@@ -56,7 +56,7 @@ def test_fewer_samples_than_ranks():
     [
         '{"train": 0}',
         '{"eval": 0}',
-        '{"accumulation": 0}',
+        '{"gradient_accumulation_steps": 0}',
         '{"train": 8.5}',
         '{"size": 8}',
     ],
@@ -67,7 +67,7 @@ def test_bad_options(text):
 
 
 def test_evidence():
-    plugin = Batch(Batch.Options(train=16, accumulation=2))
+    plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2))
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(32, [(20, 8), (12, 30)]), world_size=1)).status == "active"
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(9, [(9, 8)]), world_size=1)).status == "unknown"
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(64, [(64, 8)]), world_size=1)).status == "inactive"
@@ -80,6 +80,6 @@ def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
 
 
 def test_effective_wins_over_accumulation_and_says_so():
-    plugin = Batch(Batch.Options(train=16, accumulation=2, effective=64))
-    assert "instead of accumulation = 2" in plugin.probe(context()).reason
-    assert written(train=16, accumulation=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}
+    plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2, effective=64))
+    assert "instead of gradient_accumulation_steps = 2" in plugin.probe(context()).reason
+    assert written(train=16, gradient_accumulation_steps=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}

@@ -44,7 +44,7 @@ def llama_with_adapter():
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, pad_token_id=0)
     model = LlamaForSequenceClassification._from_config(config, attn_implementation="sdpa")
-    return add_adapter(model, dora=False, r=4, alpha=8, target="all-linear", dropout=0.0, task="SEQ_CLS")
+    return add_adapter(model, dora=False, r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task="SEQ_CLS")
 
 
 def applied(model, layers):

@@ -25,7 +25,7 @@ TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that 
     ('[plugins.compile]\nscope = "model"\n[plugins.zero]\nstage = 3', "compile", "zero"),
     ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.zero]\nstage = 2", "quantize", "zero"),
     ('[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"', "fused_loss", "zero"),
-    ("[plugins.pack]\n[plugins.cut]", "pack", "cut"),
+    ("[plugins.pack]\n[plugins.length_batching]", "pack", "length_batching"),
     ("[plugins.pack]\n[plugins.compile]", "pack", "compile"),
     ('[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"', "pack", "sdpa"),
     ('[plugins.adapter]\nalways = true\nkind = "dora"\n[plugins.quantize]\nbits = 8', "quantize", "adapter"),
@@ -152,7 +152,7 @@ def test_a_conflict_names_exactly_one_known_thing(given: dict[str, str]) -> None
         {"optimizer": {"name": "adamw_torch"}, "zero": {"stage": 3, "offload": "none"}},
         {"fused_loss": {}, "zero": {"stage": 2, "offload": "none"}},
         {"sdpa": {}, "pack": {}},
-        {"group_lengths": {}, "cut": {}},
+        {"group_lengths": {}, "length_batching": {}},
         {"optimizer": {"name": "adamw_bnb_8bit"}, "zero": {"stage": 0, "offload": "none"}},
     ],
 )
@@ -165,4 +165,4 @@ def test_a_condition_that_raises_is_the_plugins_error(tmp_path: Path, monkeypatc
     broken = Conflict(field="cut", why="never mind", when=lambda mine, theirs: theirs.no_such_option)
     monkeypatch.setattr(REGISTRY.plugin("batch"), "conflicts", (broken,))
     with pytest.raises(PluginError, match=r"plugin 'batch' .* raised AttributeError: .*no_such_option"):
-        plan_for(tiny_profile(cut={}), tiny_job(tmp_path))
+        plan_for(tiny_profile(length_batching={}), tiny_job(tmp_path))

@@ -18,7 +18,7 @@ from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_
 
 OPTIONS = {  # for plugins that do nothing to see with their defaults
     "adapter": {"always": True, "r": 4},
-    "batch": {"train": 4, "accumulation": 2},
+    "batch": {"train": 4, "gradient_accumulation_steps": 2},
     "compile": {"scope": "block", "widths": [32]},
     "precision": {"dtype": "bf16"},
     "quantize": {"dtype": "fp32"},

@@ -42,40 +42,40 @@ def test_ranks_on_one_machine_share_its_cores():
 
 def test_auto_on_a_card_and_on_a_cpu():
     card, cpu = decided(T4), decided(CPU)
-    assert (card.kind, card.options[0].workers, card.options[0].pin_memory) == ("apply", 4, True)
-    assert (cpu.kind, cpu.options[0].workers, cpu.options[0].pin_memory) == ("apply", 4, False)
+    assert (card.kind, card.options[0].num_workers, card.options[0].pin_memory) == ("apply", 4, True)
+    assert (cpu.kind, cpu.options[0].num_workers, cpu.options[0].pin_memory) == ("apply", 4, False)
     assert "8 core(s)" in card.reason
     assert "0 worker(s) for 2 core(s)" in decided(replace(CPU, cpu_cores=2)).reason
 
 
 def test_more_workers_than_cores():
-    decision = decided(replace(T4, cpu_cores=2), workers=8)
-    assert (decision.kind, decision.options[0].workers) == ("fallback", 2)
+    decision = decided(replace(T4, cpu_cores=2), num_workers=8)
+    assert (decision.kind, decision.options[0].num_workers) == ("fallback", 2)
     assert "8 workers need 8 cores, a rank has 2" in decision.reason
 
 
 def test_pinning_without_cuda():
-    decision = decided(CPU, workers=2, pin_memory=True)
+    decision = decided(CPU, num_workers=2, pin_memory=True)
     assert (decision.kind, decision.options[0].pin_memory) == ("fallback", False)
     assert "needs a CUDA device, found a CPU" in decision.reason
 
 
 def test_windows_cannot_fork():
-    decision = decided(replace(T4, system="Windows"), workers=2, multiprocessing_context="fork")
+    decision = decided(replace(T4, system="Windows"), num_workers=2, multiprocessing_context="fork")
     assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
 
 
 def test_what_the_hardware_has_is_taken_as_asked():
-    assert decided(T4, workers=4, pin_memory=True).kind == "apply"
+    assert decided(T4, num_workers=4, pin_memory=True).kind == "apply"
 
 
 def test_no_workers_no_worker_settings():
-    assert loader_settings(Dataloader.Options(workers=0, pin_memory=False)) == {"num_workers": 0, "pin_memory": False}
+    assert loader_settings(Dataloader.Options(num_workers=0, pin_memory=False)) == {"num_workers": 0, "pin_memory": False}
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_real_loader_takes_them(start):
-    options = Dataloader.Options(workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
+    options = Dataloader.Options(num_workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
     loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))
     run = SimpleNamespace(train_loader=loader)
     assert Dataloader(options).evidence(run).status == "inactive", "no worker is alive yet"
@@ -89,15 +89,15 @@ def test_a_real_loader_takes_them(start):
 
 def test_evidence_of_a_loader_that_is_not_as_asked():
     run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0))
-    assert Dataloader(Dataloader.Options(workers=2, pin_memory=False)).evidence(run).status == "inactive"
-    assert Dataloader(Dataloader.Options(workers=0, pin_memory=False)).evidence(run).status == "active"
+    assert Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)).evidence(run).status == "inactive"
+    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)).evidence(run).status == "active"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        '{"workers": -1}',
-        '{"workers": "many"}',
+        '{"num_workers": -1}',
+        '{"num_workers": "many"}',
         '{"prefetch_factor": 0}',
         '{"pin_memory": 1}',
         '{"multiprocessing_context": "thread"}',

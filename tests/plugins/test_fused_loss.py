@@ -274,7 +274,7 @@ def test_prompts_and_another_cut(tmp_path):
     job = job_of(tmp_path / "data")
     data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
     object.__setattr__(job.job, "data", data)
-    plans = [plan_for(tiny_profile(cut={}, **tables), job) for tables in ({"fused_loss": {"chunks": 200}}, {})]
+    plans = [plan_for(tiny_profile(length_batching={}, **tables), job) for tables in ({"fused_loss": {"chunks": 200}}, {})]
     ours, theirs = (train_tiny(plan, tmp_path / str(number)) for number, plan in enumerate(plans))
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert eval_losses(ours) == pytest.approx(eval_losses(theirs), rel=1e-5)

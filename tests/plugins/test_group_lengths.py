@@ -76,7 +76,7 @@ def test_padding_goes():
 
 def test_in_a_run(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
-    heard = train_tiny(plan_for(tiny_profile(group_lengths={}, cut={}), job), tmp_path)
+    heard = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
     evidence = {entry.name: evidence for entry, evidence in heard.found}["group_lengths"]
     assert evidence.status == "active", evidence
     lengths = heard.run.train_loader.sampler.lengths

@@ -1,5 +1,6 @@
 """The fallback chain on each machine, the real optimizers on a CPU, and that the groups' own settings are theirs."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from torch.profiler import profile
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
-from hwopt_plugins.optimizer import Optimizer, make_optimizer
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -65,6 +67,40 @@ def plain():
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_4bit"])
 def test_a_card_takes_the_first(hardware, name):
     assert decided(hardware, name, "adamw_torch" if name != "adamw_torch" else "adamw_torch_fused").kind == "apply"
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """bitsandbytes and torchao are installed and cannot be imported."""
+    import_failure.cache_clear()
+    for package in ("bitsandbytes", "torchao"):
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+    yield
+    import_failure.cache_clear()
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
+def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
+    decision = decided(replace(T4, compiler="g++"), name, "adamw_torch_fused")
+    assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
+    assert "cannot be imported (ModuleNotFoundError: " in decision.reason
+    assert decided(replace(T4, compiler="g++"), name).options[0].name == "adamw_torch"
+
+
+@pytest.mark.usefixtures("broken")
+def test_run_with_a_package_that_cannot_be_imported(tmp_path):
+    options = {"name": "adamw_bnb_8bit", "fallback": ["adamw_torch_fused"]}
+    heard = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
+    assert type(heard.run.optimizer).__module__.startswith("torch.optim")
+
+
+def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
+    (tmp_path / "quits.py").write_text("print('noise')\nraise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_failure("quits") == "SystemExit: 3"
 
 
 def test_bitsandbytes_on_a_cpu_only_where_it_stands_alone():

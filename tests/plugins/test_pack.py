@@ -89,7 +89,7 @@ def test_gradients_and_losses_are_those_of_rows_with_one_document(model_type: st
     """Uneven documents, a partial last step, positions and sliding windows of their own."""
     kind = "causal-lm" if model_type in DECODERS else "text-classification"
     job = job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind)
-    tables = {"batch": {"train": 4, "accumulation": 4}}
+    tables = {"batch": {"train": 4, "gradient_accumulation_steps": 4}}
     packed = gradients_of(plan_for(tiny_profile(**tables, pack={}), job), tmp_path / "packed")
     plain = gradients_of(plan_for(tiny_profile(**tables), job), tmp_path / "plain")
     assert packed.pop("loss") == pytest.approx(plain.pop("loss"), rel=1e-5)

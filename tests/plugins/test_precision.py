@@ -216,7 +216,7 @@ def test_an_overflow_leaves_the_masters_alone():
 def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
-    model = add_adapter(model, dora=True, r=4, alpha=8, target="all-linear", dropout=0.0, task="SEQ_CLS")
+    model = add_adapter(model, dora=True, r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task="SEQ_CLS")
     recipe = Recipe()
     recipe.final_steps.append(save_and_merge)  # the adapter's step is there first
     Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))

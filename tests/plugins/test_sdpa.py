@@ -10,9 +10,12 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification
 
+from hwopt.config.profile import load_profile
+from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
@@ -96,6 +99,29 @@ def test_bad_options(prefer):
 def test_the_refusal_says_what_to_write():
     with pytest.raises(ValidationError, match=r"Try \['flash', 'math'\]"):
         Sdpa.Options.model_validate_json('{"prefer": ["flash"]}')
+
+
+def test_eager_attention_calls_no_kernel(tmp_path):
+    """The baseline: evidence from a real run, in which no attention kernel of torch is called."""
+    heard = train_tiny(plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
+    ((entry, evidence),) = [each for each in heard.found if each[0].name == "sdpa"]
+    assert (entry.decision, evidence.status) == ("apply", "active")
+    assert evidence.seen == "attn_implementation eager; 0 calls of attention kernels in step 1"
+
+
+def test_evidence_of_a_kernel_in_place_of_eager_attention():
+    evidence = Sdpa(Sdpa.Options(prefer=("eager",))).evidence(observed(0.0, ("flash", "math")))
+    assert evidence.status == "inactive"
+
+
+def test_eager_is_never_one_of_several():
+    with pytest.raises(ValidationError, match=r'write \["eager"\], or leave eager out'):
+        Sdpa.Options.model_validate_json('{"prefer": ["eager", "math"]}')
+
+
+def test_profile_of_the_baseline_uses_eager_attention():
+    profile = load_profile("rtx3090_24gb_before", profile_files())
+    assert dict(profile.plugin_tables())["sdpa"] == {"prefer": ["eager"]}
 
 
 def test_apply_and_the_order_is_put_back():

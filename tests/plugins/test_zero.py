@@ -35,7 +35,7 @@ def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> A
     """(final weights, what was heard) of a run over uneven micro-batches, with a partial last step and evaluations amid."""
     job = tiny_job(folder / "data", kind, samples=41, max_steps=8, eval_steps=3)
     tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
-    plan = plan_for(tiny_profile(**tables, cut={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
+    plan = plan_for(tiny_profile(**tables, length_batching={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
     heard = train_tiny(plan, folder / name)
     return load_file(folder / name / "run" / "final" / "model.safetensors"), heard
 

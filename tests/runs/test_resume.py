@@ -147,7 +147,7 @@ def raised(error: BaseException) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_with_workers(workers: int, whole: Path, tmp_path: Path) -> None:
-    plan = make_plan(whole, dataloader={"workers": workers})
+    plan = make_plan(whole, dataloader={"num_workers": workers})
     gone_on(whole, 6, tmp_path / "run", plan)
     assert same(tmp_path / "run", whole / "run")
 
@@ -217,16 +217,16 @@ def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
 
 def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_path: Path) -> None:
     """The same tensors under another scale are another model; another way to load data is not."""
-    few, adapter = {"save_steps": 6}, {"always": True, "alpha": 16}
+    few, adapter = {"save_steps": 6}, {"always": True, "lora_alpha": 16}
     plan = make_plan(whole, few, adapter=adapter)
     api.execute(plan, tmp_path / "run", cache=whole / "cache")
     again = gone_back(tmp_path / "run", tmp_path / "again", 6)
-    with pytest.raises(InputError, match=r"plugins\.adapter\.alpha was 16 and is now 32.* Keep it"):
-        api.execute(make_plan(whole, few, adapter=adapter | {"alpha": 32}), again, cache=whole / "cache", resume=True)
+    with pytest.raises(InputError, match=r"plugins\.adapter\.lora_alpha was 16 and is now 32.* Keep it"):
+        api.execute(make_plan(whole, few, adapter=adapter | {"lora_alpha": 32}), again, cache=whole / "cache", resume=True)
     with pytest.raises(InputError, match=r"plugins\.adapter was 'in use' and is now None"):
         api.execute(make_plan(whole, few), again, cache=whole / "cache", resume=True)
     recorder = Recorder()
-    other = make_plan(whole, few, adapter=adapter, dataloader={"workers": 0}, batch={"train": 6, "effective": 12})
+    other = make_plan(whole, few, adapter=adapter, dataloader={"num_workers": 0}, batch={"train": 6, "effective": 12})
     api.execute(other, again, recorder, cache=whole / "cache", resume=True)
     assert recorder.warnings == [
         "Settings changed since the run started: plugins.batch.train was 4 and is 6; plugins.dataloader is new"

@@ -40,7 +40,7 @@ READS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, int]]] = {
     "O1": (FUSED | {"precision": {"dtype": "bf16"}}, {}),
     "O2": (FUSED | {"precision": {"dtype": "bf16", "level": "O2"}}, {}),
     "checkpointing": (FUSED | {"checkpointing": {}}, {}),
-    "cut": (FUSED | {"cut": {}}, {}),
+    "length_batching": (FUSED | {"length_batching": {}}, {}),
     "sdpa": (FUSED | {"sdpa": {}}, {}),
     "decoder": (FUSED | {"checkpointing": {}}, {}),
     "adapter": (FUSED | {"adapter": {"always": True, "kind": "dora"}}, {}),
@@ -205,7 +205,7 @@ def test_two_equal_runs_have_the_same_bits(tmp_path: Path) -> None:
     losses = []
     for number in range(2):
         job = tiny_job(tmp_path / "data")
-        losses.append(train_tiny(plan_for(tiny_profile(cut={}), job), tmp_path / str(number)).losses)
+        losses.append(train_tiny(plan_for(tiny_profile(length_batching={}), job), tmp_path / str(number)).losses)
     assert losses[0] == losses[1]
 
 

@@ -219,8 +219,8 @@ def test_logged_loss_is_the_mean_of_the_finite_micro_batches(tmp_path: Path) -> 
     ("training", "steps", "message"),
     [
         ({}, [3], r"a gradient was not finite at step 3; the update was skipped.*on_nonfinite = 'skip'"),
-        ({"on_nonfinite": "skip", "nonfinite_limit": 2, "nonfinite_share": 1.0}, [2, 3, 4], "3 updates in a row.*to step 4"),
-        ({"on_nonfinite": "skip"}, [2, 4], r"2 of 6 updates.*up to step 4.*nonfinite_share = 0\.1 allows 1"),
+        ({"on_nonfinite": "skip", "nonfinite_limit": 2, "nonfinite_fraction": 1.0}, [2, 3, 4], "3 updates in a row.*to step 4"),
+        ({"on_nonfinite": "skip"}, [2, 4], r"2 of 6 updates.*up to step 4.*nonfinite_fraction = 0\.1 allows 1"),
     ],
 )
 def test_run_stops_at_the_limit_of_skipped_updates(
@@ -235,7 +235,7 @@ def test_run_stops_at_the_limit_of_skipped_updates(
 
 
 def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> None:
-    plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_share=0.5)
+    plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_fraction=0.5)
     _, heard, rows = trained(plan, tmp_path)
     assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
     assert sum("was skipped" in line for line in heard.warnings) == 3, "one line a log point"
@@ -270,7 +270,7 @@ def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) ->
 def test_telemetry_state_is_json_and_restores_in_a_log_interval(tmp_path: Path) -> None:
     """A new Telemetry loads the state, as JSON, in the middle of a log interval."""
     poison = {"steps": [2, 5], "micro_batch": 0}
-    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_share=1.0, logging_steps=3)
+    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_fraction=1.0, logging_steps=3)
     _, _, whole = trained(plan, tmp_path)
     with build(plan, tmp_path / "again", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
-from hwopt_plugins.cut import Cut, cut_by_length, padded_tokens, padded_width
+from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens, padded_width
 
 CONTEXT = Context(described("T4", (7, 5), 16.0), {}, None, None)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
@@ -68,7 +68,7 @@ def test_equal_lengths_stay_in_order():
 
 
 def test_it_travels_to_workers():
-    plugin, recipe = Cut(Cut.Options()), Recipe()
+    plugin, recipe = LengthBatching(LengthBatching.Options()), Recipe()
     assert plugin.probe(CONTEXT).kind == "apply"
     plugin.apply(recipe, CONTEXT)
     cut = pickle.loads(pickle.dumps(recipe.cut))
@@ -77,7 +77,7 @@ def test_it_travels_to_workers():
 
 def test_a_fixed_budget():
     recipe = Recipe()
-    Cut(Cut.Options(tokens=64)).apply(recipe, CONTEXT)
+    LengthBatching(LengthBatching.Options(tokens=64)).apply(recipe, CONTEXT)
     assert all(len(group) * 32 <= 64 for group in recipe.cut([32] * 8, 8))
 
 
@@ -92,15 +92,20 @@ def test_evidence():
     plain = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 100)])
     equal = SimpleNamespace(lengths=[9] * 4, sizes=[(2, 9), (2, 9)])
     batch = SimpleNamespace(train=2, widths=(), pad_to_multiple_of=1)
-    evidence = Cut(Cut.Options()).evidence(SimpleNamespace(last_step_batch=cut, batch=batch))
+    evidence = LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=cut, batch=batch))
     assert evidence.status == "active"
     assert "210 tokens" in evidence.seen
     assert "of 2 about 400" in evidence.seen
-    assert Cut(Cut.Options()).evidence(SimpleNamespace(last_step_batch=plain, batch=batch)).status == "inactive"
-    assert Cut(Cut.Options()).evidence(SimpleNamespace(last_step_batch=equal, batch=batch)).status == "unknown"
+    assert (
+        LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=plain, batch=batch)).status
+        == "inactive"
+    )
+    assert (
+        LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=equal, batch=batch)).status == "unknown"
+    )
 
 
 @pytest.mark.parametrize("text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"budget": 9}'])
 def test_bad_options(text):
     with pytest.raises(ValidationError):
-        Cut.Options.model_validate_json(text)
+        LengthBatching.Options.model_validate_json(text)

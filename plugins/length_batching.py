@@ -63,10 +63,11 @@ def padded_width(length: int, widths: Sequence[int], multiple: int) -> int:
     return next((width for width in widths if width >= length), -(-length // multiple) * multiple)
 
 
-class Cut(Plugin):
-    name = "cut"
+class LengthBatching(Plugin):
+    name = "length_batching"
     stage = Stage.DATA
     preserves = "rounding"
+    former_names = ("cut",)
 
     class Options(PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(

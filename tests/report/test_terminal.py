@@ -1,0 +1,68 @@
+"""What `hwopt plan` prints: the plan, and with --values every value and its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hwopt import api
+from hwopt.cli.plan import plan as plan_command
+from hwopt.planning.plan import Plan
+from hwopt.report import memory as memory_report
+from hwopt.report.terminal import Terminal, show_values
+from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt.text import short_place
+
+
+def tiny_plan(folder: Path) -> Plan:
+    plan = plan_for(tiny_profile(dataloader={}), tiny_job(folder, max_steps=7))
+    (batch, loader) = plan.entries
+    provenance = {"num_workers": f"decided here, instead of 'auto' ({folder / 'mine.toml'}:12)", "pin_memory": "--set"}
+    loader = replace(loader, provenance={**loader.provenance, **provenance})
+    return replace(plan, entries=(batch, loader), provenance={**plan.provenance, "training.seed": f"{folder / 'job.toml'}:3"})
+
+
+def test_values_come_with_the_file_and_line_that_set_them(tmp_path: Path) -> None:
+    shown = StringIO()
+    show_values(Terminal(file=shown, width=200), tiny_plan(tmp_path))
+    found = {line.split()[0]: line for line in shown.getvalue().splitlines()}
+    assert found["plugins.dataloader.num_workers"].endswith("decided here, instead of 'auto' (mine.toml:12)")
+    assert found["plugins.dataloader.pin_memory"].rstrip().endswith("--set")
+    assert found["training.seed"].rstrip().endswith("job.toml:3")
+
+
+@pytest.mark.parametrize(
+    ("place", "short"),
+    [
+        ("/a b/c.toml:3", "c.toml:3"),
+        (r"C:\a\c.toml:3", "c.toml:3"),
+        ("kept (/a/c.toml:3)", "kept (c.toml:3)"),
+        ("plugin 'x' (/a/c.toml:3)", "plugin 'x' (c.toml:3)"),
+        ("default", "default"),
+        ("--set", "--set"),
+    ],
+)
+def test_short_place_has_no_folders(place: str, short: str) -> None:
+    assert short_place(place) == short
+
+
+@pytest.mark.parametrize(("arguments", "listed"), [([], False), (["--values"], True)])
+def test_plan_lists_all_values_on_request_only(
+    arguments: list[str], listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = tiny_plan(tmp_path)
+    monkeypatch.setattr(api, "resolve", lambda *_, **__: plan)
+    monkeypatch.setattr(api, "with_memory", lambda found, *_, **__: found)
+    shown: list[Any] = []
+    monkeypatch.setattr(memory_report, "show_memory", lambda console, found: shown.append(found))
+    result = CliRunner().invoke(plan_command, ["--profile", "cpu", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert shown == [plan]
+    assert "dataloader" in result.output
+    assert ("training.learning_rate" in result.output) is listed

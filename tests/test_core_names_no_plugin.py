@@ -1,0 +1,44 @@
+"""The core names no plugin: aliases, advice and launcher settings are declared by the plugin that they concern."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hwopt
+from hwopt.plugin.registry import Registry
+
+CORE = Path(hwopt.__file__).parent
+NAMES = "|".join(map(re.escape, [*Registry().names, *(f for n in Registry().names for f in Registry().plugin(n).former_names)]))
+AS_PLUGIN = re.compile(rf"plugins\.({NAMES})\b|\[plugins\.({NAMES})\]|plugin `?'?\"?({NAMES})\b['\"`]")
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every string constant, docstrings and the parts of f-strings included, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def test_no_module_of_the_core_names_a_plugin() -> None:
+    found = [
+        f"{path.relative_to(CORE)}:{line}: {text}"
+        for path in sorted(CORE.rglob("*.py"))
+        for line, text in texts(ast.parse(path.read_text(encoding="utf-8")))
+        if AS_PLUGIN.search(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["plugins.batch.train", "[plugins.cut]", "the plugin `compile`", "plugin 'zero'"])
+def test_the_pattern_finds_names_of_plugins(text: str) -> None:
+    assert AS_PLUGIN.search(text)
+
+
+@pytest.mark.parametrize("text", ["plugins.NAME.OPTION", "the optimizer", "plugin 'x'", "batch['train']"])
+def test_the_pattern_leaves_other_words_alone(text: str) -> None:
+    assert not AS_PLUGIN.search(text)
