@@ -87,9 +87,8 @@ def test_what_does_go_together(tmp_path: Path) -> None:
 def parts(folder: Path, ranks: int, **tables: Any) -> Any:
     tables = {"precision": {"dtype": "bf16"}, "optimizer": {}} | tables
     batch = {"train": 4, "effective": 4 * ranks * tables.pop("accumulation", 1)}
-    job = tiny_job(folder, "causal-lm", samples=64)
-    assert job.job.model.config is not None
-    job.job.model.config.update(hidden_size=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=4)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
+    job = tiny_job(folder, "causal-lm", samples=64, config=TINY_LLAMA | sizes)
     plan = plan_for(tiny_profile(batch=batch, **tables), job, world_size=ranks, hardware=CARD)
     memory = plan_memory(plan, folder / "cache")
     assert (memory.tier, memory.note) == ("traced", "")
