@@ -20,7 +20,7 @@ def refuse_non_utf8(name: str, what: str) -> None:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         ascii_only = sys.getfilesystemencoding() != "utf-8"
-        how = "set PYTHONUTF8=1: Python decodes file names as ASCII here" if ascii_only else "rename the file"
+        how = "set PYTHONUTF8=1: Python decodes file names as ASCII here" if ascii_only else "use another name"
         raise InputError(f"{what} {truncate(name)}: the name is not UTF-8; {how}") from error
 
 

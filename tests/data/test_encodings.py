@@ -23,5 +23,5 @@ def test_what_the_screen_cannot_show(capfdbinary: pytest.CaptureFixture[bytes]) 
 
 def test_refuse_non_utf8() -> None:
     refuse_non_utf8("träin 🦜.csv", "data:")
-    with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; rename the file"):
+    with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; use another name"):
         refuse_non_utf8("a\udcff", "data:")

@@ -69,5 +69,5 @@ def test_names_that_are_not_utf_8(folder: Path) -> None:
     planned = finished([sys.executable, "-m", "hwopt", "plan", os.fsencode(odd / "job.toml"), "--profile", "prof 🦜.toml"], odd)
     assert planned.returncode == 0, planned.stderr
     assert "BertForSequenceClassification" in planned.stdout
-    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': is not a name in UTF-8; give it another name"):
+    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': the name is not UTF-8; use another name"):
         run_folder(Path(odd.name), None, "run")
