@@ -336,7 +336,7 @@ def test_a_process_that_hangs_or_is_killed_ends_the_run(
         launches = [launched(work, f"{who}-{number.name}-{turn}", False, *options) for who, number in pair]
         disturbed = []
         for (who, number), launch in zip(pair, launches, strict=True):
-            launch.until_step(10)
+            launch.until_step(15)  # at step 10 the newest worker may be one of the evaluation, which ends by itself
             victim = launch.rank(chance.randint(0, 1))
             if who == "worker":
                 victim = max(victim.children(), key=lambda each: each.create_time())
