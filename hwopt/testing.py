@@ -86,8 +86,15 @@ def write_samples(path: Path, number: int, *, pairs: bool = False, seed: int = 0
     return path
 
 
-def tiny_job(folder: Path, kind: str = "text-classification", *, samples: int = 40, **training: Any) -> JobFile:
-    """A job of a few steps with a tiny random model: BERT for classification, Llama for "causal-lm"."""
+def tiny_job(
+    folder: Path,
+    kind: str = "text-classification",
+    *,
+    samples: int = 40,
+    config: Mapping[str, Any] | None = None,
+    **training: Any,
+) -> JobFile:
+    """A job of a few steps with a random model of `config`: by default a tiny BERT, or a tiny Llama for "causal-lm"."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "train": str(write_samples(folder / "train.jsonl", samples)),
@@ -95,9 +102,9 @@ def tiny_job(folder: Path, kind: str = "text-classification", *, samples: int = 
         "max_length": 32,
     }
     settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
-    config = TINY_BERT if kind == "text-classification" else TINY_LLAMA
+    config = config or (TINY_BERT if kind == "text-classification" else TINY_LLAMA)
     return make_job(
-        Document("a tiny job", {"model": {"config": config}, "data": data, "task": {"kind": kind}, "training": settings})
+        Document("a tiny job", {"model": {"config": dict(config)}, "data": data, "task": {"kind": kind}, "training": settings})
     )
 
 

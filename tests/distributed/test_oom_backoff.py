@@ -93,9 +93,8 @@ def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int
 def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: float = 0.0) -> Steps:
     registry = Registry()
     registry.add(plugin)
-    job = tiny_job(folder / "data", max_steps=5, eval_steps=2)
     config = TINY_BERT | {"hidden_dropout_prob": dropout}
-    job.job.model.config.update(config)  # type: ignore[union-attr]
+    job = tiny_job(folder / "data", config=config, max_steps=5, eval_steps=2)
     profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
     heard = Steps()
     api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
@@ -177,9 +176,8 @@ def test_what_did_not_fit_is_told_what_would_save_memory(tmp_path: Path) -> None
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
     registry = Registry()
     registry.add(plugin)
-    job = tiny_job(tmp_path / "data", max_steps=5)
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 4}
-    job.job.model.config.update(wide)  # type: ignore[union-attr]
+    job = tiny_job(tmp_path / "data", config=TINY_BERT | wide, max_steps=5)
     document = tiny_profile(shortage={}, optimizer={"name": "adamw_torch"}).document
 
     def resolved(changes: Sequence[str] = ()) -> Plan:

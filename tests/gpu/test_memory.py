@@ -51,10 +51,7 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
     ids=["fp32", "bf16", "O2-8bit", "checkpointing", "dora", "fused-loss"],
 )
 def test_predicted_is_what_cuda_allocates(config: dict[str, Any], width: int, tables: dict[str, Any], tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm")
-    assert job.job.model.config is not None
-    job.job.model.config.clear()
-    job.job.model.config.update(config)
+    job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
     plan = plan_for(tiny_profile(**tables), job)
     trace, rows = trace_plan(plan, width, 2), max(1, 8192 // width)
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):

@@ -195,10 +195,7 @@ def test_ligers_own_words(monkeypatch):
 
 
 def job_of(folder, config=TINY_LLAMA, **training):
-    job = tiny_job(folder, "causal-lm", **training)
-    job.job.model.config.clear()
-    job.job.model.config.update(config)
-    return job
+    return tiny_job(folder, "causal-lm", config=config, **training)
 
 
 def both(folder, config=TINY_LLAMA, options=None, training=None, **tables):
