@@ -94,7 +94,7 @@ def tiny_job(
     config: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> JobFile:
-    """A job of a few steps with a random model of `config`: by default a tiny BERT for classification, a tiny Llama otherwise."""
+    """A job of a few steps with a random model of `config`: by default a tiny BERT, or a tiny Llama for "causal-lm"."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "train": str(write_samples(folder / "train.jsonl", samples)),
@@ -102,12 +102,9 @@ def tiny_job(
         "max_length": 32,
     }
     settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
-    default = TINY_BERT if kind == "text-classification" else TINY_LLAMA
+    config = config or (TINY_BERT if kind == "text-classification" else TINY_LLAMA)
     return make_job(
-        Document(
-            "a tiny job",
-            {"model": {"config": dict(config or default)}, "data": data, "task": {"kind": kind}, "training": settings},
-        )
+        Document("a tiny job", {"model": {"config": dict(config)}, "data": data, "task": {"kind": kind}, "training": settings})
     )
 
 

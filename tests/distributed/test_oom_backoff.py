@@ -93,7 +93,8 @@ def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int
 def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: float = 0.0) -> Steps:
     registry = Registry()
     registry.add(plugin)
-    job = tiny_job(folder / "data", config=TINY_BERT | {"hidden_dropout_prob": dropout}, max_steps=5, eval_steps=2)
+    config = TINY_BERT | {"hidden_dropout_prob": dropout}
+    job = tiny_job(folder / "data", config=config, max_steps=5, eval_steps=2)
     profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
     heard = Steps()
     api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")

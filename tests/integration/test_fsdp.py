@@ -32,7 +32,7 @@ def on_hosts(half: bool) -> None:
     """Make this process, a rank, shard between CPUs."""
     by_accelerate = engine.shard_model
 
-    def sharded(run: Any) -> Any:
+    def shard_model(run: Any) -> Any:
         state = run.accelerator.state
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = run.recipe.accelerator["fsdp_plugin"]()
@@ -41,7 +41,7 @@ def on_hosts(half: bool) -> None:
             run.scaler = torch.amp.GradScaler("cpu")
         return by_accelerate(run)
 
-    engine.shard_model = sharded
+    engine.shard_model = shard_model
     Fsdp.probe = lambda self, context: Decision.apply("between CPUs")  # type: ignore[method-assign]
 
 

@@ -58,10 +58,10 @@ def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"precision": {"dtype": "bf16", "level": "O2"}}, 'take level = "O1"'),
-        ({"optimizer": {"name": "adamw_bnb_8bit"}}, "take adamw_torch_fused"),
-        ({"optimizer": {"name": "paged_adamw_8bit"}}, "take adamw_torch_fused"),
-        ({"compile": {"widths": [32]}}, 'take scope = "block"'),
+        ({"precision": {"dtype": "bf16", "level": "O2"}}, 'set level = "O1"'),
+        ({"optimizer": {"name": "adamw_bnb_8bit"}}, 'name = .*"adamw_torch_fused"'),
+        ({"optimizer": {"name": "paged_adamw_8bit"}}, 'name = .*"adamw_torch_fused"'),
+        ({"compile": {"widths": [32]}}, 'set scope = "block"'),
         ({"adapter": {"always": True}, "quantize": {}}, "packed bytes"),
         ({"zero": {"stage": 2, "offload": "none"}}, "keep one of them"),
     ],
@@ -87,8 +87,8 @@ def test_what_does_go_together(tmp_path: Path) -> None:
 def parts(folder: Path, ranks: int, **tables: Any) -> Any:
     tables = {"precision": {"dtype": "bf16"}, "optimizer": {}} | tables
     batch = {"train": 4, "effective": 4 * ranks * tables.pop("accumulation", 1)}
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
-    job = tiny_job(folder, "causal-lm", samples=64, config=TINY_LLAMA | sizes)
+    larger = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4}
+    job = tiny_job(folder, "causal-lm", samples=64, config=TINY_LLAMA | larger)
     plan = plan_for(tiny_profile(batch=batch, **tables), job, world_size=ranks, hardware=CARD)
     memory = plan_memory(plan, folder / "cache")
     assert (memory.tier, memory.note) == ("traced", "")

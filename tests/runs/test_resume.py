@@ -236,7 +236,7 @@ def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_
 def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
     """More steps, and so another schedule from there on; it is said."""
     heard = gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
-    assert heard.warnings == ["not as the run was begun: training.max_steps was 12 and is 14"]
+    assert heard.warnings == ["Settings changed since the run started: training.max_steps was 12 and is 14"]
     assert logged(tmp_path / "run", "step")[-1] == 14
 
 

@@ -238,7 +238,7 @@ def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> N
     plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_fraction=0.5)
     _, heard, rows = trained(plan, tmp_path)
     assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
-    assert sum("was skipped" in line for line in heard.warnings) == 3, "one line a log point"
+    assert sum("was skipped" in line for line in heard.warnings) == 3, "one line per log point"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) ->
     assert all(torch.isfinite(p).all() for p in run.engine.parameters)
     assert rows[-1]["skipped_updates"] == 1
     assert any("at step 3: the update was skipped" in line for line in heard.warnings)
-    # the updates that were made are those of a run without ZeRO
+    # the other updates equal those of a run without ZeRO
     again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
     _, _, plain = trained(again, tmp_path / "plain")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-2 if dtype == "bf16" else 1e-5)
