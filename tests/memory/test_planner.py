@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.memory import closed_form
@@ -56,11 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None, **more: Any) -> Plan:
     kind = "text-classification" if config["model_type"] == "bert" else "causal-lm"
-    job = tiny_job(folder, kind)
-    model = job.job.model.config
-    assert model is not None
-    model.clear()
-    model.update(config)
+    document = tiny_job(folder, kind).document
+    job = make_job(Document(document.name, document.data | {"model": {"config": config}}))
     return plan_for(tiny_profile(**plugins), job, registry, **more)
 
 
