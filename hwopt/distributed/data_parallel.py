@@ -60,7 +60,7 @@ class DataParallelEngine(Engine):
         try:
             codes = self.vote(0, backoff)
         except RuntimeError as error:
-            raise WorkerDiedError(f"another rank died; see its own output ({error})") from error
+            raise rank_died(error) from error
         for rank, code in enumerate(codes):
             if code:
                 raise error_of_rank(code, rank)
@@ -127,10 +127,15 @@ def first_rank_first(rank: int, world_size: int) -> Iterator[None]:
         while rank > 0 and not store.check([done]):
             time.sleep(0.05)  # in Python, so that signal handlers run
     except RuntimeError as error:
-        raise WorkerDiedError(f"another rank died; see its own output ({error})") from error
+        raise rank_died(error) from error
     yield
     if rank == 0:
         store.set(done, "")
+
+
+def rank_died(error: RuntimeError) -> WorkerDiedError:
+    """The error to raise when torch reports that another rank does not answer."""
+    return WorkerDiedError(f"another rank died; see its own output ({error})")
 
 
 def error_of_rank(code: int, rank: int) -> HwoptError:

@@ -272,8 +272,8 @@ class Engine:
     def _step(self) -> None:
         if self.scaler is not None:
             # the norm is the same on all ranks, and it may overflow although no element does
-            for found in self.scaler._found_inf_per_device(self.optimizer).values():
-                torch.maximum(found, self.found_inf, out=found)
+            for found_inf in self.scaler._found_inf_per_device(self.optimizer).values():
+                torch.maximum(found_inf, self.found_inf, out=found_inf)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.takes_found_inf:

@@ -37,7 +37,7 @@ class AsyncWriter:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="hwopt-writer")
         self.last: Future[None] | None = None
         self.target: Path | None = None
-        """What the thread writes, or has written and nobody was told yet."""
+        """The folder that the thread writes, or has written without a report to the run yet."""
         self.seconds = 0.0
         """Duration of the last write."""
 
@@ -67,7 +67,7 @@ class AsyncWriter:
         self.submit(write_folder, target)
 
     def submit(self, write: Callable[[], None], target: Path | None = None) -> None:
-        """Run `write` in the thread. When it has succeeded, the run is told that `target` is saved."""
+        """Run `write` in the thread. If it succeeds, `report` tells the run that `target` is saved."""
 
         def timed() -> None:
             began = time.monotonic()
@@ -100,11 +100,13 @@ class AsyncWriter:
             self.report()
 
     def report(self) -> None:
+        """Tell the run that the folder of the last write is saved."""
         target, self.target = self.target, None
         if target is not None:
             self.run.was_saved(target)
 
     def close(self) -> None:
+        """Wait for the thread and end it."""
         self.pool.shutdown(wait=True)
 
 
@@ -140,9 +142,9 @@ def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` without shared memory, which safetensors refuses."""
     seen: set[int] = set()
-    found = {}
+    separate = {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor.contiguous()
+        separate[name] = tensor.clone() if place in seen else tensor.contiguous()
         seen.add(place)
-    return found
+    return separate

@@ -46,7 +46,7 @@ class BestModel:
         if wrong := find_corruption(folder) if folder.is_dir() else "there are none":
             self.run.warn(
                 f"The best weights so far, of step {state['step']}, cannot be read from {folder} ({wrong}). "
-                "The best of the following evaluations is kept"
+                "Keeping the best of the following evaluations instead"
             )
             if self.run.is_main and folder.is_dir():
                 quarantine(folder)

@@ -96,7 +96,7 @@ class Checkpointer:
             self.writer.write(reader.checkpoint_folder(run.folder, run.step), content, state, weights, copies, then=self.prune)
 
     def emergency_save(self, all_ranks: bool) -> None:
-        """Save the last whole step of a run that failed, if that is possible. Does not raise what goes wrong with it."""
+        """Save the last complete step of a run that failed, if possible. An error is shown as a warning, not raised."""
         run = self.run
         can_save_alone = run.is_main and not run.engine.meets_in_micro_batches
         if not run.progress.between_steps or not (all_ranks or run.world_size == 1 or can_save_alone):
@@ -143,6 +143,7 @@ def persistent_buffers(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_buffers(model: Any, saved: Mapping[str, Tensor]) -> None:
+    """Copy the `saved` buffers into those of `model` that have the same name."""
     for name, buffer in persistent_buffers(model).items():
         if name in saved:
             buffer.copy_(saved[name])

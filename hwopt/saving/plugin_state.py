@@ -15,8 +15,8 @@ class Stateful(Protocol):
 
 def named_by_class(parts: Iterable[Any]) -> dict[str, Stateful]:
     """`parts` by name: "plugins/<module>.<class>/<number>"; the number counts parts of the same class."""
-    found: dict[str, Stateful] = {}
+    named: dict[str, Stateful] = {}
     for part in parts:
         kind = f"plugins/{type(part).__module__}.{type(part).__qualname__}"
-        found[f"{kind}/{sum(name.startswith(f'{kind}/') for name in found)}"] = part
-    return found
+        named[f"{kind}/{sum(name.startswith(f'{kind}/') for name in named)}"] = part
+    return named

@@ -167,7 +167,7 @@ class DivergenceMonitor:
             return []
         if training.on_nonfinite != "skip":
             raise nonfinite(f"the loss was not finite at or before step {row.step}.")
-        if row.scale is None and row.skipped_steps():  # the warning about the gradients has said it
+        if row.scale is None and row.skipped_steps():  # the warning about the gradients covers these losses
             return []
         return [
             f"the loss of {row.nonfinite_losses} micro-batch(es) was not finite at or before step {row.step}; "

@@ -46,10 +46,10 @@ class Evaluation:
             while self._evaluate_next(batches, metrics):
                 if run.engine.all_reduce_max(signals.received() or 0):
                     return None
-        found = {f"eval_{name}": value for name, value in metrics.compute().items()}
+        values = {f"eval_{name}": value for name, value in metrics.compute().items()}
         seconds = time.perf_counter() - started
         speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
-        return {"step": run.step, "epoch": round(run.epoch, 4)} | found | speed
+        return {"step": run.step, "epoch": round(run.epoch, 4)} | values | speed
 
     @torch.no_grad()
     def preflight(self) -> None:

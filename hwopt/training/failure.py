@@ -1,4 +1,4 @@
-"""What happens when training cannot continue: the last whole step is saved, and out of memory becomes a message that helps."""
+"""Handle a failure in training: save the last complete step, and turn out of memory into a message with the option to lower."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hwopt.training.telemetry import Telemetry
 
 @contextmanager
 def save_on_failure(run: Run, telemetry: Telemetry, checkpoints: Checkpointer) -> Iterator[None]:
-    """Save the last whole step, and log what is known of it, when the block fails."""
+    """If the block fails, save the last complete step and log the rows that are still pending."""
     try:
         yield
     except (NonFiniteError, DoesNotFitError, WorkerDiedError, RuntimeError) as error:

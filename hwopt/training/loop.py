@@ -37,7 +37,7 @@ def train(run: Run) -> Row:
     """Train `run` to its last step, keep the best weights, write `final/`, and return the summary.
 
     Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt.
-    In each case the run folder stays valid and has a checkpoint of the last whole step.
+    In each case the run folder stays valid and has a checkpoint of the last complete step.
     """
     writer = AsyncWriter(run)
     try:

@@ -76,21 +76,21 @@ def parameter_groups(run: Run) -> Groups:
         "eps": training.adam_epsilon,
         "weight_decay": training.weight_decay,
     }
-    found = [
+    complete = [
         settings
         | group
         | {"params": [parameter for _, parameter in group["params"]], "param_names": [name for name, _ in group["params"]]}
         for group in groups
         if group["params"]
     ]
-    grouped = [name for group in found for name in group["param_names"]]
+    grouped = [name for group in complete for name in group["param_names"]]
     if sorted(grouped) != sorted(name for name, _ in named):
         author = run.recipe.named(run.recipe.author_of("parameter_groups"))
-        odd = sorted({name for name, _ in named} ^ set(grouped)) or sorted({n for n in grouped if grouped.count(n) > 1})
+        wrong = sorted({name for name, _ in named} ^ set(grouped)) or sorted({n for n in grouped if grouped.count(n) > 1})
         raise PluginError(
-            f"{author}: recipe.parameter_groups must put every trained parameter into exactly one group; see {listing(odd, 4)}"
+            f"{author}: recipe.parameter_groups must put every trained parameter into exactly one group; see {listing(wrong, 4)}"
         )
-    return found
+    return complete
 
 
 def decay_groups(named: Sequence[tuple[str, Any]], training: Training) -> Groups:

@@ -118,7 +118,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What the data preparation found, for the user."""
+        """Notes of the data preparation, for the user."""
         return self.prepared.notes
 
     @property

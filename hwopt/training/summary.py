@@ -21,5 +21,5 @@ def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -
         "train_tokens_per_second": total.tokens * world / seconds,
         "data_wait": total.wait / seconds,
     }
-    found = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
-    return totals | best.latest | found
+    best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
+    return totals | best.latest | best_values

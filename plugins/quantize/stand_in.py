@@ -39,9 +39,9 @@ def int8_product(x: Tensor, layer: PackedLinear, bias: Tensor | None) -> Tensor:
     rows = torch.round(half * (127.0 / largest)).to(torch.int8) if layer.on_host else torch.empty_like(half, dtype=torch.int8)
     del half, outliers
     shape = (*rows.shape[:-1], layer.out_features)
-    whole = torch.empty(shape, dtype=torch.int32)
+    product = torch.empty(shape, dtype=torch.int32)
     if layer.on_host:
-        scaled = whole * (largest * layer.get_buffer("scales")) * 6.2e-5
+        scaled = product * (largest * layer.get_buffer("scales")) * 6.2e-5
         if bias is not None:
             scaled += bias
     else:

@@ -1,4 +1,4 @@
-"""The process as DeepSpeed wants it: a process group, environment variables; and everything put back behind it."""
+"""Set up the process for DeepSpeed: process group and environment variables. Restore both at the end of the run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def process_group(device_type: str) -> Iterator[None]:
-    """DeepSpeed's process group, with this process as its only rank where no launcher has started others."""
+    """DeepSpeed's process group within the block. Without a launcher this process is the only rank."""
     import torch
 
     if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it says on the screen that it looked for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it looked for a GPU
     from deepspeed.utils import logger
 
     alone: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -22,14 +22,14 @@ def process_group(device_type: str) -> Iterator[None]:
     level, linear = logger.level, torch.nn.functional.linear
     logger.setLevel("ERROR")
     with environment({} if "RANK" in os.environ else alone):
-        if device_type == "cpu":  # gloo needs no kernel of DeepSpeed's own, which takes half a minute to compile
+        if device_type == "cpu":  # gloo does not need DeepSpeed's own kernel, which takes 30 s to compile
             import deepspeed.ops
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         else:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Accelerate knows DeepSpeed by the environment alone, forgets it where a CPU is asked for, and refuses a configuration
-        # beside the settings of a launcher, which agree with the plan by now
+        # Accelerate uses DeepSpeed only if the environment says so and does not ask for a CPU. It refuses a config beside the
+        # settings of a launcher, although the plan has checked that they agree
         asked: dict[str, str | None] = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}
         with environment(asked | {"ACCELERATE_CONFIG_DS_FIELDS": None}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
@@ -37,33 +37,33 @@ def process_group(device_type: str) -> Iterator[None]:
                 yield
             finally:
                 logger.setLevel(level)
-                torch.nn.functional.linear = linear  # stage 3 puts its own there, for good
+                torch.nn.functional.linear = linear  # stage 3 replaces it and never restores it
                 end_process_group()
 
 
 def end_process_group() -> None:
-    """So that another run in this process can make its own."""
+    """Destroy the process group, so that another run in this process can create its own."""
     import torch.distributed as dist
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
     comm.cdb = None
-    if dist.is_initialized():  # a run that was not built to its end
+    if dist.is_initialized():  # left by a run whose build failed
         dist.destroy_process_group()
 
 
 def free_port() -> int:
     import socket
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 @contextmanager
 def environment(values: dict[str, str | None]) -> Iterator[None]:
-    """These environment variables (None: unset) inside the block."""
+    """Set environment variables within the block; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     try:
         put_into_environment(values)
