@@ -135,7 +135,7 @@ def first_rank_first(rank: int, world_size: int) -> Iterator[None]:
 
 def rank_died(error: RuntimeError) -> WorkerDiedError:
     """The error to raise when torch reports that another rank does not answer."""
-    return WorkerDiedError(f"another rank died; see its own output ({error})")
+    return WorkerDiedError(f"another rank exited: see its output for the cause ({error})")
 
 
 def error_of_rank(code: int, rank: int) -> HwoptError:
