@@ -343,7 +343,7 @@ def test_damaged_best_weights_end_no_run(tmp_path: Path) -> None:
 
     recorder = Damaging()
     summary = api.execute(plan, tmp_path / "meanwhile", recorder, cache=tmp_path / "cache")
-    assert any("final/ gets those of the last step" in warning for warning in recorder.warnings)
+    assert any("final/ gets the weights of the last step" in warning for warning in recorder.warnings)
     assert "best_step" not in summary
     assert saved_bits(tmp_path / "meanwhile" / "final") == weights_of(tmp_path / "run" / f"checkpoint-{LAST}")
 
