@@ -253,6 +253,13 @@ def test_the_best_weights_of_before_are_still_the_best(tmp_path: Path) -> None:
     assert same(again, tmp_path / "run")
 
 
+def kept_by_plugin(run: Path) -> tuple[int, list[float]]:
+    """The counter's state in the last checkpoint."""
+    parts = resume.load_checkpoint(run / f"checkpoint-{LAST}", verify=False).state["ranks"][0]
+    (own,) = (state for name, state in parts.items() if name.startswith("plugins/"))
+    return own["steps"], own["seen"].tolist()
+
+
 def test_what_plugins_keep(tmp_path: Path) -> None:
     class Counter:
         def __init__(self) -> None:
@@ -277,8 +284,9 @@ def test_what_plugins_keep(tmp_path: Path) -> None:
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     counter, plan = counting()
     gone_on(tmp_path, 5, tmp_path / "again", plan)
-    assert counter.state["steps"] == through.state["steps"] == LAST
-    assert counter.state["seen"].tolist() == [LAST, LAST]
+    assert kept_by_plugin(tmp_path / "again") == kept_by_plugin(tmp_path / "run") == (LAST, [LAST, LAST])
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    assert counter.state["steps"] == through.state["steps"] == best, "final/ has the best weights, and their plugin state"
 
 
 def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
