@@ -440,8 +440,10 @@ def test_the_planner_sees_what_it_saves(tables, tmp_path):
         trace = trace_plan(plan, 64, 2)
         for what, scaled in (("train", trace.train), ("eval", trace.eval)):
             predicted = scaled.at(16, 64).peak().bytes
-            # the profiler loses a release now and then, so that memory seems to stay: of two measurements the smaller one
-            real = min(measure_peak(plan, Shape(16, 64), 2, what) for _ in range(2))
+            # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
+            with torch.backends.mkldnn.flags(enabled=False):
+                # the profiler loses a release now and then, so that memory seems to stay: of two measurements the smaller one
+                real = min(measure_peak(plan, Shape(16, 64), 2, what) for _ in range(2))
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)
     with_it, without = peaks[:2], peaks[2:]
