@@ -165,7 +165,7 @@ class FusedHead:
             found = f"a {type(layer).__name__} of {type(layer).__module__.split('.')[0]}"
             raise PluginError(
                 f"plugin 'fused_loss': the output layer of {type(model).__name__} is {found}, and only torch's own Linear can be "
-                "fused with the loss; leave it out of what other plugins change (plugins.adapter.target), or remove "
+                "fused with the loss; leave it out of what other plugins change (plugins.adapter.target_modules), or remove "
                 "[plugins.fused_loss]"
             )
         vars(layer)["forward"] = hand_on

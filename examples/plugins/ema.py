@@ -64,13 +64,14 @@ class Ema(Plugin):
         return Decision.apply(f"evaluates and saves an average of the weights, decay {self.options.decay:g}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        self.average = Average(self.options.decay)
-        recipe.state.append(self.average)
-        recipe.events["step_end"].append(self.average.update)
-        recipe.events["evaluate_begin"].append(self.average.swap)
-        recipe.events["evaluate_end"].append(self.average.swap)
-        recipe.final_steps.append(self.average.into_model)
+        average = Average(self.options.decay)
+        recipe.state.append(average)
+        recipe.events["step_end"].append(average.update)
+        recipe.events["evaluate_begin"].append(average.swap)
+        recipe.events["evaluate_end"].append(average.swap)
+        recipe.final_steps.append(average.into_model)
 
     def evidence(self, run: RunView) -> Evidence:
-        seen = f"{len(self.average.values)} averaged tensors after {self.average.updates} update(s)"
-        return Evidence.active(seen) if len(self.average.values) == len(run.engine.names) else Evidence.inactive(seen)
+        average = next(part for part in run.recipe.state if isinstance(part, Average))
+        seen = f"{len(average.values)} averaged tensors after {average.updates} update(s)"
+        return Evidence.active(seen) if len(average.values) == len(run.engine.names) else Evidence.inactive(seen)
