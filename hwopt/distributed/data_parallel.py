@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwopt.distributed.engine import Engine
+from hwopt.distributed.engine import Engine, new_cpu_group
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError, HwoptError, WorkerDiedError, exit_code_of
 
@@ -38,7 +38,7 @@ class DataParallelEngine(Engine):
         super().__init__(run)
         self.trained = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.buckets = list(make_buckets(self.trained, BUCKET_BYTES))
-        self.cpu_group = dist.new_group(backend="gloo")
+        self.cpu_group = new_cpu_group()
         self.oom_counts: dict[tuple[str, int], int] = {}
         """(training or evaluation, rank) -> out-of-memory errors that were reported."""
         self.has_gradient: Tensor | None = None

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from hwopt.plugin.run_view import RunView
 
 
+def new_cpu_group() -> dist.ProcessGroup:
+    """A process group of all ranks over gloo, for values in host memory. All ranks call it."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
+
+
 class Engine:
     """What the loop calls for each micro-batch (`set_gradient_sync`, `backward`) and after the last one (`finish`)."""
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hwopt.distributed.data_parallel import broadcast_weights
+from hwopt.distributed.engine import new_cpu_group
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
 from hwopt.plugin import RunView
@@ -29,7 +30,7 @@ class FsdpEngine(ShardedEngine):
     def __init__(self, run: RunView, *, reduce: str) -> None:
         """`reduce`: "micro_batch" reduces gradients in every micro-batch, "step" once a step."""
         self.reduce_once = reduce == "step"
-        self.cpu_group = dist.new_group(backend="gloo")
+        self.cpu_group = new_cpu_group()
         broadcast_weights(run.inner_model, self.cpu_group)
         run.model = shard_model(run)
         super().__init__(run)

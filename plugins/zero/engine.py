@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hwopt.distributed.engine import new_cpu_group
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import NonFiniteError
 from hwopt.plugin import RunView
@@ -30,7 +31,7 @@ class ZeroEngine(ShardedEngine):
         super().__init__(run)
         self.deepspeed = run.model
         self.parameters = self.partitions()
-        self.cpu_group = dist.new_group(backend="gloo")
+        self.cpu_group = new_cpu_group()
 
     def init_state(self, force: bool = False) -> None:
         """With `force`, create the optimizer's state by a step with zero gradients, one partition at a time.
