@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -45,7 +46,8 @@ def show(name: str, format_: str) -> None:
     plugin = registry.plugin(name)
     row = describe(registry, name, writes=True)
     row["module"] = f"{plugin.__module__}:{plugin.__qualname__}"
-    row["options"] = [option(key, field) for key, field in plugin.Options.model_fields.items()]
+    schemas = plugin.Options.model_json_schema()["properties"] if plugin.Options.model_fields else {}
+    row["options"] = [option(key, field, schemas[key]) for key, field in plugin.Options.model_fields.items()]
     row["about"] = inspect.getdoc(inspect.getmodule(plugin)) or ""
     if format_ == "json":
         click.echo(json.dumps(row, indent=2, default=str))
@@ -84,11 +86,22 @@ def describe(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
     }
 
 
-def option(key: str, field: Any) -> dict[str, Any]:
-    kind = (
-        str(field.annotation).replace("typing.", "")
-        if "[" in str(field.annotation) or "|" in str(field.annotation)
-        else field.annotation.__name__
-    )
+TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "object": "table", "null": "absent"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def option(key: str, field: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
-    return {"name": key, "type": kind, "default": default, "about": " ".join((field.description or "").split())}
+    return {"name": key, "type": accepted(schema), "default": default, "about": " ".join((field.description or "").split())}
+
+
+def accepted(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema accepts, in one line: `"auto" or int >= 0`."""
+    if "anyOf" in schema:
+        return " or ".join(accepted(each) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"list of {accepted(schema.get('items', {}))}"
+    bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema]
+    return " ".join([TYPES.get(schema.get("type", ""), "any value"), *bounds])
