@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from integration.forks import run_ranks
 
 from hwopt.plugin.recipe import EVENTS, Recipe
-from hwopt.testing import TINY_BERT, finished, launcher, logged, write_samples
+from hwopt.testing import TINY_BERT, logged, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = """name = "mine"
@@ -66,13 +67,12 @@ def test_the_contract_test_of_the_docs_passes(test: str, package: Path, tmp_path
     getattr(importlib.import_module("test_my_plugins"), test)(tmp_path)
 
 
-def test_two_ranks_train_the_model_of_one(package: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_the_model_of_one(package: Path, warm: None, tmp_path: Path) -> None:
     write_job(tmp_path)
     folders = {}
-    for name, command in (("one", [sys.executable]), ("two", launcher(2))):
-        arguments = ["-m", "hwopt", "run", "job.toml", "--profile", "mine.toml", "--name", name]
-        done = finished([*command, *arguments], tmp_path, PYTHONPATH=str(package))
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    for ranks, name in ((1, "one"), (2, "two")):
+        command, output = ["run", "job.toml", "--profile", "mine.toml", "--name", name], tmp_path / f"{name}.out"
+        assert run_ranks(command, ranks, tmp_path, output) == [0] * ranks, output.read_text()[-3000:]
         folders[name] = tmp_path / "runs" / name
         evidence = {e["name"]: e["status"] for e in json.loads((folders[name] / "evidence.json").read_text())["plugins"]}
         assert {evidence[plugin] for plugin in ("freeze", "lion", "clip_value")} == {"active"}

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_plugins import BESIDE, CLASSES, OPTIONS
+from example_plugins import BESIDE, CLASSES, OPTIONS, registry
+from integration.forks import ended, forked_ranks
 from safetensors.torch import load_file
 
-from hwopt.testing import TINY_BERT, apart, finished, gone_back, launcher, write_samples
-
-SCRIPT = '''
-"""Trains job.toml with a profile and a name: `script.py PROFILE NAME [resume]`."""
-import os, sys, warnings
-from pathlib import Path
-sys.path.append(TESTS)
-from example_plugins import registry
 from hwopt import api
-from hwopt.system.ranks import rank_and_world
+from hwopt.testing import TINY_BERT, apart, gone_back, write_samples
 
-warnings.simplefilter("ignore")
-_, world = rank_and_world(os.environ)
-plan = api.resolve(sys.argv[1], "job.toml", world_size=world, registry=registry())
-api.execute(plan, Path("runs") / sys.argv[2], resume="resume" in sys.argv)
-'''
+LIMITS = {"muon": 1e-4}
+"""torch's Muon orthogonalises in bf16: the rounding of a sum over two ranks may move a value by 1/256 of an update."""
 
 
 def table(name: str, options: dict[str, Any]) -> str:
@@ -34,7 +23,7 @@ def table(name: str, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_two_ranks_train_the_model_of_one_and_resume(name: str, tmp_path: Path) -> None:
+def test_two_ranks_train_the_model_of_one_and_resume(name: str, warm: None, tmp_path: Path) -> None:
     write_samples(tmp_path / "train.jsonl", 41)
     write_samples(tmp_path / "dev.jsonl", 13, seed=1)
     config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
@@ -44,15 +33,17 @@ def test_two_ranks_train_the_model_of_one_and_resume(name: str, tmp_path: Path) 
     tables = BESIDE.get(name, {}) | {"precision": {"dtype": "fp32"}, "batch": {"train": 3, "effective": 12}}
     profile = "".join(table(*each) for each in (tables | {name: OPTIONS.get(name, {})}).items())
     (tmp_path / "ranks.toml").write_text('name = "ranks"\n' + profile)
-    (tmp_path / "script.py").write_text(SCRIPT.replace("TESTS", repr(str(Path(__file__).parents[1]))))
 
-    def train(command: list[str], run: str, *more: str) -> dict[str, Any]:
-        done = finished([*command, "script.py", "./ranks.toml", run, *more], tmp_path, HWOPT_CACHE=str(tmp_path / "cache"))
-        assert done.returncode == 0, done.stderr[-3000:]
+    def train(ranks: int, run: str, resume: bool = False) -> dict[str, Any]:
+        def work(rank: int) -> None:
+            plan = api.resolve("./ranks.toml", "job.toml", world_size=ranks, registry=registry(), cache=tmp_path / "cache")
+            api.execute(plan, Path("runs") / run, cache=tmp_path / "cache", resume=resume)
+
+        output = tmp_path / f"{run}.out"
+        assert [ended(pid) for pid in forked_ranks(work, ranks, tmp_path, output)] == [0] * ranks, output.read_text()[-3000:]
         return load_file(tmp_path / "runs" / run / "final" / "model.safetensors")
 
-    one = train([sys.executable], "one")
-    two = train(launcher(2), "two")
-    assert apart(two, one) <= 1e-6
+    one, two = train(1, "one"), train(2, "two")
+    assert apart(two, one) <= LIMITS.get(name, 1e-6)
     gone_back(tmp_path / "runs" / "two", tmp_path / "runs" / "resumed", 3)
-    assert apart(train(launcher(2), "resumed", "resume"), two) == 0.0
+    assert apart(train(2, "resumed", resume=True), two) == 0.0
