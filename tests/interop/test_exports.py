@@ -272,6 +272,7 @@ def launched(file: str, profile: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.integration
 def test_launch_from_an_exported_file_makes_the_same_plan(folder: Path) -> None:
     """Two ranks with data parallelism, two with ZeRO settings in the YAML, and one with ZeRO settings in a JSON file."""
