@@ -251,7 +251,7 @@ class FusedLoss(Plugin):
         if context.job.task.kind != "causal-lm":
             return Decision.skip(f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {context.job.task.kind}")
         if model.logit_transform:
-            return Decision.skip(f"{model.architecture} changes its logits after the output layer: {model.logit_transform}")
+            return Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
         liger = liger_capability(context)
         if liger and options.backend != "torch" and options.chunks == "auto":
             return Decision.apply(liger.reason, self.Options(backend="liger"))

@@ -357,10 +357,8 @@ def test_evidence():
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
 def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
-    tables = {"adapter": {"always": True, "r": 4, "target_modules": list(targets)}, "fused_loss": {}}
-    with pytest.raises(
-        PluginError, match=r"output layer of PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"
-    ):
+    tables = {"adapter": {"always": True, "r": 4, "target": list(targets)}, "fused_loss": {}}
+    with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
 
 
@@ -404,7 +402,7 @@ def test_skips():
     capped = decided(logit_transform="its logits are changed")
     assert (capped.kind, capped.reason) == (
         "skip",
-        "LlamaForCausalLM changes its logits after the output layer: its logits are changed",
+        "LlamaForCausalLM is not supported: its logits are changed",
     )
     assert FusedLoss.memory_options(None, context(kind="text-classification")) == []
     assert FusedLoss.memory_options(None, context(logit_transform="its logits are changed")) == []
