@@ -357,7 +357,7 @@ def test_evidence():
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
 def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
-    tables = {"adapter": {"always": True, "r": 4, "target": list(targets)}, "fused_loss": {}}
+    tables = {"adapter": {"always": True, "r": 4, "target_modules": list(targets)}, "fused_loss": {}}
     with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
 

@@ -139,9 +139,9 @@ def test_a_leak_would_be_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "config", "kind", "why"),
     [
-        ("llama", TINY_LLAMA, "text-classification", "reads its label from the end of the row"),
-        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "takes no position ids"),
-        ("deberta-v2", ENCODER, "text-classification", "takes no position ids and mask of its own"),
+        ("llama", TINY_LLAMA, "text-classification", "classifies the last token of a row"),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "does not accept position ids"),
+        ("deberta-v2", ENCODER, "text-classification", "does not accept position ids and a mask per document"),
     ],
 )
 def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
