@@ -56,7 +56,7 @@ def by_length(step: Sequence[int]) -> Layout:
 def packed(step: Sequence[int]) -> Layout:
     """Micro-batches as the plugin pack makes them: rows of twice the longest sample, with the tokens of 16 longest samples."""
     width = 2 * max(step)
-    rows = [[step[index] for index in row] for row in module_of("pack").shared_rows(step, width)]
+    rows = [[step[index] for index in row] for row in module_of("pack").pack_rows(step, width)]
     size = ROWS * max(step) // width
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 

@@ -1,1 +1,1 @@
-"""The built-in optimizations, one a file; installed as `hwopt_plugins`, found through `hwopt.plugins` like anybody's."""
+"""The built-in plugins, one per file. Installed as `hwopt_plugins` and found through the entry-point group `hwopt.plugins`."""

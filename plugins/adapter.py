@@ -1,11 +1,14 @@
-"""LoRA and DoRA: frozen weights, trained low-rank additions.
+"""LoRA and DoRA: train low-rank additions to frozen weights. DoRA also trains the magnitude of each weight row.
 
-Source: Hu et al. 2022, LoRA (arXiv:2106.09685); Liu et al. 2024, DoRA (arXiv:2402.09353), which also trains the magnitude of
-each row; made by PEFT. Hardware: any. Cost: LoRA a few per cent a step, DoRA 1.2 to 2 times; gained: no gradients and no
-optimizer states for the frozen weights. Numerical effect: another training method.
-Dropout is 0 unless asked: with it DoRA computes each frozen layer twice (PEFT has a cheaper path at 0, +29 % samples/s).
-Under 500 million parameters full fine-tuning fits every card and trains better: skipped unless `always`.
-The classification head is trained in full. At the end the adapter is saved as PEFT saves it and merged into the weights.
+Frozen weights need no gradients and no optimizer state. PEFT creates the adapter. The classification head is trained in full.
+After training, the adapter is saved in PEFT's format, and `final/` holds the model with the adapter merged into its weights.
+A model with fewer than 500 million parameters is skipped unless `always` is set: full fine-tuning fits every card there.
+
+Source: LoRA, Hu et al. 2022 (arXiv:2106.09685); DoRA, Liu et al. 2024 (arXiv:2402.09353).
+Hardware: any.
+Cost: LoRA adds a few percent to the step time; DoRA takes 1.2 to 2 times as long. DoRA with dropout computes each frozen layer
+twice; without dropout PEFT has a faster path (+29 % samples/s), so dropout is 0 by default.
+Numerical effect: a different training method.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from pydantic import Field
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
-WORTH_IT_FROM = 500_000_000
+MIN_PARAMETERS = 500_000_000
+"""Smaller models are skipped unless `always` is set."""
 
 
 def classification_heads(model: Any) -> list[str]:
-    """Names of the trained parts beside the pretrained body: "classifier", "score", "pre_classifier" …"""
+    """The names of the trained modules outside the pretrained body, such as "classifier" and "score"."""
     return [
         name
         for name, child in model.named_children()
@@ -42,7 +46,7 @@ def add_adapter(
     lora_dropout: float,
     task: str,
 ) -> Any:
-    """`model` in PEFT's wrapper: only the adapter and, for SEQ_CLS, the head require gradients."""
+    """`model` in PEFT's wrapper. Only the adapter requires gradients, and the classification head if `task` is SEQ_CLS."""
     import warnings
 
     from peft import LoraConfig, get_peft_model
@@ -56,19 +60,19 @@ def add_adapter(
         task_type=task,
         modules_to_save=classification_heads(model) if task == "SEQ_CLS" else None,
     )
-    with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 has renamed
+    with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
         try:
             wrapped = get_peft_model(model, config)
-        except ValueError as error:  # PEFT: no module of these names
+        except ValueError as error:  # PEFT found no module with these names
             raise PluginError(f"plugins.adapter: target_modules = {target_modules!r}: {error}") from error
-    # "auto" would ask the hub whether the vocabulary has grown
+    # the default "auto" queries the hub for the original vocabulary size
     wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
     return wrapped
 
 
 def save_and_merge(model: Any, run: RunView) -> Any:
-    """The plain model with the adapter merged in; rank 0 first saves the adapter in PEFT's own form."""
+    """The model without PEFT's wrapper and with the adapter merged into its weights. Rank 0 also saves the adapter for PEFT."""
     if run.rank == 0:
         model.save_pretrained(run.extras / "adapter")
     return model.merge_and_unload()
@@ -93,13 +97,13 @@ class Adapter(Plugin):
 
     class Options(PluginOptions):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
-        r: int = Field(default=16, gt=0, description="Rank of the additions.")
-        lora_alpha: int = Field(default=32, gt=0, description="Their scale is lora_alpha / r.")
+        r: int = Field(default=16, gt=0, description="Rank of the low-rank matrices.")
+        lora_alpha: int = Field(default=32, gt=0, description="Scale of the adapter: lora_alpha / r.")
         target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
             default="all-linear", description="Names of the modules to adapt."
         )
-        lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the additions.")
-        always: bool = Field(default=False, description="Also for a model under 500 million parameters.")
+        lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
+        always: bool = Field(default=False, description="Also use an adapter for models with fewer than 500 million parameters.")
 
     options: Options
 
@@ -108,32 +112,32 @@ class Adapter(Plugin):
             return Decision.skip("peft is not installed")
         count = context.model.parameters
         size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
-        if count < WORTH_IT_FROM and not self.options.always:
-            least = f"{WORTH_IT_FROM / 1e6:,.0f} M"
-            return Decision.skip(f"{size}, an adapter is worth it from {least}: all weights are trained unless always = true")
+        if count < MIN_PARAMETERS and not self.options.always:
+            minimum = f"{MIN_PARAMETERS / 1e6:,.0f} M"
+            return Decision.skip(f"{size}, fewer than {minimum}: all weights are trained unless always = true")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
         if self.options.kind == "dora" and self.options.lora_dropout:
-            reason += f"; dropout {self.options.lora_dropout:g} takes DoRA's slower path"
+            reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"
         return Decision.apply(reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        chosen = self.options
+        options = self.options
         task = "SEQ_CLS" if context.job.task.kind == "text-classification" else "CAUSAL_LM"
         recipe.model_steps.append(
             partial(
                 add_adapter,
-                dora=chosen.kind == "dora",
-                r=chosen.r,
-                lora_alpha=chosen.lora_alpha,
-                target_modules=chosen.target_modules,
-                lora_dropout=chosen.lora_dropout,
+                dora=options.kind == "dora",
+                r=options.r,
+                lora_alpha=options.lora_alpha,
+                target_modules=options.target_modules,
+                lora_dropout=options.lora_dropout,
                 task=task,
             )
         )
         recipe.final_steps.append(save_and_merge)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
-        # r x (inputs + outputs) of each linear layer; without their shapes, seven square ones a layer hold all but embeddings
+        # r x (inputs + outputs) for each linear layer. Estimate without shapes: seven square linear layers per transformer layer
         model = context.model
         spec.trained = min(spec.parameters, self.options.r * 2 * 7 * model.layers * model.hidden_size)
 
@@ -149,25 +153,25 @@ class Adapter(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         named = list(run.inner_model.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad]
-        others = [name for name, _ in trained if "lora_" not in name and "modules_to_save" not in name]
+        unexpected = [name for name, _ in trained if "lora_" not in name and "modules_to_save" not in name]
         magnitudes = sum("lora_magnitude_vector" in name for name, _ in trained)
         adapters = sum("lora_B" in name for name, _ in trained)
-        # a gradient leaves its mean in the optimizer's state; not with A in step 1, where its B is still zero
-        reached = sum(
-            any(has_content(value) for key, value in state.items() if not key.startswith("qmap"))
+        # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero
+        updated = sum(
+            any(is_nonzero_moment(value) for key, value in state.items() if not key.startswith("qmap"))
             for state in run.optimizer.state.values()
         )
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
-            f"{adapters} adapters, {magnitudes} DoRA magnitudes; gradients reached {reached} of {len(run.engine.parameters)} "
-            "tensors that the optimizer steps on"
+            f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
+            "tensors in the optimizer received gradients"
         )
-        if not adapters or others or (magnitudes == 0) == (self.options.kind == "dora"):
-            return Evidence.inactive(f"{seen}; trained beside adapter and head: {', '.join(others[:3]) or 'nothing'}")
-        enough = min(adapters, len(run.engine.parameters))  # engines step on flat ones, which hold many
-        return Evidence.active(seen) if reached >= enough else Evidence.inactive(seen)
+        if not adapters or unexpected or (magnitudes == 0) == (self.options.kind == "dora"):
+            return Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
+        expected = min(adapters, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
+        return Evidence.active(seen) if updated >= expected else Evidence.inactive(seen)
 
 
-def has_content(value: Any) -> bool:
-    """Whether an entry of an optimizer's state is a moment (not its step counter or quantization table) that is not all zero."""
+def is_nonzero_moment(value: Any) -> bool:
+    """Whether `value`, an entry of the optimizer state, is a tensor (not the step counter) with a nonzero element."""
     return getattr(value, "ndim", 0) > 0 and bool(value.any())

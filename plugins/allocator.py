@@ -1,8 +1,11 @@
-"""Expandable segments: CUDA's allocator grows its blocks in place, so that batches of changing sizes leave fewer holes.
+"""Expandable segments: the CUDA allocator grows its segments in place, which reduces fragmentation with varying batch sizes.
 
-Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf. Hardware: a CUDA
-device whose platform has virtual memory management: Linux, not Windows or WSL. Cost: none to speak of; memory handles cannot be
-shared between processes. Numerical effect: none. Memory: what fragmentation takes, not what tensors need.
+Tensors need the same memory as before; only memory lost to fragmentation is saved.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf.
+Hardware: a CUDA device on Linux. Windows and WSL lack the virtual memory management that it needs.
+Cost: negligible time; CUDA tensors cannot be shared between processes.
+Numerical effect: none.
 """
 
 from __future__ import annotations
@@ -18,21 +21,19 @@ SETTING = "expandable_segments"
 
 
 def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Capability:
-    """Whether the platform can grow a block in place; `release` is the kernel's, of this machine where left out."""
+    """Whether the CUDA allocator can grow a segment in place. `release`: the kernel release; default this machine's."""
     if hardware.device_type != "cuda":
-        return Capability(False, "a setting of CUDA's allocator, found a CPU")
+        return Capability(False, "needs the CUDA allocator, found a CPU")
     if hardware.system != "Linux":
-        return Capability(
-            False, f"grows blocks by virtual memory management, which torch uses on Linux only; found {hardware.system}"
-        )
+        return Capability(False, f"torch supports expandable segments on Linux only, found {hardware.system}")
     if "microsoft" in (platform.release() if release is None else release).lower():
-        return Capability(False, "grows blocks by virtual memory management, which the driver of WSL has not")
-    return Capability(True, "CUDA on Linux grows blocks in place")
+        return Capability(False, "needs virtual memory management, which the WSL driver lacks")
+    return Capability(True, "the CUDA allocator on Linux grows segments in place")
 
 
 @contextmanager
 def expandable_segments() -> Iterator[None]:
-    """From here on the allocator grows its blocks; as before behind the block (PYTORCH_ALLOC_CONF may have said so too)."""
+    """Turn on expandable segments inside the block, and restore the previous allocator settings afterwards."""
     import torch
 
     before = torch._C._accelerator_getAllocatorSettings()
@@ -49,8 +50,8 @@ class Allocator(Plugin):
     preserves = "bits"
 
     def probe(self, context: Context) -> Decision:
-        able = has_virtual_memory(context.hardware)
-        return Decision.apply(able.reason) if able else Decision.skip(able.reason)
+        capability = has_virtual_memory(context.hardware)
+        return Decision.apply(capability.reason) if capability else Decision.skip(capability.reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(expandable_segments)
@@ -59,8 +60,8 @@ class Allocator(Plugin):
         import torch
 
         segments = torch.cuda.memory_snapshot()
-        grown = sum(bool(segment.get("is_expandable")) for segment in segments)
-        seen = f"{grown} of {len(segments)} segments of the allocator are expandable"
+        expandable = sum(bool(segment.get("is_expandable")) for segment in segments)
+        seen = f"{expandable} of {len(segments)} allocator segments are expandable"
         if not segments:
             return Evidence.unknown(seen)
-        return Evidence.active(seen) if grown else Evidence.inactive(seen)
+        return Evidence.active(seen) if expandable else Evidence.inactive(seen)

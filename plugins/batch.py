@@ -1,11 +1,14 @@
-"""How many samples go into a micro-batch, an evaluation batch and an optimizer step.
+"""Batch sizes: the rows of a micro-batch, of an evaluation batch and of an optimizer step.
 
-`train` is what fits into memory. The optimizer sees `train` x `gradient_accumulation_steps` rows, or `effective`, over all
-ranks together: more ranks do the same training in less time. The core computes the micro-batches that each rank needs.
-A profile or `--set` that changes `train` alone keeps the rows of a step.
-Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; Goyal et al. 2017 (arXiv:1706.02677) on what a larger batch changes.
-Hardware: any. Cost: memory grows with `train` and `eval`. Numerical effect: the effective batch is part of the training
-method; how it is cut into micro-batches is not (the loss is divided once, by the whole step's count).
+`train` is limited by memory. An optimizer step has `train` x `gradient_accumulation_steps` rows, or `effective` rows, over all
+ranks together, so more ranks run the same training in less time. hwopt computes how many micro-batches each rank needs.
+If a profile or `--set` changes only `train`, the rows per step stay the same.
+
+Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; effects of larger batches, Goyal et al. 2017 (arXiv:1706.02677).
+Hardware: any.
+Cost: memory grows with `train` and `eval`.
+Numerical effect: the rows per step are part of the training method. Splitting a step into micro-batches only changes rounding,
+because the loss is divided once, by the count of the whole step.
 """
 
 from __future__ import annotations
@@ -18,30 +21,30 @@ from pydantic import Field, model_validator
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
 
-MOST_ROWS = 1_000_000  # more is a slip of the hand
-Rows = Annotated[int, Field(gt=0, le=MOST_ROWS)]
+MAX_ROWS = 1_000_000  # a larger value is a typing error
+Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
 
 def micro_batches(effective: int, train: int, world_size: int) -> int:
-    """Micro-batches that a rank needs at most for its share of `effective` samples, `train` at a time."""
+    """The most micro-batches of up to `train` samples that a rank needs for its part of `effective` samples."""
     return -(-effective // (train * world_size))
 
 
-def sizes(most: int) -> list[int]:
-    """`most`, and below it 1, 2, 3, 4, 6, 8, 12, 16, …: the largest first."""
+def candidate_rows(maximum: int) -> list[int]:
+    """`maximum`, then the smaller of the sizes 1, 2, 3, 4, 6, 8, 12, 16, …, in descending order."""
     steps = {1 << power for power in range(20)} | {3 << power for power in range(19)}
-    return [most, *sorted((size for size in steps if size < most), reverse=True)]
+    return [maximum, *sorted((size for size in steps if size < maximum), reverse=True)]
 
 
 def halves(number: int) -> list[int]:
-    """`number`, half of it, and so on to 1."""
+    """`number` halved again and again, rounded down, to 1."""
     return [number >> shift for shift in range(number.bit_length())]
 
 
 class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
-    preserves = "rounding"  # what it sets is a hyperparameter: with the same numbers the result is the same
+    preserves = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
     renamed_options: ClassVar[Mapping[str, str]] = {"accumulation": "gradient_accumulation_steps"}
     aliases: ClassVar[Mapping[str, str]] = {
         "batch_size": "train",
@@ -56,25 +59,25 @@ class Batch(Plugin):
 
     class Options(PluginOptions):
         train: Rows | Literal["auto"] = Field(
-            default=8, description='Samples of a training micro-batch on each rank; "auto": the most that fits the device.'
+            default=8, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
         )
         eval: Rows | Literal["auto"] | None = Field(
-            default=None, description='Samples of an evaluation batch, or "auto"; 2 x train where left out.'
+            default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
         )
         gradient_accumulation_steps: int | None = Field(
-            default=None, gt=0, le=MOST_ROWS, description="Micro-batches of an optimizer step on a single rank; 1 where left out."
+            default=None, gt=0, le=MAX_ROWS, description="Micro-batches per optimizer step on one rank; default 1."
         )
         effective: int | None = Field(
             default=None,
             gt=0,
-            le=MOST_ROWS,
-            description="Samples of an optimizer step over all ranks; wins over gradient_accumulation_steps.",
+            le=MAX_ROWS,
+            description="Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps.",
         )
 
         @model_validator(mode="after")
-        def a_step_of_known_size(self) -> Batch.Options:
+        def require_step_size(self) -> Batch.Options:
             if self.train == "auto" and self.effective is None:
-                raise ValueError('train = "auto" needs effective = N, the samples of an optimizer step: it is part of the method')
+                raise ValueError('train = "auto" needs effective = N, the rows per optimizer step: they change the training')
             return self
 
     options: Options
@@ -84,38 +87,38 @@ class Batch(Plugin):
         if "auto" in (train, self.options.eval):
             candidates = self.candidates(world)
             if len(candidates) == 1:
-                return Decision.apply("one row is the least and the most", candidates[0])
-            return Decision.choose(candidates, "the most rows that fit")
+                return Decision.apply("one row per rank, the only possible size", candidates[0])
+            return Decision.choose(candidates, "the most rows that fit into memory")
         assert train != "auto", "chosen above"
         assert self.options.eval != "auto", "chosen above"
         evaluation = self.options.eval or 2 * train
-        whole = effective or train * (self.options.gradient_accumulation_steps or 1)
-        given = "train x gradient_accumulation_steps" if effective is None else "effective"
-        if whole < world:
+        step_rows = effective or train * (self.options.gradient_accumulation_steps or 1)
+        source = "train x gradient_accumulation_steps" if effective is None else "effective"
+        if step_rows < world:
             raise PluginError(
-                f"{given} = {whole} leaves some of {world} ranks without a sample; it must be at least {world}: "
-                "it is the rows of a step over all ranks"
+                f"{source} = {step_rows} leaves some of {world} ranks without a row. Set it to at least {world}: "
+                "it counts the rows of a step over all ranks"
             )
-        steps = micro_batches(whole, train, world)
-        both = effective is not None and self.options.gradient_accumulation_steps is not None
-        instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if both else ""
+        steps = micro_batches(step_rows, train, world)
+        overridden = effective is not None and self.options.gradient_accumulation_steps is not None
+        instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if overridden else ""
         return Decision.apply(
-            f"{whole} a step{instead} over {world} rank(s): "
-            f"{steps} micro-batch(es) of up to {min(train, -(-whole // world))} each; {evaluation} in evaluation"
+            f"{step_rows} rows per step{instead} over {world} rank(s): "
+            f"{steps} micro-batch(es) of up to {min(train, -(-step_rows // world))} each; {evaluation} rows in evaluation"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:
-        """Sizes from the most rows that make sense to a single one."""
-        given = self.options
-        if given.train != "auto":
-            return [given.model_copy(update={"eval": rows}) for rows in sizes(4 * max(given.train, 64))]
-        evaluation = None if given.eval == "auto" else given.eval
-        share = -(-(given.effective or 1) // world_size)
-        return [given.model_copy(update={"train": rows, "eval": evaluation}) for rows in sizes(share)]
+        """Options with every value of "auto" replaced by a size, in descending order of size."""
+        options = self.options
+        if options.train != "auto":
+            return [options.model_copy(update={"eval": rows}) for rows in candidate_rows(4 * max(options.train, 64))]
+        evaluation = None if options.eval == "auto" else options.eval
+        rank_rows = -(-(options.effective or 1) // world_size)
+        return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        assert self.options.train != "auto", "probe() has it chosen"
-        assert self.options.eval != "auto", "probe() has it chosen"
+        assert self.options.train != "auto", "probe() replaces it"
+        assert self.options.eval != "auto", "probe() replaces it"
         recipe.batch["train"] = self.options.train
         recipe.batch["eval"] = self.options.eval or 2 * self.options.train
         if self.options.effective is None:
@@ -125,7 +128,10 @@ class Batch(Plugin):
 
     @classmethod
     def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Another `train` alone keeps the rows of a step; `gradient_accumulation_steps` wins over an `effective` below."""
+        """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
+
+        `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
+        """
         merged = {**below, **above}
         if "effective" in above or above.get("enabled") is False:
             return merged
@@ -141,7 +147,7 @@ class Batch(Plugin):
 
     @classmethod
     def scale_options(cls, options: Batch.Options, ratio: float) -> tuple[Mapping[str, Any], str]:
-        """`train` times `ratio`, rounded down to a power of two that divides the rows of a step, which stay."""
+        """`train` times `ratio`, rounded down to a power of two that divides the rows per step; these stay the same."""
         train = options.train
         if train == "auto":
             return {}, ""
@@ -151,30 +157,30 @@ class Batch(Plugin):
         changed = {"train": scaled, "eval": 2 * scaled}
         if options.effective is None:
             changed["gradient_accumulation_steps"] = rows // scaled
-        return changed, f"micro-batch {train} -> {scaled}, {rows} rows a step as before"
+        return changed, f"micro-batch {train} -> {scaled} rows, {rows} rows per step as before"
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        """Half the rows again and again in as many rows a step; then the same with smaller evaluation batches."""
+        """Smaller micro-batches with the same rows per step, then the same with smaller evaluation batches."""
         if options is None:
             return []
-        assert options.train != "auto", "in effect is a number"
-        assert options.eval != "auto", "in effect is a number"
+        assert options.train != "auto", "options in effect hold a number"
+        assert options.eval != "auto", "options in effect hold a number"
         step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
-        cost = f"{step} rows a step as before, in finer micro-batches"
+        cost = f"smaller micro-batches; {step} rows per step as before"
         evaluation = options.eval or 2 * options.train
         return [
-            MemoryOption(cls.Options(train=rows, eval=rows_in_evaluation, effective=step), 1.0 + 0.03 * number, cost)
-            for rows_in_evaluation in halves(evaluation)[::3]
+            MemoryOption(cls.Options(train=rows, eval=eval_rows, effective=step), 1.0 + 0.03 * number, cost)
+            for eval_rows in halves(evaluation)[::3]
             for number, rows in enumerate(halves(options.train))
         ][1:]
 
     def evidence(self, run: RunView) -> Evidence:
         step, train = run.last_step_batch, self.options.train
-        assert train != "auto", "in effect is a number"
-        cut = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
-        share = (self.options.effective or train * (self.options.gradient_accumulation_steps or 1)) / run.world_size
-        seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {cut}; asked for {share:g} rows a rank"
-        if abs(step.rows - share) < 1:  # an effective batch that the ranks do not divide differs by one
+        assert train != "auto", "options in effect hold a number"
+        shapes = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
+        expected = (self.options.effective or train * (self.options.gradient_accumulation_steps or 1)) / run.world_size
+        seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {shapes}; expected {expected:g} per rank"
+        if abs(step.rows - expected) < 1:  # ranks differ by one row if their number does not divide the rows per step
             return Evidence.active(seen)
-        return Evidence.unknown(f"the step was a partial one: {seen}") if step.rows < share else Evidence.inactive(seen)
+        return Evidence.unknown(f"the last step was incomplete: {seen}") if step.rows < expected else Evidence.inactive(seen)

@@ -1,12 +1,14 @@
-"""Activation checkpointing: layers keep their input and compute the rest again in the backward pass.
+"""Activation checkpointing: a layer stores only its input and recomputes its activations in the backward pass.
 
-Source: Chen et al. 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html, non-reentrant.
-layers = "all", every n-th layer (n), or "selective": the results of matrix products and attention are kept, and only what is
-cheap (norms, activations, dropout) is computed again.
-Hardware: any. Cost: about one more forward pass of the layers in question (a third of the step for "all"), less for the rest.
-Numerical effect: none, the same bits; the random state is put back for the second pass, so dropout draws the same masks.
-The re-entrant form gives frozen inputs no gradient and only warns (transformers#21381): non-reentrant needs no
-`enable_input_require_grads`, and so works after `get_peft_model` too.
+`layers = "all"` checkpoints every layer, `layers = n` every n-th one. `layers = "selective"` stores the results of matrix
+products and attention, and recomputes only cheap operations (norms, activations, dropout).
+Non-reentrant checkpointing also works with frozen inputs, as after `get_peft_model`. The reentrant variant gives frozen inputs
+no gradient and only warns (transformers#21381).
+
+Source: Chen et al. 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html.
+Hardware: any.
+Cost: one more forward pass of the checkpointed layers, about a third of the step time for "all"; a few percent for "selective".
+Numerical effect: none, bit-identical. The random state is restored for the recomputation, so dropout masks are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, Plug
 
 
 def keep_products() -> Any:
-    """The two contexts of `checkpoint(context_fn=…)`: the first pass keeps products and attention, the second takes them."""
+    """The two contexts for `checkpoint(context_fn=…)`: forward stores products and attention, recomputation reuses them."""
     import torch
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -39,17 +41,17 @@ def keep_products() -> Any:
 
 
 def repeated_layers(model: Any) -> list[Any]:
-    """The layers of a transformers model that can be checkpointed, in order, also inside a PEFT wrapper."""
+    """The layers of a transformers model that support checkpointing, in order; `model` may be wrapped by PEFT."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(model: Any, every: int = 1, selective: bool = False) -> int:
-    """Switch on non-reentrant checkpointing in every `every`-th layer of `model`; how many layers that is.
+    """The number of layers of `model` in which this function turned on checkpointing: every `every`-th one.
 
-    The switches are set on the layers themselves: transformers' own function is deprecated under one name, missing in
-    older versions under the other, and hooks `requires_grad_` on the embeddings, which only the re-entrant form needs.
+    Sets the attributes of the layers directly. The function of transformers has another name in each version, and it also hooks
+    `requires_grad_` on the embeddings, which only reentrant checkpointing needs.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -59,23 +61,23 @@ def checkpoint_layers(model: Any, every: int = 1, selective: bool = False) -> in
     for layer in chosen:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = run
-    model.config.use_cache = False  # a cache would be filled twice
+    model.config.use_cache = False  # the recomputation would fill a cache a second time
     return len(chosen)
 
 
 class Checkpointing(Plugin):
     name = "checkpointing"
     stage = Stage.MODEL
-    after = ("adapter",)  # the wrapper may replace modules
+    after = ("adapter",)  # PEFT may replace modules
     preserves = "bits"
-    helps_oom = True  # it needs no option, changes no bit, and is what is left once micro-batches are single rows
+    helps_oom = True  # needs no options and is bit-identical
     aliases: ClassVar[Mapping[str, str]] = {
         "gradient_checkpointing": "layers = 'all'",
     }
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(
-            default="all", description='"all", "selective" (keep products and attention), or n: every n-th layer.'
+            default="all", description='"all", "selective" (store matrix products and attention), or n: every n-th layer.'
         )
 
     options: Options
@@ -86,11 +88,11 @@ class Checkpointing(Plugin):
             return Decision.skip(f"{model.architecture} does not support activation checkpointing")
         if isinstance(layers, int) and layers > model.layers:
             to = self.Options(layers=model.layers)
-            return Decision.fallback(to, f"one in {layers} layers needs {layers}, {model.architecture} has {model.layers}")
+            return Decision.fallback(to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}")
         if layers == "all":
-            return Decision.apply(f"all {model.layers} layers: least memory, about a third more time")
+            return Decision.apply(f"all {model.layers} layers: least memory, steps take about a third longer")
         if layers == "selective":
-            return Decision.apply(f"all {model.layers} layers, which keep products and attention: a few per cent more time")
+            return Decision.apply(f"all {model.layers} layers, storing products and attention: steps take a few percent longer")
         return Decision.apply(f"one in {layers} of {model.layers} layers")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -100,8 +102,8 @@ class Checkpointing(Plugin):
         def enable(model: Any, run: RunView) -> Any:
             if checkpoint_layers(model, every, selective) == 0:
                 raise PluginError(
-                    f"plugin 'checkpointing': {type(model).__name__} says that it supports checkpointing but has no "
-                    "GradientCheckpointingLayer; remove [plugins.checkpointing]"
+                    f"plugin 'checkpointing': {type(model).__name__} claims to support checkpointing but has no "
+                    "GradientCheckpointingLayer. Remove [plugins.checkpointing]"
                 )
             return model
 
@@ -111,30 +113,30 @@ class Checkpointing(Plugin):
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         if options is not None and options.layers == "all":
             return []
-        selective = MemoryOption(cls.Options(layers="selective"), 1.05, "computes all but products and attention twice")
-        everything = MemoryOption(cls.Options(), 1.33, "computes every layer's forward twice")
+        selective = MemoryOption(cls.Options(layers="selective"), 1.05, "recomputes all but matrix products and attention")
+        everything = MemoryOption(cls.Options(), 1.33, "recomputes the forward pass of every layer")
         return [selective, everything] if options is None else [everything]
 
     def on_oom(self, run: RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
-            return None  # its graph is made already
+            return None  # a compiled graph cannot be changed
         count = checkpoint_layers(run.inner_model)
-        return f"activations of {count} layers are computed twice instead of kept (about a third slower)" if count else None
+        return f"activations of {count} layers are recomputed instead of stored (about a third slower)" if count else None
 
     def evidence(self, run: RunView) -> Evidence:
         layers = repeated_layers(run.inner_model)
         on = sum(layer.gradient_checkpointing for layer in layers)
         seen = f"on in {on} of {len(layers)} layers"
-        # called once a layer in the forward pass, and once more where the layer is computed again
+        # one call per layer in the forward pass, and one more per recomputed layer
         calls = sum(
             count
             for name, count in run.observation.operators.items()
             if name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
         )
-        once = len(layers) * len(run.last_step_batch.sizes)
+        forward_calls = len(layers) * len(run.last_step_batch.sizes)
         if on == 0:
             return Evidence.inactive(seen)
         if calls == 0 or any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
-            return Evidence.active(f"{seen}; the second pass cannot be counted in compiled code or with eager attention")
-        seen += f"; attention called {calls} times in step 1, {once} without a second pass"
-        return Evidence.active(seen) if calls > once else Evidence.inactive(seen)
+            return Evidence.active(f"{seen}; recomputation cannot be counted in compiled code or with eager attention")
+        seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"
+        return Evidence.active(seen) if calls > forward_calls else Evidence.inactive(seen)

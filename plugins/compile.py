@@ -1,11 +1,13 @@
-"""torch.compile, in place, on a short list of fixed widths, with a loud way back to eager.
+"""torch.compile with fixed widths: fuses the elementwise operations between matrix products.
 
-Fuses the element-wise chains between the products. Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366);
-https://docs.pytorch.org/docs/stable/torch.compiler.html. Hardware: compute capability 7.0 with Triton, or a C++ compiler on a
-CPU. Cost: 15 to 120 s for the first step, less for scope = "block" (equal layers share one graph), and some padding up to
-the next width. Numerical effect: rounding.
-Text of any length would hit the recompile limit and go back to eager in silence: batches are padded to `widths`, rows are
-a dynamic dimension. `Module.compile()` leaves no `_orig_mod.` wrapper, and DDP may stand around it (transformers#22279).
+Batches are padded to the next of `widths`, and the number of rows is a dynamic dimension. Arbitrary widths would reach the
+recompile limit of torch, which then runs in eager mode without a message. If compilation fails, the run warns and continues in
+eager mode. `Module.compile()` works in place: it adds no `_orig_mod.` wrapper, and DDP can wrap the model (transformers#22279).
+
+Source: PyTorch 2, Ansel et al. 2024 (doi:10.1145/3620665.3640366); https://docs.pytorch.org/docs/stable/torch.compiler.html.
+Hardware: a CUDA device of compute capability 7.0 with Triton, or a CPU with a C++ compiler.
+Cost: 15 to 120 s in the first step, less with scope = "block" (equal layers share one graph); padding up to the next width.
+Numerical effect: rounding.
 """
 
 from __future__ import annotations
@@ -24,28 +26,31 @@ TRITON_NEEDS = (7, 0)
 
 
 def fixed_widths(limit: int | None) -> tuple[int, ...]:
-    """The standard widths below `limit` tokens, and `limit` itself; up to 4,096 where there is none."""
+    """The standard widths below `limit` tokens, and `limit` itself. None: widths up to 4,096."""
     last = limit or 4096
     return (*(width for width in WIDTHS if width < last), last)
 
 
 @contextmanager
 def compiler_limits(widths: int) -> Iterator[None]:
-    """Room for one graph per width in training and in evaluation, and for its case of a single row."""
+    """Raise the recompile limits of torch inside the block.
+
+    Each of the `widths` can need a graph for training and one for evaluation, and each of these one more for a single row.
+    """
     import torch._dynamo
     import torch._functorch.config
 
     limit = max(8, 4 * widths)
     with (
         torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, 32 * limit)),
-        # else a backward graph is compiled in the backward pass, where nobody could go back to eager
+        # compile backward graphs in the forward pass: a failure in the backward pass could not fall back to eager mode
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
         yield
 
 
 def repeated_blocks(model: Any) -> list[Any]:
-    """The members of the longest list of equal layers."""
+    """The layers of the longest `ModuleList` whose layers are of one class."""
     import torch
 
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len({type(layer) for layer in m}) == 1]
@@ -53,7 +58,7 @@ def repeated_blocks(model: Any) -> list[Any]:
 
 
 def compile_in_place(modules: list[Any], mode: str, warn: Callable[[str], None]) -> None:
-    """Compile each of `modules`; where the compiler fails, all go back to eager, `warn` is told, and the call is answered."""
+    """Compile each of `modules` in place. If the compiler fails, `warn` gets the reason and all modules run in eager mode."""
     for module in modules:
         module.compile(mode=mode)
         module._compiled_call_impl = partial(_compiled_or_eager, module, module._compiled_call_impl, modules, warn)
@@ -65,16 +70,16 @@ def _compiled_or_eager(module: Any, compiled: Any, modules: list[Any], warn: Any
     for tensor in (*args, *kwargs.values()):
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # rows
-            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))  # a width of the list, heads, features
+            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))  # width, heads, features
     try:
         return compiled(*args, **kwargs)
-    except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself raises, nor out of memory
+    except torch._dynamo.exc.TorchDynamoException as error:  # errors of the compiler only, not of the model
         first_line = next(iter(str(error).strip().splitlines()), "")
         reason = f"{type(error).__name__}: {first_line[:300]}"
     for each in modules:
         each._compiled_call_impl = None
     torch._dynamo.reset()
-    warn(f"compile failed and is off, the run goes on in eager mode: {reason}")
+    warn(f"Compilation failed, continuing in eager mode: {reason}")
     return module(*args, **kwargs)
 
 
@@ -85,7 +90,7 @@ class Compile(Plugin):
     conflicts = (
         Conflict(
             lacks="whole_graph",
-            why="the engine gathers and frees weights in hooks of each module, which one graph of the whole model would bypass; "
+            why="the engine gathers and frees weights in module hooks, which a graph of the whole model bypasses; "
             'set scope = "block"',
             when=lambda compiled, engine: compiled.scope == "model",
         ),
@@ -97,14 +102,18 @@ class Compile(Plugin):
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
-            default="default", description="torch.compile's mode; CUDA graphs (reduce-overhead) keep memory for each shape."
+            default="default", description="Mode of torch.compile. CUDA graphs (reduce-overhead) reserve memory for each shape."
         )
-        scope: Literal["model", "block"] = Field(default="model", description="The whole model, or each of its repeated layers.")
-        widths: Literal["auto"] | tuple[int, ...] = Field(default="auto", description="Widths in tokens, ascending.")
+        scope: Literal["model", "block"] = Field(
+            default="model", description="What is compiled: the whole model, or each of its repeated layers."
+        )
+        widths: Literal["auto"] | tuple[int, ...] = Field(
+            default="auto", description="Widths in tokens that batches are padded to, ascending."
+        )
 
         @field_validator("widths")
         @classmethod
-        def ascending(cls, value: Literal["auto"] | tuple[int, ...]) -> Literal["auto"] | tuple[int, ...]:
+        def require_ascending(cls, value: Literal["auto"] | tuple[int, ...]) -> Literal["auto"] | tuple[int, ...]:
             if value != "auto" and (not value or value[0] < 1 or list(value) != sorted(set(value))):
                 raise ValueError(f"widths = {list(value)} must be positive and ascending, such as [64, 128, 256]")
             return value
@@ -114,11 +123,11 @@ class Compile(Plugin):
     def probe(self, context: Context) -> Decision:
         hardware = context.hardware
         if hardware.compiler is None:
-            return Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++, cl on the path")
+            return Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++ and cl on PATH")
         if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
             return Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
-            return Decision.skip("torch.compile on CUDA needs Triton, and the package triton is not installed")
+            return Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
         limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
         limit, what = min(limits, default=None), f"{self.options.scope}, mode {self.options.mode}"
         if self.options.widths == "auto":
@@ -128,18 +137,18 @@ class Compile(Plugin):
         widest = self.options.widths[-1]
         if limit and widest < limit:
             to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})
-            return Decision.fallback(to, f"samples may have {limit} tokens, the widest of widths is {widest}; {limit} added")
+            return Decision.fallback(to, f"samples can have {limit} tokens, the largest of widths is {widest}; {limit} added")
         return Decision.apply(f"{what}, widths {list(self.options.widths)}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         widths, mode, scope = self.options.widths, self.options.mode, self.options.scope
-        assert widths != "auto", "probe() decides it"
+        assert widths != "auto", "probe() replaces it"
         recipe.batch["widths"] = widths
         recipe.process.append(partial(compiler_limits, len(widths)))
 
         def compile_model(run: RunView) -> None:
             blocks = repeated_blocks(run.inner_model) if scope == "block" else []
-            # run.warn is looked up when it is needed: the loop sets it after the run is built
+            # look up run.warn at the time of the warning: the loop sets it after this step
             compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
 
         recipe.prepared_steps.append(compile_model)

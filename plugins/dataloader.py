@@ -1,9 +1,12 @@
-"""Worker processes that read, cut and collate ahead of the model, and pinned memory for the copy to the card.
+"""Data loading: worker processes prepare step batches ahead of time, and pinned memory speeds up the copy to the GPU.
 
-Workers hide the time of the data behind the time of the model; a pinned (page-locked) batch is copied without blocking the
-host. Source: https://docs.pytorch.org/docs/stable/data.html#memory-pinning and #multi-process-data-loading.
-Hardware: a core for each worker; pinning needs a CUDA device. Cost: about 0.3 GiB of host memory a worker, and
-prefetch_factor step batches each. Numerical effect: none, the order of samples is the sampler's.
+Workers load and collate data while the model computes. A batch in pinned (page-locked) memory is copied without blocking the
+host.
+
+Source: https://docs.pytorch.org/docs/stable/data.html#memory-pinning and #multi-process-data-loading.
+Hardware: one core per worker; pinning needs a CUDA device.
+Cost: about 0.3 GiB of host memory per worker, plus `prefetch_factor` step batches each.
+Numerical effect: none. The sampler alone decides the order of the samples.
 """
 
 from __future__ import annotations
@@ -16,18 +19,18 @@ from pydantic import Field
 from hwopt.hardware.device import Hardware
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
-MOST_WORKERS = 4  # tokenised text is cheap to collate: more workers only cost memory
+MAX_WORKERS = 4  # tokenized text is cheap to collate: more workers only use more memory
 
 
 def cores_of_a_rank(hardware: Hardware, world_size: int) -> int:
-    """The cores that one rank may count on, where ranks share a machine."""
+    """The number of CPU cores per rank on this machine."""
     here = world_size if hardware.device_type == "cpu" else min(world_size, hardware.count)
     return max(1, hardware.cpu_cores // max(1, here))
 
 
 def auto_workers(cores: int) -> int:
-    """Workers for `cores`: one core stays with the training process; on two or less they would only take turns with it."""
-    return min(MOST_WORKERS, cores - 1) if cores > 2 else 0
+    """The number of workers for `cores`. One core is left to the training process; two cores or fewer get no workers."""
+    return min(MAX_WORKERS, cores - 1) if cores > 2 else 0
 
 
 class Dataloader(Plugin):
@@ -45,13 +48,15 @@ class Dataloader(Plugin):
 
     class Options(PluginOptions):
         num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-            default="auto", description='Processes a rank, or "auto".'
+            default="auto", description='Worker processes per rank, or "auto".'
         )
-        pin_memory: Literal["auto"] | bool = Field(default="auto", description='Page-locked host memory; "auto": with CUDA.')
-        prefetch_factor: int = Field(default=2, gt=0, description="Step batches that each worker keeps ready.")
-        persistent_workers: bool = Field(default=True, description="Keep the workers between epochs.")
+        pin_memory: Literal["auto"] | bool = Field(
+            default="auto", description='Use page-locked host memory; "auto": on CUDA devices.'
+        )
+        prefetch_factor: int = Field(default=2, gt=0, description="Step batches that each worker prepares ahead.")
+        persistent_workers: bool = Field(default=True, description="Keep workers alive between epochs.")
         multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = Field(
-            default=None, description="How workers start; Python's default for the system where it is left out."
+            default=None, description="How workers are started; default: Python's default on this system."
         )
 
     options: Options
@@ -67,7 +72,7 @@ class Dataloader(Plugin):
         if self.options.pin_memory == "auto":
             changed["pin_memory"] = cuda
         pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
-        text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
+        text = f"{workers} worker(s) for {cores} core(s) per rank, {pinned}"
         if workers > cores:
             changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
@@ -83,11 +88,11 @@ class Dataloader(Plugin):
         return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        assert "auto" not in (self.options.num_workers, self.options.pin_memory), "probe() decides them"
+        assert "auto" not in (self.options.num_workers, self.options.pin_memory), "probe() replaces them"
         recipe.loader["num_workers"] = self.options.num_workers
         recipe.loader["pin_memory"] = self.options.pin_memory
         if self.options.num_workers == 0:
-            return  # torch refuses the other settings where there are no workers
+            return  # torch rejects the other settings without workers
         recipe.loader["prefetch_factor"] = self.options.prefetch_factor
         recipe.loader["persistent_workers"] = self.options.persistent_workers
         if self.options.multiprocessing_context is not None:
@@ -95,12 +100,14 @@ class Dataloader(Plugin):
 
     def evidence(self, run: RunView) -> Evidence:
         loader = run.train_loader
-        # a loader keeps its iterator only where its workers persist
+        # a loader keeps its iterator only if its workers are persistent
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]
-        asked = (self.options.num_workers, self.options.pin_memory)
+        expected = (self.options.num_workers, self.options.pin_memory)
         seen = f"num_workers {loader.num_workers}, {len(alive)} alive, pin_memory {loader.pin_memory}"
         if loader.num_workers:
             seen += f", prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"
-        if (loader.num_workers, loader.pin_memory) != asked or (loader.persistent_workers and len(alive) != loader.num_workers):
-            return Evidence.inactive(f"{seen}; asked for {asked[0]} workers and pin_memory {asked[1]}")
+        if (loader.num_workers, loader.pin_memory) != expected or (
+            loader.persistent_workers and len(alive) != loader.num_workers
+        ):
+            return Evidence.inactive(f"{seen}; expected {expected[0]} workers and pin_memory {expected[1]}")
         return Evidence.active(seen)

@@ -1,10 +1,13 @@
-"""Length grouping over the epoch: samples of about equal length share a step, and steps come in random order.
+"""Length grouping over the epoch: samples of similar length share an optimizer step, and the steps are shuffled.
 
-Less padding than cutting each step by length, at the price of another sampling: a step sees one length only. Hugging Face's
-grouping sorts whole mega-batches, so that losses come in waves (transformers#20810); here neighbouring steps do not correlate.
-Source: Khomenko et al. 2016 on bucketing (arXiv:1708.05604). Hardware: any. Cost: a sort an epoch.
-Numerical effect: another order of the samples, and so another training curve; almost no padding
-with `length_batching`.
+Almost no padding is left, less than with `length_batching` alone, but a step contains samples of one length only. The grouping
+of Hugging Face's Trainer sorts mega-batches, so its loss oscillates (transformers#20810). Here the lengths of consecutive steps
+are independent.
+
+Source: bucketing, Khomenko et al. 2016 (arXiv:1708.05604).
+Hardware: any.
+Cost: one sort per epoch.
+Numerical effect: a different order of the samples, and so a different training curve.
 """
 
 from __future__ import annotations
@@ -19,21 +22,21 @@ from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Rec
 
 
 def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, noise: float = 0.1) -> Any:
-    """Every sample once, (samples,) int64: groups of `rows` samples of about equal length, the groups shuffled.
+    """The sample indexes of an epoch, (samples,) int64: shuffled groups of `rows` samples of similar length.
 
-    `noise`: the part of a length by which its place in the sorted order is moved at random, so that groups change with the
-    epoch. Where `rows` does not divide the samples, the smaller group is a random one, and comes last.
+    `noise`: each length is multiplied by a random factor in 1 ± `noise` before sorting, so that groups change between epochs.
+    If `rows` does not divide the number of samples, a random group is smaller and comes last.
     """
     import numpy as np
 
-    drawn = np.random.default_rng([seed, epoch])
+    generator = np.random.default_rng([seed, epoch])
     number = len(lengths)
-    jitter = 1 + noise * drawn.uniform(-1, 1, number)
+    jitter = 1 + noise * generator.uniform(-1, 1, number)
     order = np.argsort(np.asarray(lengths) * jitter, kind="stable")
-    whole, left = divmod(number, rows)
-    cut = int(drawn.integers(whole + 1)) * rows
-    last, order = order[cut : cut + left], np.delete(order, slice(cut, cut + left))
-    groups = order.reshape(whole, rows)[drawn.permutation(whole)]
+    full_groups, rest = divmod(number, rows)
+    start = int(generator.integers(full_groups + 1)) * rows
+    last, order = order[start : start + rest], np.delete(order, slice(start, start + rest))
+    groups = order.reshape(full_groups, rows)[generator.permutation(full_groups)]
     return np.concatenate([groups.ravel(), last])
 
 
@@ -46,14 +49,14 @@ class GroupLengths(Plugin):
     }
 
     class Options(PluginOptions):
-        noise: float = Field(default=0.1, ge=0, le=1, description="How far lengths are mixed, as a part of the length.")
+        noise: float = Field(
+            default=0.1, ge=0, le=1, description="Random change of each length before sorting, as a fraction of the length."
+        )
 
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        return Decision.apply(
-            f"samples whose lengths differ by about {self.options.noise:.0%} share a step; steps in random order"
-        )
+        return Decision.apply(f"samples with lengths within about {self.options.noise:.0%} share a step; steps in random order")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.order = partial(grouped, noise=self.options.noise)
@@ -63,8 +66,8 @@ class GroupLengths(Plugin):
 
         sampler = run.train_loader.sampler
         step = [int(sampler.lengths[index]) for index in next(iter(sampler)).samples]
-        inside, overall = float(np.std(step)), float(np.std(sampler.lengths))
-        seen = f"lengths differ by {inside:.1f} tokens in the first step, by {overall:.1f} in the data (standard deviations)"
+        within, overall = float(np.std(step)), float(np.std(sampler.lengths))
+        seen = f"standard deviation of lengths: {within:.1f} tokens in the first step, {overall:.1f} tokens in the data"
         if overall == 0 or len(step) == len(sampler.lengths):
             return Evidence.unknown(f"nothing to group: {seen}")
-        return Evidence.active(seen) if inside < 0.75 * overall else Evidence.inactive(seen)
+        return Evidence.active(seen) if within < 0.75 * overall else Evidence.inactive(seen)

@@ -1,12 +1,14 @@
-"""AdamW in the form that the card affords: fused, with 8-bit or 4-bit states, or paged to host memory.
+"""AdamW: plain or fused, with states in 32, 8 or 4 bits, or with states paged to host memory.
 
-Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Dettmers et al. 2022, 8-bit optimizers (arXiv:2110.02861) and 2023,
-paged optimizers (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.
-Hardware: fused runs on CUDA and CPU; paged needs CUDA (unified memory); torchao compiles its step (Triton, or C++ on a CPU).
-Memory of the two states: 8 bytes a parameter in 32 bit, 2 in 8 bit, 1 in 4 bit; tensors under 4,096 elements stay in 32 bit.
-Cost: bitsandbytes and torchao take no `found_inf`, so that the loop reads the host once a step. Numerical effect: fused
-rounds in another order; quantized states round the step itself.
-Learning rate, betas, eps and weight decay come with the parameter groups (bitsandbytes has another default for the decay).
+Learning rate, betas, eps and weight decay come from the parameter groups, because the defaults of the libraries differ.
+Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bit. Tensors with fewer than 4,096 elements keep
+32-bit states.
+
+Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); 8-bit optimizers, Dettmers et al. 2022 (arXiv:2110.02861); paged
+optimizers, Dettmers et al. 2023 (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.
+Hardware: fused needs CUDA or a CPU; paged needs CUDA (unified memory); torchao needs Triton, or a C++ compiler on a CPU.
+Cost: the optimizers of bitsandbytes and torchao take no `found_inf`, so the host waits for the device once per step.
+Numerical effect: fused changes rounding; quantized states round the update itself.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from hwopt.plugin import (
     Stage,
 )
 
-STATE_BYTES = {  # of a parameter; quantized states have a scale in 32 bit for each block
+STATE_BYTES = {  # per parameter; quantized states have a 32-bit scale for each block
     "adamw_torch": 8.0,
     "adamw_torch_fused": 8.0,
     "adamw_bnb_8bit": 2 + 2 * 4 / 256,
-    "paged_adamw_8bit": 0.0,  # unified memory, which the driver moves to the host when the device is short of it
+    "paged_adamw_8bit": 0.0,  # unified memory: the driver moves it to the host if the device runs out of memory
     "paged_adamw_32bit": 0.0,
     "adamw_torch_8bit": 2 + 2 * 4 / 256,
     "adamw_torch_4bit": 1 + 2 * 4 / 128,
 }
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
-"""Optimizers whose states are plain tensors of the parameters' shapes, updated element by element."""
+"""Optimizers whose states have the shapes of the parameters and are updated element by element."""
 SMALL = 4_096
-"""Tensors with fewer elements keep states in 32 bit."""
+"""Tensors with fewer elements keep 32-bit states."""
 
 Name = Literal[
     "adamw_torch",
@@ -71,14 +73,14 @@ CLASSES: dict[str, tuple[str, str]] = {
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]]) -> Any:
-    """The optimizer `name` over `groups`, each of which carries its own lr, betas, eps and weight_decay."""
+    """The optimizer `name` for `groups`. Each group has its own lr, betas, eps and weight_decay."""
     module, cls = CLASSES[name]
     settings = {"fused": True} if name == "adamw_torch_fused" else {}
     return getattr(import_module(module), cls)(groups, **settings)
 
 
 def reserving_optimizer(state_bytes: float, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer that only holds `state_bytes` a parameter (8 for small tensors), for tensors that no kernel can run on."""
+    """An optimizer that only allocates its state: `state_bytes` per parameter, 8 for small tensors. For the memory planner."""
     import torch
 
     class Reserving(torch.optim.Optimizer):
@@ -93,7 +95,7 @@ def reserving_optimizer(state_bytes: float, groups: list[dict[str, Any]]) -> Any
 
 @cache
 def import_failure(module: str) -> str:
-    """Why `module` cannot be imported; "" if it can. Its metadata does not show a missing CUDA library, for example."""
+    """Why `module` cannot be imported; "" if it can. Package metadata does not show a missing CUDA library, for example."""
     try:
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
@@ -104,8 +106,8 @@ def import_failure(module: str) -> str:
     return ""
 
 
-def available(name: str, context: Context, alone: bool) -> Capability:
-    """Whether `name` can run here, with the reason; `alone`: it is the last one of the list."""
+def available(name: str, context: Context, last: bool) -> Capability:
+    """Whether the optimizer `name` can run on this machine, with the reason. `last`: no other candidate is left."""
     hardware, package = context.hardware, CLASSES[name][0].split(".")[0]
     cuda = hardware.device_type == "cuda"
     if not context.has(package):
@@ -115,10 +117,10 @@ def available(name: str, context: Context, alone: bool) -> Capability:
         return hardware.can("fused_optimizer")
     if name.startswith("paged") and not cuda:
         return Capability(False, "paging needs the unified memory of a CUDA device, found a CPU")
-    if package == "bitsandbytes" and not cuda and not alone:
-        return Capability(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
+    if package == "bitsandbytes" and not cuda and not last:
+        return Capability(False, "bitsandbytes is slow on a CPU, and there is no GPU memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
-        return Capability(False, "torchao compiles its step, and there is no C++ compiler on the path")
+        return Capability(False, "torchao needs a C++ compiler, found none on PATH")
     if package != "torch" and (failure := import_failure(CLASSES[name][0])):
         return Capability(False, f"{package} {context.software[package]} cannot be imported ({failure})")
     return Capability(True, f"{package} {context.software[package]}")
@@ -131,8 +133,7 @@ class Optimizer(Plugin):
     conflicts = (
         Conflict(
             lacks="device_update",
-            why="paged states need a CUDA device for the update, and the engine updates on the CPU; set name = "
-            '"adamw_torch_fused"',
+            why='paged states need an update on a CUDA device, and the engine updates on the CPU; set name = "adamw_torch_fused"',
             when=lambda optimizer, engine: optimizer.name.startswith("paged"),
         ),
         Conflict(
@@ -148,13 +149,13 @@ class Optimizer(Plugin):
     }
 
     class Options(PluginOptions):
-        name: Name = Field(default="adamw_torch_fused", description="Hugging Face's name of the optimizer.")
-        fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order where it cannot run; then adamw_torch.")
+        name: Name = Field(default="adamw_torch_fused", description="Name of the optimizer in transformers.")
+        fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order if `name` cannot run; then adamw_torch.")
 
         @model_validator(mode="after")
-        def another_one(self) -> Optimizer.Options:
+        def require_distinct(self) -> Optimizer.Options:
             if len(set(self.fallback)) < len(self.fallback):
-                raise ValueError(f"fallback = {list(self.fallback)} names an optimizer twice")
+                raise ValueError(f"fallback = {list(self.fallback)} contains an optimizer twice")
             return self
 
     options: Options
@@ -164,17 +165,17 @@ class Optimizer(Plugin):
         return self.options.name in ELEMENTWISE
 
     def probe(self, context: Context) -> Decision:
-        # a name that --set gives may stand among the profile's fallbacks as well
+        # a name given with --set may also be one of the profile's fallbacks
         chain = (self.options.name, *(name for name in self.options.fallback if name != self.options.name))
         refused: list[str] = []
         for place, name in enumerate(chain):
-            able = available(name, context, alone=place == len(chain) - 1)
-            if able and not refused:
-                return Decision.apply(f"{name}: {able.reason}")
-            if able:
+            capability = available(name, context, last=place == len(chain) - 1)
+            if capability and not refused:
+                return Decision.apply(f"{name}: {capability.reason}")
+            if capability:
                 return Decision.fallback(self.Options(name=name), f"{'; '.join(refused)}; takes {name}")
-            refused.append(f"{name}: {able.reason}")
-        return Decision.fallback(self.Options(name="adamw_torch"), f"{'; '.join(refused)}; nothing else is left but adamw_torch")
+            refused.append(f"{name}: {capability.reason}")
+        return Decision.fallback(self.Options(name="adamw_torch"), f"{'; '.join(refused)}; takes adamw_torch, the last candidate")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer = partial(make_optimizer, self.options.name)
@@ -182,24 +183,24 @@ class Optimizer(Plugin):
     def memory(self, spec: MemorySpec, context: Context) -> None:
         name = self.options.name
         spec.state_bytes = STATE_BYTES[name]
-        if name.startswith("paged") or CLASSES[name][0].startswith("torchao"):  # they need a CUDA device or a compiler
+        if name.startswith("paged") or CLASSES[name][0].startswith("torchao"):  # their kernels need a CUDA device or a compiler
             spec.stand_ins["optimizer"] = partial(reserving_optimizer, STATE_BYTES[name])
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
         now = STATE_BYTES["adamw_torch" if options is None else options.name]
         offers: tuple[tuple[Name, float, str], ...] = (
-            ("adamw_bnb_8bit", 1.02, "quantizes the optimizer's states to 8 bit"),
-            ("paged_adamw_8bit", 1.1, "states in 8 bit, in host memory when the device is short"),
+            ("adamw_bnb_8bit", 1.02, "quantizes the optimizer states to 8 bit"),
+            ("paged_adamw_8bit", 1.1, "8-bit states, paged to host memory if the device runs out of memory"),
         )
         return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
 
     def evidence(self, run: RunView) -> Evidence:
         optimizer, name = run.optimizer, self.options.name
-        kinds: dict[str, int] = {}  # what the two states of each parameter are made of
+        kinds: dict[str, int] = {}  # dtype or class of the state tensors -> number of elements
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if getattr(value, "ndim", 0) > 0:
-                cls_name = type(value).__name__  # torchao's states are tensors of their own class
+                cls_name = type(value).__name__  # the states of torchao are tensor subclasses
                 kind = cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")
                 kinds[kind] = kinds.get(kind, 0) + value.numel()
         fused = run.observation.calls("_fused_adamw")

@@ -1,13 +1,16 @@
-"""Attention through torch's scaled_dot_product_attention, with an order of preference among its kernels.
+"""Attention with torch's scaled_dot_product_attention (SDPA), and an order of preference for its kernels.
 
-The fused kernels never write the (length x length) score matrix to memory: less memory and less traffic at long lengths.
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691); Rabe and Staats 2021 (arXiv:2112.05682) for "efficient";
+The fused kernels do not write the (length x length) score matrix to memory: less memory and bandwidth at long lengths.
+`prefer` needs at least two kernels: a padding mask rules out flash on CUDA, attention dropout rules out flash on a CPU, and torch
+raises an error if no kernel is left.
+`prefer = ["eager"]` uses the attention of transformers (matmul, softmax, matmul) as a baseline. It stores the score matrix for
+the backward pass. Without this plugin transformers uses SDPA by default.
+
+Source: flash, Dao 2023, FlashAttention-2 (arXiv:2307.08691); efficient, Rabe and Staats 2021 (arXiv:2112.05682);
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
-Hardware: flash and cudnn need compute capability 8.0, efficient 5.0; a CPU has flash and math. Cost: none.
-Numerical effect: rounding; softmax is computed in fp32 inside every kernel.
-Never one kernel alone: a padding mask rules out flash on CUDA, attention dropout the CPU's, and torch then raises.
-`prefer = ["eager"]` uses transformers' own attention instead (matmul, softmax, matmul), as a baseline to measure against:
-without this plugin transformers takes scaled_dot_product_attention by itself. It stores the score matrix for the backward pass.
+Hardware: flash and cudnn need compute capability 8.0, efficient 5.0; a CPU has flash and math.
+Cost: none.
+Numerical effect: rounding. Every kernel computes softmax in fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ OPERATORS["math"] = "aten::_scaled_dot_product_attention_math"
 
 @contextmanager
 def attention_kernels(kernels: Sequence[str]) -> Iterator[None]:
-    """Inside the block torch takes the first of `kernels` that can do a call; the order found on entering comes back."""
+    """Inside the block, torch uses the first of `kernels` that supports a call. Restores the previous order afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -45,13 +48,14 @@ def attention_kernels(kernels: Sequence[str]) -> Iterator[None]:
 
 
 def runnable(kernels: Sequence[Kernel], hardware: Hardware) -> tuple[tuple[Kernel, ...], list[str]]:
-    """Those of `kernels` that the hardware has, in their order, at least two; and why each of the others is out."""
-    out = {kernel: able.reason for kernel in kernels if kernel in FEATURES and not (able := hardware.can(FEATURES[kernel]))}
-    kept = tuple(kernel for kernel in kernels if kernel not in out)
+    """(kernels that the hardware supports, in order; a reason for each of the others). At least two kernels if possible."""
+    capabilities = {kernel: hardware.can(FEATURES[kernel]) for kernel in kernels if kernel in FEATURES}
+    unsupported = {kernel: capability.reason for kernel, capability in capabilities.items() if not capability}
+    kept = tuple(kernel for kernel in kernels if kernel not in unsupported)
     if kept == ("math",):
-        every_device: Kernel = "efficient" if hardware.device_type == "cuda" else "flash"
-        kept = (every_device, "math") if hardware.can(FEATURES[every_device]) else kept
-    return kept, [f"{kernel}: {reason}" for kernel, reason in out.items()]
+        usual: Kernel = "efficient" if hardware.device_type == "cuda" else "flash"
+        kept = (usual, "math") if hardware.can(FEATURES[usual]) else kept
+    return kept, [f"{kernel}: {reason}" for kernel, reason in unsupported.items()]
 
 
 class Sdpa(Plugin):
@@ -65,20 +69,20 @@ class Sdpa(Plugin):
     class Options(PluginOptions):
         prefer: tuple[Kernel, ...] = Field(
             default=("flash", "efficient", "cudnn", "math"),
-            description='Kernels, the preferred one first, "math" among them; ["eager"]: the attention without these kernels.',
+            description='At least two kernels in order of preference, one of them "math"; or ["eager"]: attention without SDPA.',
         )
 
         @field_validator("prefer")
         @classmethod
-        def never_one_alone(cls, value: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        def require_two_kernels(cls, value: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
             if value == EAGER:
                 return value
             if "eager" in value:
-                raise ValueError(f'prefer = {list(value)}: eager attention uses no kernel; write ["eager"], or leave eager out')
+                raise ValueError(f'prefer = {list(value)}: eager cannot be combined with kernels. Use ["eager"], or remove eager')
             if len(value) < 2 or "math" not in value or len(set(value)) < len(value):
                 raise ValueError(
-                    f"prefer = {list(value)} must be at least two different kernels with 'math' among them: a mask, dropout or "
-                    f"head size can rule out any other one, and torch raises where none is left. Try {[*value[:1], 'math']}"
+                    f"prefer = {list(value)} must be at least two different kernels, one of them 'math'. "
+                    f"A mask, dropout or head size can rule out the others. Try {[*value[:1], 'math']}"
                 )
             return value
 
@@ -86,9 +90,9 @@ class Sdpa(Plugin):
 
     def probe(self, context: Context) -> Decision:
         if self.options.prefer == EAGER:
-            return Decision.apply("eager: attention without fused kernels, a baseline that stores the score matrix")
+            return Decision.apply("eager: attention without fused kernels, stores the score matrix")
         if not context.model.supports_sdpa:
-            return Decision.skip(f"{context.model.architecture} has no scaled_dot_product_attention, it brings its own")
+            return Decision.skip(f"{context.model.architecture} does not support scaled_dot_product_attention")
         kept, reasons = runnable(self.options.prefer, context.hardware)
         if context.hardware.device_type == "cpu" and context.model.attention_dropout > 0 and kept[0] == "flash":
             kept = ("math", "flash")
@@ -108,9 +112,9 @@ class Sdpa(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
         if self.options.prefer == EAGER:
-            calls_of_kernels = run.observation.calls("_scaled_dot_product_")
-            seen = f"attn_implementation {implementation}; {calls_of_kernels} calls of attention kernels in step 1"
-            return Evidence.active(seen) if implementation == "eager" and not calls_of_kernels else Evidence.inactive(seen)
+            kernel_calls = run.observation.calls("_scaled_dot_product_")
+            seen = f"attn_implementation {implementation}; {kernel_calls} calls of attention kernels in step 1"
+            return Evidence.active(seen) if implementation == "eager" and not kernel_calls else Evidence.inactive(seen)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
         calls = {k: sum(count for name, count in forward.items() if name.startswith(OPERATORS[k])) for k in self.options.prefer}
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items() if count) or "no attention kernel"
@@ -120,5 +124,5 @@ class Sdpa(Plugin):
         if implementation != "sdpa" or not any(calls.values()):
             return Evidence.inactive(seen)
         if calls["math"] == sum(calls.values()) and self.options.prefer[0] != "math":
-            return Evidence.inactive(f"{seen}; the mask, dropout or head size ruled the fused kernels out")
+            return Evidence.inactive(f"{seen}; the mask, dropout or head size ruled out the fused kernels")
         return Evidence.active(seen)

@@ -1,13 +1,17 @@
-"""TF32 for the matrix multiplications and convolutions that are left in fp32.
+"""TF32 for fp32 matrix multiplications and convolutions.
 
-The tensor cores round the 23 bits of an fp32 mantissa to 10 on the way in and add up in fp32. Source: NVIDIA A100 white
-paper, "TF32 Tensor Cores"; https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices.
-Hardware: compute capability 8.0 (Ampere) or newer. Cost: none. Numerical effect: fp32 products keep about three decimal
-digits; products in bf16 or fp16 are untouched, so beside mixed precision it speeds up only what autocast leaves in fp32.
+Tensor cores round the 23-bit mantissa of fp32 inputs to 10 bits and accumulate in fp32. Products in bf16 or fp16 do not change,
+so with mixed precision only the products that autocast leaves in fp32 are faster.
 
-torch >= 2.9 has two interfaces and raises where they disagree (`allow_tf32`, `get_float32_matmul_precision()` against
-`fp32_precision`); inductor's autotuner still reads the older one. For matmul only `set_float32_matmul_precision` writes
-both, so that is used; everything is read back, and put back, through `fp32_precision`.
+Source: NVIDIA A100 white paper, "TF32 Tensor Cores";
+https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices.
+Hardware: compute capability 8.0 (Ampere) or newer.
+Cost: none.
+Numerical effect: fp32 products keep about three decimal digits.
+
+torch >= 2.9 has two interfaces and raises an error if they disagree: `allow_tf32` and `get_float32_matmul_precision()`, which
+inductor's autotuner still reads, and `fp32_precision`. For matmul this plugin calls `set_float32_matmul_precision`, the only
+function that sets both, and reads and restores the settings through `fp32_precision`.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, S
 
 @contextmanager
 def tf32_kernels() -> Iterator[None]:
-    """Allow TF32 in cuBLAS and cuDNN inside the block; the settings found on entering come back on leaving."""
+    """Allow TF32 in cuBLAS and cuDNN inside the block, and restore the previous settings afterwards."""
     import torch
 
     backends: Any = torch.backends
     matmul, convolution, cpu_matmul = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul
     before = matmul.fp32_precision, convolution.fp32_precision, cpu_matmul.fp32_precision
     torch.set_float32_matmul_precision("high")
-    cpu_matmul.fp32_precision = before[2]  # the call above reaches the CPU kernels too
+    cpu_matmul.fp32_precision = before[2]  # the call above also changes the CPU setting
     convolution.fp32_precision = "tf32"
     try:
         yield
@@ -38,13 +42,13 @@ def tf32_kernels() -> Iterator[None]:
 
 
 def older_interface() -> str:
-    """What `allow_tf32` says of matmul: 'on', 'off', or that torch refuses to say because the two were mixed."""
+    """The value of `allow_tf32` for matmul: "on", "off", or a text if other code mixed both interfaces and torch raises."""
     import torch
 
     try:
         return "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
     except RuntimeError:
-        return "unreadable (somebody mixed both interfaces)"
+        return "unreadable (other code mixed both interfaces)"
 
 
 class Tf32(Plugin):
@@ -56,10 +60,10 @@ class Tf32(Plugin):
     }
 
     def probe(self, context: Context) -> Decision:
-        able = context.hardware.can("tf32")
-        if not able:
-            return Decision.skip(able.reason)
-        return Decision.apply(f"{able.reason}; speeds up fp32 products, does nothing for those in bf16 or fp16")
+        capability = context.hardware.can("tf32")
+        if not capability:
+            return Decision.skip(capability.reason)
+        return Decision.apply(f"{capability.reason}; speeds up fp32 products only, not bf16 or fp16")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(tf32_kernels)

@@ -1,11 +1,15 @@
-"""FSDP: weights, gradients and optimizer state spread over several GPUs; each layer is whole only while it is computed.
+"""FSDP: shards weights, gradients and optimizer state over several GPUs. Each layer is gathered only while it is computed.
 
-Source: Zhao et al. 2023, PyTorch FSDP (arXiv:2304.11277); https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
-(FSDP2: shards of each parameter instead of flat ones); put on by Accelerate. Hardware: several CUDA devices.
-Each layer's weights are gathered for its forward and again for its backward pass, the next ones on their way meanwhile. Under
-half precision the gathered weights are half and products are too, without autocast; shards, their update and the sum of the
-gradients over the ranks are fp32. Cost: every micro-batch gathers all weights twice and reduces all gradients.
-Numerical effect: rounding. No step can be begun again after an out-of-memory: the other ranks wait inside of it.
+Accelerate applies FSDP2 (`fully_shard`), which shards each parameter on its own. The weights of a layer are gathered for its
+forward pass and again for its backward pass, while the previous layer computes. With half precision, gathered weights and matrix
+products are half precision without autocast; shards, their update and the gradient reduction are fp32.
+A step that ran out of memory cannot be run again, because the other ranks wait inside it.
+
+Source: PyTorch FSDP, Zhao et al. 2023 (arXiv:2304.11277);
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+Hardware: several CUDA devices.
+Cost: every micro-batch gathers all weights twice and reduces all gradients.
+Numerical effect: rounding.
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ from pydantic import Field
 
 from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
-LEFT_BEHIND = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+ACCELERATE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+"""Environment variables that Accelerate sets for FSDP."""
 
 
 @contextmanager
-def environment_kept() -> Iterator[None]:
-    """Accelerate writes its choice into the environment, where the next run of this process would find it."""
-    before = {name: os.environ.get(name) for name in LEFT_BEHIND}
+def restored_environment() -> Iterator[None]:
+    """Restore ACCELERATE_VARIABLES after the block: they would affect the next run in this process."""
+    before = {name: os.environ.get(name) for name in ACCELERATE_VARIABLES}
     try:
         yield
     finally:
@@ -38,7 +43,7 @@ def environment_kept() -> Iterator[None]:
 
 
 def accelerate_plugin(reshard_after_forward: bool) -> Any:
-    """Accelerate's settings; those of layers and precision follow when the model is there (`engine.shard_model`)."""
+    """Accelerate's FSDP settings. `engine.shard_model` adds layers and precision after the model is loaded."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
@@ -46,7 +51,7 @@ def accelerate_plugin(reshard_after_forward: bool) -> Any:
         reshard_after_forward=reshard_after_forward,
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
-        # what is not given here Accelerate would look for in the environment
+        # explicit values, because Accelerate would read missing ones from the environment
         cpu_offload=False,
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
@@ -77,11 +82,11 @@ class Fsdp(Plugin):
     class Options(PluginOptions):
         reshard_after_forward: bool = Field(
             default=True,
-            description="Free each layer's weights after its forward and gather them again; false: faster, keeps them whole.",
+            description="Free gathered weights after forward and gather them again for backward; false: faster, more memory.",
         )
         reduce: Literal["micro_batch", "step"] = Field(
             default="micro_batch",
-            description="When gradients meet: after each micro-batch; or once a step, which keeps them whole until then.",
+            description="When gradients are reduced: after each micro-batch, or once per step (more memory).",
         )
 
     options: Options
@@ -89,19 +94,19 @@ class Fsdp(Plugin):
     def probe(self, context: Context) -> Decision:
         if context.hardware.device_type == "cpu":
             return Decision.skip(
-                "needs CUDA devices, found a CPU: Accelerate's FSDP 1 raises there, and its FSDP 2 quietly spreads nothing"
+                "needs CUDA devices, found a CPU: there Accelerate raises an error with FSDP1, and shards nothing with FSDP2"
             )
         ranks = context.world_size
         if ranks == 1:
-            return Decision.skip("one rank has nothing to spread: start one for each of several GPUs (--processes auto)")
-        gathered = "for each pass" if self.options.reshard_after_forward else "once a micro-batch"
-        met = "once a step" if self.options.reduce == "step" else "once a micro-batch"
+            return Decision.skip("needs several ranks, found 1. Start one per GPU (--processes auto)")
+        gathered = "for forward and backward" if self.options.reshard_after_forward else "once per micro-batch"
+        reduced = "once per step" if self.options.reduce == "step" else "once per micro-batch"
         return Decision.apply(
-            f"weights, gradients and optimizer state over {ranks} ranks; layers gathered {gathered}, gradients reduced {met}"
+            f"shards weights, gradients and state over {ranks} ranks; layers gathered {gathered}, gradients reduced {reduced}"
         )
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.process.append(environment_kept)
+        recipe.process.append(restored_environment)
         recipe.accelerator["fsdp_plugin"] = partial(accelerate_plugin, self.options.reshard_after_forward)
         recipe.engine = partial(make_engine, self.options.reduce)
 
@@ -117,10 +122,10 @@ class Fsdp(Plugin):
         if context.hardware.device_type == "cpu" or context.world_size == 1:
             return []
         if options is None:
-            return [MemoryOption(cls.Options(), 1.1, "weights, gradients and state spread over the ranks")]
+            return [MemoryOption(cls.Options(), 1.1, "shards weights, gradients and optimizer state over the ranks")]
         if options == cls.Options():
             return []
-        return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice, reduces after each micro-batch")]
+        return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice and reduces after each micro-batch")]
 
     def evidence(self, run: RunView) -> Evidence:
         from torch.distributed.fsdp import FSDPModule
@@ -129,15 +134,16 @@ class Fsdp(Plugin):
         parameters = list(run.inner_model.parameters())
         units = sum(isinstance(module, FSDPModule) for module in run.inner_model.modules())
         shards = [p for p in parameters if isinstance(p, DTensor)]
-        here, whole = sum(p.to_local().numel() for p in shards), sum(p.numel() for p in parameters)
+        local, total = sum(p.to_local().numel() for p in shards), sum(p.numel() for p in parameters)
         gathered = run.observation.calls("FSDP::all_gather (")
         seen = (
-            f"{units} modules sharded; this rank holds {here:,} of {whole:,} elements, in {len(shards)} of {len(parameters)} "
-            f"tensors; {gathered} gatherings in step 1"
+            f"{units} modules sharded; this rank holds {local:,} of {total:,} elements, in {len(shards)} of {len(parameters)} "
+            f"tensors; {gathered} all-gathers in step 1"
         )
-        most = sum(ceil(p.shape[0] / run.world_size) * (p.numel() // p.shape[0]) for p in shards)  # split along the first axis
-        stepped = all(isinstance(p, DTensor) for p in run.engine.parameters)
-        spread = len(shards) == len(parameters) and here <= most and stepped and run.world_size > 1 and units > 1
-        if not run.observation.operators and spread:
+        limit = sum(ceil(p.shape[0] / run.world_size) * (p.numel() // p.shape[0]) for p in shards)  # split along the first axis
+        updates_shards = all(isinstance(p, DTensor) for p in run.engine.parameters)
+        all_sharded = len(shards) == len(parameters) and local <= limit
+        sharded = all_sharded and updates_shards and run.world_size > 1 and units > 1
+        if not run.observation.operators and sharded:
             return Evidence.unknown(f"{seen}; no operators were recorded")
-        return Evidence.active(seen) if spread and gathered else Evidence.inactive(seen)
+        return Evidence.active(seen) if sharded and gathered else Evidence.inactive(seen)

@@ -1,12 +1,15 @@
-"""Packing: several documents in one row, which do not see each other, so that nothing is computed on padding.
+"""Packing: puts several documents into one row, so that almost no padding is computed.
 
-The samples of a step are laid into rows of about equal length; each document has positions of its own from 0, and attends to
-itself alone: decoders of transformers make that mask from the position ids, encoders are given it. Classifiers read the first
-token of each document. Where flash attention's package is there, a row is computed without any mask (`kernel`).
-Source: Krell et al. 2021 (arXiv:2107.02027); transformers' DataCollatorWithFlattening, which leaks with a cache
-(transformers#46634), so there is none. Hardware: any. Cost: a mask of width x width a row without the flash kernel.
-Numerical effect: rounding. Before step 1 the model is shown two documents in one row and one by one: one that lets them
-see each other is refused.
+The documents of a step fill rows of similar length. The positions of each document start at 0, and it attends only to itself:
+decoders in transformers derive this mask from the position ids, encoders get the mask as input. Classifiers read the first token
+of each document. With the flash-attn package a row needs no mask (`kernel`).
+Before step 1 the outputs of packed documents are compared with the outputs of the same documents in separate rows. A model whose
+documents attend to each other is rejected. No key-value cache is used: packing leaks with one (transformers#46634).
+
+Source: Krell et al. 2021 (arXiv:2107.02027); DataCollatorWithFlattening of transformers.
+Hardware: any.
+Cost: without the flash kernel, a mask of width x width per row.
+Numerical effect: rounding.
 """
 
 from __future__ import annotations
@@ -22,37 +25,37 @@ from hwopt.errors import PluginError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
-"""Of the largest output, between a document in a row of its own and in a shared one."""
-BEHIND_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
-"""Architectures whose positions begin behind the padding token's number."""
+"""Largest difference between packed and separate outputs, as a fraction of the largest output."""
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
+"""Architectures whose positions start at the id of the padding token plus one."""
 
 
-def shared_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Documents (indexes into `lengths`) in as few rows of at most `width` tokens as need be, about equally full.
+def pack_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Rows of document indexes with at most `width` tokens each: few rows of similar length, longest row first.
 
-    The longest first, each into the row that is emptiest (Graham 1969); one row more where that does not fit.
+    Takes documents longest first and adds each to the emptiest row (Graham 1969). If they do not fit, tries one row more.
     """
     import heapq
 
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for number in range(-(-sum(lengths) // width), len(lengths) + 1):
         rows: list[list[int]] = [[] for _ in range(number)]
-        filled = [(0, row) for row in range(number)]
+        heap = [(0, row) for row in range(number)]  # (tokens, row)
         for index in order:
-            tokens, row = filled[0]
+            tokens, row = heap[0]
             if tokens + lengths[index] > width:
                 break
-            heapq.heapreplace(filled, (tokens + lengths[index], row))
+            heapq.heapreplace(heap, (tokens + lengths[index], row))
             rows[row].append(index)
         else:
             return sorted((row for row in rows if row), key=lambda row: -sum(lengths[i] for i in row))
     raise ValueError(f"a document is longer than {width} tokens")
 
 
-def positions_without_waiting(position_ids: Any) -> Any:
-    """transformers' search for documents in packed rows, (rows, width), without asking the device whether there are any.
+def document_indices(position_ids: Any) -> Any:
+    """The document index of each token, (rows, width); None in evaluation, which does not pack.
 
-    Evaluation packs nothing.
+    The function of transformers waits for the device, to check whether a row has several documents; this one does not.
     """
     import torch
 
@@ -62,39 +65,41 @@ def positions_without_waiting(position_ids: Any) -> Any:
 
 
 @contextmanager
-def documents_told_apart() -> Iterator[None]:
+def masks_without_sync() -> Iterator[None]:
+    """Inside the block transformers builds masks of packed rows with `document_indices`."""
     from transformers import masking_utils
 
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = positions_without_waiting
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = document_indices
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = search
+        masking_utils.find_packed_sequence_indices = original
 
 
-def packed_collate(padded: Any, *, width: int | None, flat: bool, decoder: bool, behind_padding: bool) -> Any:
+def packed_collate(padded: Any, *, width: int | None, flat: bool, decoder: bool, after_padding: bool) -> Any:
     from hwopt_plugins.pack.collate import PackedCollate
 
-    return PackedCollate(padded, width, flat, decoder, padded.pad_id + 1 if behind_padding else 0)
+    return PackedCollate(padded, width, flat, decoder, padded.pad_id + 1 if after_padding else 0)
 
 
-class Heads:
-    """Lets a classifier of one label a row give one for each document, from the token that each begins with."""
+class DocumentHeads:
+    """Hooks that make a sequence classifier return logits per document instead of per row, from each document's first token."""
 
     def __init__(self) -> None:
         self.starts: Any = None
 
     def attach(self, model: Any, run: RunView | None = None) -> Any:
         body = model.base_model if not hasattr(model, "peft_config") else model.get_base_model().base_model
-        model.register_forward_pre_hook(self.take, with_kwargs=True)
+        model.register_forward_pre_hook(self.take_starts, with_kwargs=True)
         pooler = getattr(body, "pooler", None)
         if pooler is not None:
             pooler.register_forward_pre_hook(lambda module, inputs: (self.first_tokens(inputs[0]), *inputs[1:]))
-        body.register_forward_hook(self.truncate)
+        body.register_forward_hook(self.keep_first_tokens)
         return model
 
-    def take(self, module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+    def take_starts(self, module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+        """Pre-hook of the model: remove `document_starts` from its inputs and keep it."""
         self.starts = named.pop("document_starts", None)
         return inputs, named
 
@@ -102,14 +107,14 @@ class Heads:
         """(rows, width, hidden) -> (documents, 1, hidden)."""
         return hidden if self.starts is None else hidden.flatten(0, 1)[self.starts][:, None]
 
-    def truncate(self, module: Any, inputs: Any, outputs: Any) -> Any:
+    def keep_first_tokens(self, module: Any, inputs: Any, outputs: Any) -> Any:
         if self.starts is not None:
             outputs.last_hidden_state = self.first_tokens(outputs.last_hidden_state)
         return outputs
 
 
 def refuse_leaks(run: RunView) -> None:
-    """Raise PluginError where a document's outputs in a shared row are not those that it has in a padded row of its own."""
+    """Raise PluginError if the outputs of packed documents differ from those of the same documents in separate rows."""
     import torch
 
     collate, store = run.train_loader.dataset.collate, run.train_loader.dataset.store
@@ -122,29 +127,28 @@ def refuse_leaks(run: RunView) -> None:
     training = run.inner_model.training
     run.inner_model.eval()
     try:
-        together = outputs(collate.one_row(samples, counts))
-        alone = [outputs(collate.alone(sample, count)) for sample, count in zip(samples, counts, strict=True)]
+        packed = outputs(collate.one_row(samples, counts))
+        separate = [outputs(collate.alone(sample, count)) for sample, count in zip(samples, counts, strict=True)]
     except (RuntimeError, IndexError, TypeError) as error:
-        raise PluginError(told_apart_not(run, f"{type(error).__name__}: {error}")) from error
+        raise PluginError(leak_message(run, f"{type(error).__name__}: {error}")) from error
     finally:
         run.inner_model.train(training)
     lengths = [len(sample["input_ids"]) for sample in samples]
-    per_token = together.ndim == 3
-    expected = (
-        torch.cat([one[:, :length] for one, length in zip(alone, lengths, strict=True)], 1) if per_token else torch.cat(alone)
-    )
-    found = together[:, : sum(lengths)] if per_token else together
-    full = (
-        run.recipe.accelerator.get("mixed_precision", "no") == "no" and next(run.inner_model.parameters()).dtype == torch.float32
-    )
-    most = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.abs().max())
-    if found.shape != expected.shape or float((found - expected).abs().max()) > most:
-        raise PluginError(told_apart_not(run, "their outputs differ from those in rows of their own"))
+    if packed.ndim == 3:  # (rows, tokens, vocabulary)
+        found = packed[:, : sum(lengths)]
+        expected = torch.cat([one[:, :length] for one, length in zip(separate, lengths, strict=True)], 1)
+    else:
+        found, expected = packed, torch.cat(separate)
+    in_fp32 = next(run.inner_model.parameters()).dtype == torch.float32
+    full = in_fp32 and run.recipe.accelerator.get("mixed_precision", "no") == "no"
+    limit = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.abs().max())
+    if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
+        raise PluginError(leak_message(run, "outputs of packed documents differ from those in separate rows"))
 
 
-def told_apart_not(run: RunView, why: str) -> str:
+def leak_message(run: RunView, why: str) -> str:
     return (
-        f"{type(run.inner_model).__name__} does not tell documents in one row apart ({why}): remove [plugins.pack]; "
+        f"{type(run.inner_model).__name__} does not support packed documents: {why}. Remove [plugins.pack]. "
         "[plugins.length_batching] saves most of the padding too"
     )
 
@@ -154,10 +158,13 @@ class Pack(Plugin):
     stage = Stage.DATA
     preserves = "rounding"
     conflicts = (
-        Conflict(field="cut", why="pack fills rows, cut makes micro-batches of rows with one sample each; keep one of them"),
+        Conflict(
+            field="cut",
+            why="recipe.cut needs rows with one sample each, and pack makes rows with several; keep one of the two tables",
+        ),
         Conflict(
             field="batch['widths']",
-            why="a packed row has another width in each step, and batch['widths'] asks for fixed ones; keep one of them",
+            why="the width of packed rows varies, and batch['widths'] requires fixed widths; keep one of the two tables",
         ),
         Conflict(
             field="model_kwargs['attn_implementation']",
@@ -168,10 +175,11 @@ class Pack(Plugin):
 
     class Options(PluginOptions):
         width: int | None = Field(
-            default=None, gt=0, description="Tokens of a row at most; about twice the longest sample of the step where left out."
+            default=None, gt=0, description="Maximum tokens per row; default about twice the longest sample of the step."
         )
         kernel: Literal["auto", "mask", "flash"] = Field(
-            default="auto", description='"mask": documents are masked apart; "flash": the flash-attn package, without a mask.'
+            default="auto",
+            description='How documents are separated: "mask" by a mask; "flash" by the flash-attn package.',
         )
 
     options: Options
@@ -179,18 +187,20 @@ class Pack(Plugin):
     def probe(self, context: Context) -> Decision:
         model = context.model
         if not model.supports_packing:
-            why = "takes no position ids" if model.is_decoder else "takes no position ids and mask of its own for each document"
-            return Decision.skip(f"{model.architecture} {why}: documents in one row would see each other")
+            missing = "position ids" if model.is_decoder else "position ids and a mask per document"
+            return Decision.skip(f"{model.architecture} does not accept {missing}: packed documents would attend to each other")
         if model.is_decoder and context.job.task.kind == "text-classification":
-            return Decision.skip(f"{model.architecture} reads its label from the end of the row, which several documents share")
+            return Decision.skip(
+                f"{model.architecture} classifies the last token of a row, and packed rows have several documents"
+            )
         if self.options.kernel != "auto":
-            return Decision.apply(self.told(self.options.kernel))
-        flash = flash_reason(context)
-        kernel: Literal["mask", "flash"] = "mask" if flash else "flash"
-        return Decision.apply(self.told(kernel) + flash, self.options.model_copy(update={"kernel": kernel}))
+            return Decision.apply(self.describe(self.options.kernel))
+        problem = flash_problem(context)
+        kernel: Literal["mask", "flash"] = "mask" if problem else "flash"
+        return Decision.apply(self.describe(kernel) + problem, self.options.model_copy(update={"kernel": kernel}))
 
-    def told(self, kernel: str) -> str:
-        return "several documents in a row, " + ("without a mask" if kernel == "flash" else "masked apart")
+    def describe(self, kernel: str) -> str:
+        return "several documents per row, separated by " + ("the flash kernel" if kernel == "flash" else "a mask")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         model = context.model
@@ -200,13 +210,13 @@ class Pack(Plugin):
             width=self.options.width,
             flat=flat,
             decoder=model.is_decoder,
-            behind_padding=model.model_type in BEHIND_PADDING,
+            after_padding=model.model_type in POSITIONS_AFTER_PADDING,
         )
-        recipe.process.append(documents_told_apart)
+        recipe.process.append(masks_without_sync)
         if flat:
             recipe.model_kwargs["attn_implementation"] = "flash_attention_2"
         if not model.is_decoder:
-            recipe.model_steps.append(Heads().attach)
+            recipe.model_steps.append(DocumentHeads().attach)
         recipe.prepared_steps.append(refuse_leaks)
 
     def evidence(self, run: RunView) -> Evidence:
@@ -214,16 +224,17 @@ class Pack(Plugin):
         computed = sum(rows * width for rows, width in step.sizes)
         shared = sum(number > 1 for number in step.documents)
         seen = (
-            f"{step.rows} documents in {len(step.lengths)} rows, {shared} of them shared; "
-            f"{step.tokens} of {computed} computed tokens are real ({step.tokens / computed:.3f}); none saw another before step 1"
+            f"{step.rows} documents in {len(step.lengths)} rows, {shared} of them with several documents; "
+            f"{step.tokens} of {computed} computed tokens are not padding ({step.tokens / computed:.3f}); "
+            "the check before step 1 found no leak"
         )
         if shared:
             return Evidence.active(seen)
-        return Evidence.unknown(f"nothing to share: {seen}") if len(step.lengths) <= 1 else Evidence.inactive(seen)
+        return Evidence.unknown(f"the step has a single row: {seen}") if len(step.lengths) <= 1 else Evidence.inactive(seen)
 
 
-def flash_reason(context: Context) -> str:
-    """Why the flash kernel cannot be taken; "" where it can."""
+def flash_problem(context: Context) -> str:
+    """Why the flash kernel cannot be used, as a suffix for a reason; "" if it can."""
     if context.hardware.device_type != "cuda":
         return "; the flash kernel needs a GPU"
     if not context.has("flash-attn"):

@@ -11,14 +11,14 @@ import torch
 
 from hwopt.data.collate import Collate
 from hwopt.data.step_batch import Part, Step, StepBatch
-from hwopt_plugins.pack import shared_rows
+from hwopt_plugins.pack import pack_rows
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class PackedCollate:
-    """Like the default Collate, but with several samples in a row. A micro-batch has at most as many tokens as there."""
+    """Like the default Collate, but with several samples per row. A micro-batch has at most as many tokens as without packing."""
 
     padded: Collate
     width: int | None
@@ -34,7 +34,7 @@ class PackedCollate:
         tokens = self.padded.max_rows * longest
         about_two = tokens // -(-self.padded.max_rows // 2)
         width = tokens if self.flat else max(self.width or about_two, longest)
-        return self.build_batch(step, samples, counts, shared_rows(lengths, width), max(1, tokens // width))
+        return self.build_batch(step, samples, counts, pack_rows(lengths, width), max(1, tokens // width))
 
     def one_row(self, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         """All `samples` in one row."""

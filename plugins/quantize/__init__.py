@@ -1,11 +1,15 @@
-"""QLoRA's base: the frozen weights of linear layers in 4 or 8 bit, under adapters that are trained.
+"""Quantization for QLoRA: stores the frozen weights of linear layers in 4 or 8 bit, below a trained adapter.
 
-Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314): NF4 in blocks of 64 with double-quantized scales; Dettmers et al. 2022,
-LLM.int8() (arXiv:2208.07339); made by bitsandbytes. Hardware: CUDA, or a CPU (slow). Memory of a quantized weight: .516 bytes
-in 4 bit (.5625 without double quantization), 1 in 8 bit. Cost: each product dequantizes its weight, about 1.3 times the step.
-Numerical effect: another model: weights are rounded to 16 or 255 values a block. Embeddings, norms and the head stay as they are.
-Each layer is quantized on its way to the device; before that the whole model lies in the host's memory, as its file has it.
-At the end the weights are dequantized and the adapter is merged into them, so that nothing is rounded a second time.
+bitsandbytes quantizes the weights. Embeddings, norm layers and the output head keep their precision. The whole model is first
+loaded into host memory in the dtype of its file; each layer is quantized when it moves to the device. After training the weights
+are dequantized and the adapter is merged into them, without a second rounding.
+Memory of a quantized weight: 0.516 bytes in 4 bit (0.5625 without double quantization), 1 byte in 8 bit.
+
+Source: QLoRA, NF4 in blocks of 64 with double-quantized scales, Dettmers et al. 2023 (arXiv:2305.14314); LLM.int8(), Dettmers et
+al. 2022 (arXiv:2208.07339).
+Hardware: CUDA, or a CPU (slow).
+Cost: every product dequantizes its weight; a step takes about 1.3 times as long.
+Numerical effect: changes the model. Weights are rounded to 16 (4 bit) or 255 (8 bit) values per block.
 """
 
 from __future__ import annotations
@@ -32,16 +36,17 @@ from hwopt.plugin import (
 )
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
+"""Bits -> bytes per weight, with a 32-bit scale for each block of 64 weights in 4 bit."""
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def compute_dtype(hardware: Hardware) -> Literal["bf16", "fp16", "fp32"]:
-    """What dequantized weights are multiplied in: half where the hardware is fast at it."""
+    """The dtype of products with dequantized weights: half precision if the hardware supports it, else fp32."""
     return "bf16" if hardware.can("bf16") else "fp16" if hardware.can("fp16") else "fp32"
 
 
 def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
-    """(parent, attribute, layer) of every linear layer without a gradient, but for the output head."""
+    """(parent, attribute, layer) of each linear layer that does not require gradients, except the output head."""
     import torch
 
     head = model.get_output_embeddings()
@@ -53,8 +58,8 @@ def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> Any:
-    """`layer` with its weight packed, on the run's device."""
+def quantize_linear(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> Any:
+    """A linear layer of bitsandbytes on the run's device, with the quantized weight of `layer`."""
     import torch
     from bitsandbytes import nn
     from torch._subclasses.fake_tensor import FakeTensor
@@ -70,7 +75,7 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> 
         weight = nn.Params4bit(
             layer.weight.data, requires_grad=False, compress_statistics=double, quant_type="nf4", module=packed
         )
-        packed.support_avx512bf16_for_cpu = False  # evaluation would put the weights into another order, for shapes it can take
+        packed.support_avx512bf16_for_cpu = False  # evaluation on such a CPU would reorder the packed weights
     else:
         packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, **settings)
         weight = nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
@@ -81,12 +86,12 @@ def quantized(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> 
 
 
 def quantize(model: Any, run: RunView, *, bits: int, double: bool, dtype: str) -> Any:
-    """`model` with packed frozen layers; what is left is fp32, for the precision of the run to decide."""
+    """`model` with its frozen linear layers quantized and all other weights in fp32, which [plugins.precision] may cast."""
     import torch
 
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     for parent, name, layer in frozen_linears(model):
-        setattr(parent, name, quantized(layer, bits, double, compute, run))
+        setattr(parent, name, quantize_linear(layer, bits, double, compute, run))
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -94,6 +99,7 @@ def quantize(model: Any, run: RunView, *, bits: int, double: bool, dtype: str) -
 
 
 def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
+    """(parent, attribute, layer) of each quantized linear layer."""
     from bitsandbytes import nn
 
     return [
@@ -104,8 +110,8 @@ def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def dequantized(model: Any, run: RunView) -> Any:
-    """`model` with plain linear layers again, fp32, in the host's memory: merged on the device it would not fit there."""
+def dequantize(model: Any, run: RunView) -> Any:
+    """`model` with plain fp32 linear layers, in host memory: the dequantized model may not fit on the device."""
     import torch
     from peft.utils.integrations import dequantize_module_weight
 
@@ -121,10 +127,10 @@ def dequantized(model: Any, run: RunView) -> Any:
 class Quantize(Plugin):
     name = "quantize"
     stage = Stage.MODEL
-    after = ("adapter",)  # what it leaves trainable is not quantized
+    after = ("adapter",)  # weights that the adapter trains are not quantized
     requires = ("adapter",)
     preserves = "method"
-    resume_ignores = ("dtype",)  # as the card has it
+    resume_ignores = ("dtype",)  # "auto" depends on the hardware
     aliases: ClassVar[Mapping[str, str]] = {
         "load_in_4bit": "enabled = true",
         "load_in_8bit": "enabled = true",
@@ -133,20 +139,20 @@ class Quantize(Plugin):
     conflicts = (
         Conflict(
             lacks="packed_weights",
-            why="quantized weights are packed bytes, which the engine can neither spread nor offload; keep one of the two tables",
+            why="quantized weights are packed bytes, which the engine cannot shard or offload; keep one of the two tables",
         ),
         Conflict(
             plugin="adapter",
-            why="DoRA reads every weight in each step, and PEFT then loses 8-bit weights' scales; set bits = 4, or use LoRA",
+            why='PEFT loses the scales of 8-bit weights with DoRA; set bits = 4, or kind = "lora" in [plugins.adapter]',
             when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
         ),
     )
 
     class Options(PluginOptions):
-        bits: Literal[4, 8] = Field(default=4, description="4: NF4, in blocks of 64; 8: LLM.int8().")
-        double: bool = Field(default=True, description="4 bit: quantize the scales of the blocks too.")
+        bits: Literal[4, 8] = Field(default=4, description="4: NF4 in blocks of 64; 8: LLM.int8().")
+        double: bool = Field(default=True, description="4 bit only: also quantize the block scales.")
         dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-            default="auto", description='4 bit: what dequantized weights are multiplied in; "auto": the best half precision.'
+            default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
         )
 
     options: Options
@@ -157,39 +163,41 @@ class Quantize(Plugin):
         dtype = self.options.dtype
         if dtype == "auto":
             chosen = self.options.model_copy(update={"dtype": compute_dtype(context.hardware)})
-            return Decision.apply(self.told(chosen), chosen)
-        return Decision.apply(self.told(self.options))
+            return Decision.apply(self.describe(chosen), chosen)
+        return Decision.apply(self.describe(self.options))
 
-    def told(self, options: Quantize.Options) -> str:
+    def describe(self, options: Quantize.Options) -> str:
         if options.bits == 8:
-            return "frozen linear layers in 8 bit (LLM.int8()), 1 byte a weight"
-        each = DOUBLE_QUANTIZED_BYTES if options.double else BYTES[4]
-        return f"frozen linear layers in 4 bit (NF4), {each:.3f} bytes a weight; products in {options.dtype}"
+            return "frozen linear layers in 8 bit (LLM.int8()), 1 byte per weight"
+        weight_bytes = DOUBLE_QUANTIZED_BYTES if options.double else BYTES[4]
+        return f"frozen linear layers in 4 bit (NF4), {weight_bytes:.3f} bytes per weight; products in {options.dtype}"
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.model_kwargs["dtype"] = "auto"  # as the file has it: fp32 would take twice the host's memory
-        given = self.options
-        recipe.model_steps.append(partial(quantize, bits=given.bits, double=given.double, dtype=given.dtype))
-        recipe.final_steps.append(dequantized)
+        recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory
+        options = self.options
+        recipe.model_steps.append(partial(quantize, bits=options.bits, double=options.double, dtype=options.dtype))
+        recipe.final_steps.append(dequantize)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         model = context.model
-        outside = 2 * model.vocab_size * model.hidden_size  # embeddings and head
-        inside = max(spec.parameters - outside, 0)
-        each = DOUBLE_QUANTIZED_BYTES if self.options.bits == 4 and self.options.double else BYTES[self.options.bits]
-        spec.weight_bytes = (inside * each + (spec.parameters - inside) * spec.weight_bytes) / spec.parameters
+        embeddings = 2 * model.vocab_size * model.hidden_size  # input embeddings and output head
+        packed = max(spec.parameters - embeddings, 0)
+        packed_bytes = DOUBLE_QUANTIZED_BYTES if self.options.bits == 4 and self.options.double else BYTES[self.options.bits]
+        spec.weight_bytes = (packed * packed_bytes + (spec.parameters - packed) * spec.weight_bytes) / spec.parameters
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        four = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (with adapters alone)")
-        return [] if options is not None and options.bits == 4 else [four]
+        four_bit = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (needs [plugins.adapter])")
+        return [] if options is not None and options.bits == 4 else [four_bit]
 
     def evidence(self, run: RunView) -> Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]
         kinds = sorted({f"{type(layer).__name__} in {str(layer.weight.dtype).removeprefix('torch.')}" for layer in layers})
-        held = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+        size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         elements = sum(layer.in_features * layer.out_features for layer in layers)
-        left = len(frozen_linears(run.inner_model))
-        seen = f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {held:,} bytes for {elements:,} weights; {left} left alone"
-        packed = held <= elements * self.options.bits / 8 * 1.01
-        return Evidence.active(seen) if layers and packed and not left else Evidence.inactive(seen)
+        missed = len(frozen_linears(run.inner_model))
+        seen = (
+            f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {size:,} bytes for {elements:,} weights; {missed} not quantized"
+        )
+        packed = size <= elements * self.options.bits / 8 * 1.01
+        return Evidence.active(seen) if layers and packed and not missed else Evidence.inactive(seen)

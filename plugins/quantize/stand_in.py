@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer that allocates what bitsandbytes' allocates and runs on fake tensors, for the memory planner."""
+"""PackedLinear: a linear layer that allocates the same memory as one of bitsandbytes, and runs on the planner's fake tensors."""
 
 from __future__ import annotations
 

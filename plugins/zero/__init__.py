@@ -1,12 +1,15 @@
-"""ZeRO: optimizer state, gradients and weights spread over the ranks, or kept in the host's memory, by DeepSpeed.
+"""ZeRO: shards optimizer state, gradients and weights over the ranks, or offloads them to host memory, with DeepSpeed.
 
-Source: Rajbhandari et al. 2020, ZeRO (arXiv:1910.02054); Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840); made by DeepSpeed
-through Accelerate. Stage 1 spreads the optimizer's state and the fp32 masters, 2 the gradients too, 3 the weights too.
-`offload` moves the update to the host's memory and CPU ("optimizer"), with stage 3 the weights as well ("parameters").
-Hardware: any; on a single device nothing is spread, so that only offload saves memory. Cost: stage 3 gathers the weights twice
-a micro-batch; offload moves gradients and weights over the bus and updates on the CPU, with torch's fused AdamW, which is as
-fast there as DeepSpeed's own and needs no compiler. Under half precision DeepSpeed keeps half weights and steps on fp32 masters.
-Numerical effect: rounding. No step can be begun again after an out-of-memory: the other ranks wait inside of it.
+Stage 1 shards the optimizer state and the fp32 masters, stage 2 also the gradients, stage 3 also the weights.
+`offload = "optimizer"` moves optimizer state and update to the host; "parameters" (stage 3) moves the weights too. The update on
+the CPU uses torch's fused AdamW, which is as fast as DeepSpeed's CPU Adam and needs no compiler.
+With half precision DeepSpeed keeps half-precision weights and updates fp32 masters. Accelerate creates the engine of DeepSpeed.
+A step that ran out of memory cannot be run again, because the other ranks wait inside it.
+
+Source: ZeRO, Rajbhandari et al. 2020 (arXiv:1910.02054); ZeRO-Offload, Ren et al. 2021 (arXiv:2101.06840).
+Hardware: any. On a single device nothing is sharded, so only offload saves memory.
+Cost: stage 3 gathers the weights twice per micro-batch; offload transfers gradients and weights and updates on the CPU.
+Numerical effect: rounding.
 """
 
 from __future__ import annotations
@@ -45,23 +48,23 @@ COMBINATIONS: tuple[tuple[Level, Offload], ...] = (  # cheapest first
     (3, "parameters"),
 )
 BUCKET = 1 << 24
-"""Elements that are reduced at once; DeepSpeed's 5e8 are a gigabyte."""
+"""Elements that are reduced at once. DeepSpeed's default of 5e8 needs a gigabyte."""
 OFFLOADED_BYTES = 18
-"""In the host's memory, of a trained parameter: masters, their gradients and AdamW's two moments in fp32, its weight in half."""
+"""Host memory per trained parameter: fp32 master, its gradient and AdamW's two moments, and the half-precision weight."""
 LIVE = 1 << 26
-"""Elements of gathered weights that stage 3 keeps; DeepSpeed's 1e9 would hold a model of a billion parameters whole."""
+"""Gathered elements that stage 3 keeps. DeepSpeed's default of 1e9 would keep a model of a billion parameters unsharded."""
 
 
 def engine_config(stage: int, offload: Offload, pin_memory: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration but for the job's part of it, which the engine fills in.
+    """DeepSpeed's configuration without the values of the job, which the engine adds.
 
-    The loop says itself which micro-batch is the last one of a step: there is nothing for DeepSpeed to count.
+    `gradient_accumulation_steps` is 1, because the loop tells DeepSpeed which micro-batch is the last one of a step.
     """
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": BUCKET,
         "allgather_bucket_size": BUCKET,
-        "overlap_comm": False,  # two buckets instead of one
+        "overlap_comm": False,  # True needs two buckets
         "contiguous_gradients": True,
     }
     if offload != "none":
@@ -79,22 +82,23 @@ def engine_config(stage: int, offload: Offload, pin_memory: bool) -> dict[str, A
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too
+        "zero_force_ds_cpu_optimizer": False,  # allow torch's fused AdamW on the CPU
     }
 
 
 def accelerate_plugin(config: dict[str, Any]) -> Any:
-    """Accelerate's DeepSpeedPlugin, which leaves the making of the model alone (weights are random in the same way as ever)."""
+    """Accelerate's DeepSpeedPlugin, set so that the model is created without DeepSpeed, with the same random weights as usual."""
     import copy
 
     from accelerate.utils import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config), zero3_init_flag=False)
-    plugin.set_deepspeed_weakref = lambda: None  # transformers would build every model in shards
+    plugin.set_deepspeed_weakref = lambda: None  # otherwise transformers creates models in shards
     return plugin
 
 
-def backend_of_hosts() -> Any:
+def gloo_backend() -> Any:
+    """Accelerate's settings of a process group for CPUs."""
     from accelerate.utils import InitProcessGroupKwargs
 
     return InitProcessGroupKwargs(backend="gloo")
@@ -116,25 +120,25 @@ class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
     preserves = "rounding"
-    conflicts = (Conflict(field="engine", why="each of them spreads the same tensors over the ranks; keep one of them"),)
+    conflicts = (Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
     aliases: ClassVar[Mapping[str, str]] = {
         "deepspeed": "enabled = true",
     }
 
     class Options(PluginOptions):
         stage: Literal["auto"] | Level = Field(
-            default="auto", description='What is spread; "auto": the cheapest that the memory plan says will fit; 0: nothing.'
+            default="auto", description='ZeRO stage; 0: off; "auto": the cheapest that fits according to the memory plan.'
         )
         offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
-            default="auto", description="What lies in the host's memory; parameters: with stage 3 alone, and the optimizer too."
+            default="auto", description='What is kept in host memory; "parameters" includes the optimizer and needs stage 3.'
         )
 
         @model_validator(mode="after")
-        def possible(self) -> Zero.Options:
+        def require_combination(self) -> Zero.Options:
             if not combinations(self.stage, self.offload):
                 raise ValueError(
-                    f'offload = "{self.offload}" does not go with stage = {self.stage}: '
-                    "optimizer needs stage 1 to 3, parameters needs stage 3; or leave one of the two out"
+                    f'offload = "{self.offload}" cannot be used with stage = {self.stage}: '
+                    '"optimizer" needs stage 1 to 3, "parameters" needs stage 3. Change or remove one of the two'
                 )
             return self
 
@@ -149,50 +153,55 @@ class Zero(Plugin):
 
     def probe(self, context: Context) -> Decision:
         if not context.has("deepspeed"):
-            return Decision.skip("DeepSpeed is not installed: pip install 'hwopt[deepspeed]'")
-        given = self.options
-        if "auto" in (given.stage, given.offload):
-            alone = "; on one device nothing is spread, so that only offload saves memory" if context.world_size == 1 else ""
-            chosen = [self.Options(stage=s, offload=o) for s, o in sensible(given.stage, given.offload, context.world_size)]
-            if len(chosen) == 1:
-                return Decision.apply(f"the one combination that is left{alone}", chosen[0])
-            return Decision.choose(chosen, f"the cheapest of {len(chosen)} that fits{alone}")
-        return Decision.apply(self.told(context))
+            return Decision.skip("DeepSpeed is not installed (pip install 'hwopt[deepspeed]')")
+        options = self.options
+        if "auto" in (options.stage, options.offload):
+            note = "; on one device nothing is sharded, only offload saves memory" if context.world_size == 1 else ""
+            found = useful_combinations(options.stage, options.offload, context.world_size)
+            candidates = [self.Options(stage=stage, offload=offload) for stage, offload in found]
+            if len(candidates) == 1:
+                return Decision.apply(f"the only possible combination{note}", candidates[0])
+            return Decision.choose(candidates, f"the cheapest of {len(candidates)} combinations that fits{note}")
+        return Decision.apply(self.describe(context))
 
-    def told(self, context: Context) -> str:
+    def describe(self, context: Context) -> str:
         stage, offload, ranks = self.options.stage, self.options.offload, context.world_size
-        spread = {
+        sharded = {
             0: "nothing",
             1: "optimizer state",
             2: "optimizer state and gradients",
             3: "optimizer state, gradients and weights",
         }
-        where = {"none": "", "optimizer": "; the optimizer in the host's memory", "parameters": "; all in the host's memory"}
-        said = f"stage {stage}: {spread[int(stage)]} over {ranks} rank(s){where[offload]}"
+        where = {
+            "none": "",
+            "optimizer": "; optimizer in host memory",
+            "parameters": "; optimizer and weights in host memory",
+        }
+        text = f"stage {stage}: shards {sharded[int(stage)]} over {ranks} rank(s){where[offload]}"
         if ranks == 1 and offload == "none" and stage != 0:
-            said += "; on one device that saves nothing: set offload, or more ranks"
-        return said
+            text += "; on one device that saves nothing: set offload, or start more ranks"
+        return text
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         stage, offload = self.options.stage, self.options.offload
-        assert stage != "auto", "probe() has it chosen"
-        assert offload != "auto", "probe() has it chosen"
+        assert stage != "auto", "probe() replaces it"
+        assert offload != "auto", "probe() replaces it"
         if stage == 0:
             return
         cuda = context.hardware.device_type == "cuda"
         config = engine_config(stage, offload, pin_memory=cuda)
         recipe.process.append(partial(process_group, context.hardware.device_type))
         recipe.accelerator["deepspeed_plugin"] = partial(accelerate_plugin, config)
-        recipe.accelerator["cpu"] = False  # or it would quietly be data parallel; the device is the machine's all the same
+        recipe.accelerator["cpu"] = False  # True selects data parallelism; without a GPU the device is the CPU anyway
         if not cuda:
-            recipe.accelerator["kwargs_handlers"].append(backend_of_hosts)
+            recipe.accelerator["kwargs_handlers"].append(gloo_backend)
         recipe.engine = make_engine
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         stage, offload = int(self.options.stage), self.options.offload
         if stage == 0:
             return
-        on_host = context.hardware.device_type != "cpu"  # a CPU's own memory is the host's
+        on_host = context.hardware.device_type != "cpu"  # the memory of a CPU device is host memory
         spec.stand_ins["engine"] = partial(
             make_stand_in,
             stage=stage,
@@ -207,7 +216,7 @@ class Zero(Plugin):
         if stage == 3:
             kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
             spec.held["weights"] = kept
-            # gathered while they are used, at least the largest, which is the embedding
+            # gathered weights: at least the largest one, the embedding
             largest = context.model.vocab_size * context.model.hidden_size
             gathers = context.world_size > 1 or kept == 0
             spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
@@ -218,47 +227,45 @@ class Zero(Plugin):
             return []
         costs = {
             (2, "optimizer"): MemoryOption(
-                cls.Options(stage=2, offload="optimizer"), 2.0, "updates in the host's memory, on the CPU"
+                cls.Options(stage=2, offload="optimizer"), 2.0, "keeps the optimizer in host memory and updates on the CPU"
             ),
             (3, "parameters"): MemoryOption(
-                cls.Options(stage=3, offload="parameters"), 4.0, "weights come over the bus as they are used"
+                cls.Options(stage=3, offload="parameters"), 4.0, "keeps weights in host memory and transfers each one for use"
             ),
         }
         if context.world_size > 1:
-            spread = MemoryOption(cls.Options(stage=2, offload="none"), 1.05, "state and gradients spread over the ranks")
-            costs = {(2, "none"): spread, **costs}
+            sharded = MemoryOption(cls.Options(stage=2, offload="none"), 1.05, "shards state and gradients over the ranks")
+            costs = {(2, "none"): sharded, **costs}
         now = (0, "none") if options is None else (options.stage, options.offload)
         order = [*COMBINATIONS]
-        return [leaner for combination, leaner in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
+        return [option for combination, option in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
 
     def evidence(self, run: RunView) -> Evidence:
         stage, engine = self.options.stage, run.model
         if stage == 0:
             kind = type(run.engine).__name__
-            return Evidence.active(f"not needed: the plan fits without; the engine is {kind}")
+            return Evidence.active(f"stage 0: the plan fits without ZeRO; the engine is {kind}")
         kind = type(engine).__name__
         if kind != "DeepSpeedEngine":
             return Evidence.inactive(f"the model runs in {kind} instead of DeepSpeedEngine")
         found = engine.zero_optimization_stage()
-        spread, whole = run.engine.sizes()
+        local, total = run.engine.sizes()
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
-        seen = (
-            f"DeepSpeedEngine, stage {found}; this rank steps on {spread:,} of {whole:,} trained elements, on {'/'.join(devices)}"
-        )
+        seen = f"DeepSpeedEngine, stage {found}; this rank updates {local:,} of {total:,} trained elements on {'/'.join(devices)}"
         offloaded = self.options.offload == "none" or devices == ["cpu"]
-        enough = spread <= whole / run.world_size + 1024 * run.world_size  # partitions are padded
-        return Evidence.active(seen) if found == stage and offloaded and enough else Evidence.inactive(seen)
+        sharded = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
+        return Evidence.active(seen) if found == stage and offloaded and sharded else Evidence.inactive(seen)
 
 
 def combinations(stage: Any, offload: Any) -> list[tuple[Level, Offload]]:
-    """Those that agree with what is given, the cheapest first."""
+    """The COMBINATIONS that match `stage` and `offload`, cheapest first."""
     return [(s, o) for s, o in COMBINATIONS if stage in ("auto", s) and offload in ("auto", o)]
 
 
-def sensible(stage: Any, offload: Any, world_size: int) -> list[tuple[Level, Offload]]:
-    """Without those that a cheaper one equals: on one device a stage without offload, and stages that only spread."""
+def useful_combinations(stage: Any, offload: Any, world_size: int) -> list[tuple[Level, Offload]]:
+    """The matching combinations without those that save no more memory than a cheaper one; all of them if none is left."""
     found = combinations(stage, offload)
     if world_size > 1:
         return [c for c in found if c != (1, "optimizer")] or found
-    alone = [(0, "none"), (2, "optimizer"), (3, "parameters")]
-    return [c for c in found if c in alone] or found
+    one_device = [(0, "none"), (2, "optimizer"), (3, "parameters")]
+    return [c for c in found if c in one_device] or found

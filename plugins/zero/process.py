@@ -17,11 +17,11 @@ def process_group(device_type: str) -> Iterator[None]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it looked for a GPU
     from deepspeed.utils import logger
 
-    alone: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    single_rank: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    single_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     level, linear = logger.level, torch.nn.functional.linear
     logger.setLevel("ERROR")
-    with environment({} if "RANK" in os.environ else alone):
+    with environment({} if "RANK" in os.environ else single_rank):
         if device_type == "cpu":  # gloo does not need DeepSpeed's own kernel, which takes 30 s to compile
             import deepspeed.ops
 
@@ -30,8 +30,8 @@ def process_group(device_type: str) -> Iterator[None]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # Accelerate uses DeepSpeed only if the environment says so and does not ask for a CPU. It refuses a config beside the
         # settings of a launcher, although the plan has checked that they agree
-        asked: dict[str, str | None] = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}
-        with environment(asked | {"ACCELERATE_CONFIG_DS_FIELDS": None}), warnings.catch_warnings():
+        variables: dict[str, str | None] = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}
+        with environment(variables | {"ACCELERATE_CONFIG_DS_FIELDS": None}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
             try:
                 yield
@@ -54,6 +54,7 @@ def end_process_group() -> None:
 
 
 def free_port() -> int:
+    """A TCP port that is free on this host."""
     import socket
 
     with socket.socket() as server:
@@ -66,13 +67,13 @@ def environment(values: dict[str, str | None]) -> Iterator[None]:
     """Set environment variables within the block; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     try:
-        put_into_environment(values)
+        set_environment(values)
         yield
     finally:
-        put_into_environment(before)
+        set_environment(before)
 
 
-def put_into_environment(values: dict[str, str | None]) -> None:
+def set_environment(values: dict[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""StandIn: allocates what DeepSpeed's ZeRO allocates on a device, for the memory planner, whose fake tensors it cannot use."""
+"""StandIn: allocates the same memory on a device as DeepSpeed's ZeRO, which cannot run on the planner's fake tensors."""
 
 from __future__ import annotations
 

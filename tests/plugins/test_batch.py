@@ -40,9 +40,9 @@ def test_micro_batches(effective, train, ranks, wanted):
 
 def test_reasons_hold_the_numbers():
     reason = Batch(Batch.Options(train=64, gradient_accumulation_steps=2)).probe(context(2)).reason
-    assert reason.startswith("128 a step over 2 rank(s): 1 micro-batch(es) of up to 64 each")
+    assert reason.startswith("128 rows per step over 2 rank(s): 1 micro-batch(es) of up to 64 each")
     reason = Batch(Batch.Options(train=64)).probe(context(4)).reason
-    assert reason.startswith("64 a step over 4 rank(s): 1 micro-batch(es) of up to 16 each")
+    assert reason.startswith("64 rows per step over 4 rank(s): 1 micro-batch(es) of up to 16 each")
     assert "7 micro-batch(es) of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
 
 

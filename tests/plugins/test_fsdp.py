@@ -45,8 +45,8 @@ def test_one_rank_has_nothing_to_spread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "over 4 ranks; layers gathered for each pass, gradients reduced once a micro-batch"),
-        ({"reshard_after_forward": False, "reduce": "step"}, "gathered once a micro-batch, gradients reduced once a step"),
+        ({}, "over 4 ranks; layers gathered for forward and backward, gradients reduced once per micro-batch"),
+        ({"reshard_after_forward": False, "reduce": "step"}, "gathered once per micro-batch, gradients reduced once per step"),
     ],
 )
 def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said
         ({"optimizer": {"name": "paged_adamw_8bit"}}, 'name = .*"adamw_torch_fused"'),
         ({"compile": {"widths": [32]}}, 'set scope = "block"'),
         ({"adapter": {"always": True}, "quantize": {}}, "packed bytes"),
-        ({"zero": {"stage": 2, "offload": "none"}}, "keep one of them"),
+        ({"zero": {"stage": 2, "offload": "none"}}, "keep one of the two tables"),
     ],
 )
 def test_what_does_not_go_together(tables: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +129,17 @@ def test_the_update_works_on_a_part(tmp_path: Path) -> None:
 def test_settings_are_those_of_the_profile_and_not_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hwopt_plugins.fsdp import LEFT_BEHIND, accelerate_plugin, environment_kept
+    from hwopt_plugins.fsdp import ACCELERATE_VARIABLES, accelerate_plugin, restored_environment
 
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
-    with environment_kept():
+    with restored_environment():
         settings = accelerate_plugin(True)
         assert (settings.fsdp_version, settings.reshard_after_forward) == (2, True)
         assert not isinstance(settings.cpu_offload, CPUOffloadPolicy)
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as the Accelerator does
-    assert not set(LEFT_BEHIND) & set(os.environ)
+    assert not set(ACCELERATE_VARIABLES) & set(os.environ)
 
 
 @pytest.mark.parametrize(("config", "wanted"), [(TINY_BERT, ["BertLayer"]), (TINY_LLAMA, ["LlamaDecoderLayer"])])

@@ -24,7 +24,7 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.fused_loss import FusedLoss, in_chunks, liger_cross_entropy, linear_cross_entropy
+from hwopt_plugins.fused_loss import FusedLoss, chunked_cross_entropy, liger_cross_entropy, linear_cross_entropy
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}  # tied, dropout 0.1
@@ -152,7 +152,9 @@ def test_autocast_outside_changes_nothing():
 def test_what_is_frozen_costs_nothing():
     hidden, weight, bias, targets = samples(12, 8, 30, True, torch.float32)
     options = {"chunks": 3, "dtype": torch.float32, "on_card": False}
-    _, of_hidden, of_weight, of_bias = in_chunks(hidden, weight, bias, targets, wanted=(True, False, False), **options)
+    _, of_hidden, of_weight, of_bias = chunked_cross_entropy(
+        hidden, weight, bias, targets, needs_grad=(True, False, False), **options
+    )
     assert (of_weight, of_bias) == (None, None)
     leaf = hidden.clone().requires_grad_()
     linear_cross_entropy(leaf, weight, bias, targets, chunks=3).backward()
@@ -338,7 +340,7 @@ def test_evidence():
     run.observation = Observation(operators=ran)
     evidence = plugin.evidence(run)
     assert evidence.status == "active"
-    assert "128 tokens in 10 chunks, so logits of 13 at once" in evidence.seen
+    assert "128 tokens in 10 chunks, so logits of 13 tokens at once" in evidence.seen
     run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
     assert "liger chose" in plugin.evidence(run).seen
     run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
@@ -356,15 +358,13 @@ def test_evidence():
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
 def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
     tables = {"adapter": {"always": True, "r": 4, "target_modules": list(targets)}, "fused_loss": {}}
-    with pytest.raises(
-        PluginError, match=r"output layer of PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"
-    ):
+    with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
 
 
 def test_a_model_that_goes_around_its_output_layer():
     _, run = attached(tiny(TINY_LLAMA), chunks=2)
-    with pytest.raises(PluginError, match="gives 300 values a token where its output layer takes 32"):
+    with pytest.raises(PluginError, match="returns 300 values per token, but its output layer expects 32"):
         run.loss(SimpleNamespace(logits=torch.zeros(1, 4, 300)), torch.zeros(1, 4, dtype=torch.long))
 
 
@@ -400,7 +400,10 @@ def test_skips():
     assert "text-classification" in decided(kind="text-classification").reason
     assert decided(kind="text-classification").kind == "skip"
     capped = decided(logit_transform="its logits are changed")
-    assert (capped.kind, capped.reason) == ("skip", "LlamaForCausalLM does more than a product: its logits are changed")
+    assert (capped.kind, capped.reason) == (
+        "skip",
+        "LlamaForCausalLM is not supported: its logits are changed",
+    )
     assert FusedLoss.memory_options(None, context(kind="text-classification")) == []
     assert FusedLoss.memory_options(None, context(logit_transform="its logits are changed")) == []
     assert FusedLoss.memory_options(FusedLoss.Options(), context()) == []
@@ -462,5 +465,5 @@ def test_bad_options(text):
 
 
 def test_the_refusal_of_chunks_says_what_to_leave_out():
-    with pytest.raises(ValidationError, match="liger chooses its own: leave out chunks, or the backend"):
+    with pytest.raises(ValidationError, match="liger chooses its own. Remove chunks, or the backend"):
         FusedLoss.Options.model_validate_json('{"backend": "liger", "chunks": 4}')

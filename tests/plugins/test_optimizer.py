@@ -106,7 +106,7 @@ def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
 def test_bitsandbytes_on_a_cpu_only_where_it_stands_alone():
     decision = decided(CPU, "adamw_bnb_8bit", "adamw_torch_fused", "adamw_torch")
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
-    assert "slow and there is no card memory to save" in decision.reason
+    assert "slow on a CPU, and there is no GPU memory to save" in decision.reason
     assert decided(CPU, "adamw_bnb_8bit").kind == "apply"
 
 
@@ -117,12 +117,12 @@ def test_every_reason_is_told():
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch")
     assert decision.reason.count("is not installed") == 3
     assert "hwopt[ao]" in decision.reason
-    assert "nothing else is left" in decision.reason
+    assert "takes adamw_torch, the last candidate" in decision.reason
 
 
 def test_what_a_cpu_lacks():
     assert "found a CPU" in decided(CPU, "paged_adamw_8bit", "adamw_torch").reason
-    assert "no C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
+    assert "needs a C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
 
 
 def test_fused_equals_plain(plain):

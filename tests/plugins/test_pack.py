@@ -132,16 +132,16 @@ def test_a_leak_would_be_seen(tmp_path: Path) -> None:
         return model
 
     plan.recipe.model_steps.append(forget_positions)
-    with pytest.raises(PluginError, match="does not tell documents in one row apart .* remove \\[plugins.pack\\]"):
+    with pytest.raises(PluginError, match="does not support packed documents: .*Remove \\[plugins.pack\\]"):
         train_tiny(plan, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("model_type", "config", "kind", "why"),
     [
-        ("llama", TINY_LLAMA, "text-classification", "reads its label from the end of the row"),
-        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "takes no position ids"),
-        ("deberta-v2", ENCODER, "text-classification", "takes no position ids and mask of its own"),
+        ("llama", TINY_LLAMA, "text-classification", "classifies the last token of a row"),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "does not accept position ids"),
+        ("deberta-v2", ENCODER, "text-classification", "does not accept position ids and a mask per document"),
     ],
 )
 def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str
 @pytest.mark.parametrize("model_type", ["albert", "mpnet"])
 def test_refused_when_its_outputs_show_it(model_type: str, tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, ENCODER, "text-classification"))
-    with pytest.raises(PluginError, match="does not tell documents in one row apart"):
+    with pytest.raises(PluginError, match="does not support packed documents"):
         train_tiny(plan, tmp_path)
 
 
@@ -170,18 +170,18 @@ def test_adapters_and_the_ladder_go_with_it(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(60, 200))
 def test_every_document_once_and_no_row_too_long(lengths: list[int], width: int) -> None:
-    from hwopt_plugins.pack import shared_rows
+    from hwopt_plugins.pack import pack_rows
 
-    rows = shared_rows(lengths, width)
+    rows = pack_rows(lengths, width)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert max(sum(lengths[index] for index in row) for row in rows) <= width
 
 
 def test_a_document_longer_than_a_row() -> None:
-    from hwopt_plugins.pack import shared_rows
+    from hwopt_plugins.pack import pack_rows
 
     with pytest.raises(ValueError, match="longer than 10 tokens"):
-        shared_rows([3, 11], 10)
+        pack_rows([3, 11], 10)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -43,7 +43,7 @@ def test_the_jobs_own_warmup_wins():
     for key, value in (("warmup_steps", 0), ("warmup_ratio", 0.1)):
         decision = Schedule(Schedule.Options()).probe(context(**{key: value}))
         assert decision.kind == "apply"
-        assert f"training.{key} = {value} wins" in decision.reason
+        assert f"overridden by training.{key} = {value} of the job" in decision.reason
         assert "6.0%" in decision.reason
 
 

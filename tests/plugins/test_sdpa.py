@@ -115,7 +115,7 @@ def test_evidence_of_a_kernel_in_place_of_eager_attention():
 
 
 def test_eager_is_never_one_of_several():
-    with pytest.raises(ValidationError, match=r'write \["eager"\], or leave eager out'):
+    with pytest.raises(ValidationError, match=r'Use \["eager"\], or remove eager'):
         Sdpa.Options.model_validate_json('{"prefer": ["eager", "math"]}')
 
 

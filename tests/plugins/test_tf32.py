@@ -34,7 +34,7 @@ def test_probe(capability, kind):
         assert "8.0" in decision.reason
         assert "7.5" in decision.reason
     if kind == "apply":
-        assert "nothing for those in bf16" in decision.reason
+        assert "fp32 products only, not bf16" in decision.reason
 
 
 def test_on_inside_and_as_found_outside():

@@ -139,7 +139,7 @@ def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("options", [{"stage": 2, "offload": "parameters"}, {"stage": 0, "offload": "optimizer"}])
 def test_what_does_not_go_together(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not go with stage"):
+    with pytest.raises(InputError, match="cannot be used with stage"):
         plan_for(tiny_profile(zero=options), tiny_job(tmp_path))
 
 
@@ -167,7 +167,7 @@ def test_auto_takes_the_cheapest_that_fits_and_says_what_the_one_before_would_ne
     assert [options for options, _ in chosen.values()] == [(0, "none"), (2, "optimizer"), (3, "parameters")]
     assert "the option before needs" not in chosen[4.0][1]
     assert "the option before needs 1." in chosen[1.5][1]
-    assert "on one device nothing is spread" in chosen[1.5][1]
+    assert "on one device nothing is sharded" in chosen[1.5][1]
 
 
 def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> None:
