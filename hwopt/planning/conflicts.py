@@ -1,6 +1,6 @@
-"""What cannot be used together in a plan: declared conflicts, capabilities that an engine lacks, fields that two plugins set.
+"""Conflicts in a plan: declared conflicts, missing engine capabilities, and recipe fields that two plugins set.
 
-Everything is looked at after the plugins have written the recipe, and refused at once with both lines of the profile.
+The checks run after all plugins have written the recipe. One error lists all conflicts, each with both lines of the profile.
 docs/conflicts.md lists the conflicts of the built-in plugins.
 """
 
@@ -15,11 +15,11 @@ from hwopt.plugin import CAPABILITIES, Conflict
 from hwopt.plugin.recipe import Recipe
 
 Pair = frozenset[str]
-"""The authors of two plugins."""
+"""The authors (`PluginDecision.author`) of two plugins."""
 
 
 def replacements(entries: tuple[PluginDecision, ...]) -> dict[str, str]:
-    """Slot or key -> the author who replaces it. Two plugins that replace the same one collide instead."""
+    """Slot or key -> the author that replaces it. If two plugins replace the same one, it is not included: they collide."""
     found: dict[str, list[str]] = {}
     for entry in applied(entries):
         for what in entry.plugin.replaces:
@@ -28,11 +28,11 @@ def replacements(entries: tuple[PluginDecision, ...]) -> dict[str, str]:
 
 
 def mark_replaced(entries: tuple[PluginDecision, ...], recipe: Recipe) -> tuple[PluginDecision, ...]:
-    """`entries`, where the line of a replaced plugin says so; a plugin that writes nothing else counts as skipped."""
-    return tuple(marked(entry, recipe) for entry in entries)
+    """`entries`, with the replacement in the reason of each replaced plugin. A plugin that writes nothing else is skipped."""
+    return tuple(mark_one(entry, recipe) for entry in entries)
 
 
-def marked(entry: PluginDecision, recipe: Recipe) -> PluginDecision:
+def mark_one(entry: PluginDecision, recipe: Recipe) -> PluginDecision:
     replaced = {} if entry.decision == "skip" else recipe.replaced(entry.author)
     if not replaced:
         return entry
@@ -43,7 +43,7 @@ def marked(entry: PluginDecision, recipe: Recipe) -> PluginDecision:
 
 
 def refuse_conflicts(entries: tuple[PluginDecision, ...], recipe: Recipe) -> None:
-    """Raise PluginError for every pair of plugins that cannot be used together, and for every plugin that is missing."""
+    """Raise PluginError with all pairs of plugins that cannot be used together, and all missing required plugins."""
     problems = Problems()
     for text in missing(entries):
         problems.add(text)
@@ -57,28 +57,27 @@ def refuse_conflicts(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Non
         if frozenset((collision.first, collision.second)) not in refused:
             problems.add(
                 f"recipe.{collision.what} is set by {recipe.named(collision.first)} and again by "
-                f"{recipe.named(collision.second)}: only one of them can have it. Remove one of the two tables, or give it "
-                "`enabled = false`."
+                f"{recipe.named(collision.second)}. Remove one of the two tables, or set `enabled = false` in it."
             )
     for what, author in replacements(entries).items():
         if recipe.author_of(what) != author:
-            problems.add(f"{recipe.named(author)} replaces recipe.{what}, and its apply() does not set it")
+            problems.add(f"{recipe.named(author)} replaces recipe.{what}, but its apply() does not set it")
     problems.raise_if_any(PluginError)
 
 
 def missing(entries: tuple[PluginDecision, ...]) -> Iterator[str]:
-    """One text for each plugin that another one requires and that is absent or skipped."""
+    """A message for each required plugin that is missing or skipped."""
     found = {entry.name: entry for entry in entries}
     for entry in applied(entries):
         for name in entry.plugin.requires:
             if name not in found:
-                yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove this one"
+                yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove [plugins.{entry.name}]"
             elif found[name].decision == "skip":
                 yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}"
 
 
 def declared(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:
-    """(plugin, the other one, why) for each Conflict that holds."""
+    """(plugin, other plugin, reason) for each declared conflict that applies."""
     for entry in applied(entries):
         for conflict in entry.plugin.conflicts:
             for other in applied(entries):
@@ -90,7 +89,7 @@ def declared(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tu
 
 
 def concerns(conflict: Conflict, other: PluginDecision, recipe: Recipe) -> bool:
-    """Whether `conflict` is about the plugin `other`."""
+    """Whether `conflict` names the plugin `other`, a field that it writes, or a capability that it lacks."""
     if conflict.field is not None:
         return recipe.writes(other.author, conflict.field)
     if conflict.lacks is not None:
@@ -99,7 +98,7 @@ def concerns(conflict: Conflict, other: PluginDecision, recipe: Recipe) -> bool:
 
 
 def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:
-    """(plugin, the plugin of the engine, why) where what the plugin writes needs a capability that the engine lacks."""
+    """(plugin, plugin of the engine, reason) for each plugin that needs a capability which the engine lacks."""
     engine = next((entry for entry in applied(entries) if recipe.author_of("engine") == entry.author), None)
     if engine is None:
         return
@@ -110,18 +109,18 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
 
 
 def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
-    """Capability -> why what the plugin writes needs it."""
+    """Capability that the plugin's part of the recipe needs -> reason."""
     found = {}
     for field in ("masters", "events['gradients']"):
         if recipe.writes(entry.author, field):
             found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
     if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:
-        found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise as AdamW is"
+        found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise"
     return found
 
 
 def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:
-    """The capabilities that the engine of a plugin lacks; none if the plugin writes no engine."""
+    """The capabilities that the engine of the plugin lacks; none if the plugin writes no engine."""
     if not recipe.writes(entry.author, "engine"):
         return ()
     with plugin_hook(entry, "lacks"):
@@ -132,4 +131,5 @@ def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:
 
 
 def applied(entries: tuple[PluginDecision, ...]) -> Iterator[PluginDecision]:
+    """The entries that are not skipped."""
     return (entry for entry in entries if entry.decision != "skip")

@@ -1,4 +1,4 @@
-"""The decisions on a profile's plugins: each plugin's answer on this machine, and the order in which they are applied."""
+"""Plugin decisions: whether each plugin of a profile applies on this machine, with which options, and in which order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECISIONS = ("apply", "fallback", "skip", "choose")
 
 @dataclass(frozen=True)
 class PluginDecision:
-    """What was decided for one plugin, and why."""
+    """The decision for one plugin: its options in effect, the reason, and where the values came from."""
 
     plugin: Plugin
     distribution: str
@@ -29,12 +29,13 @@ class PluginDecision:
     reason: str
     options: PluginOptions
     provenance: Mapping[str, str]
-    """Option -> the file and line, `--set` or "default" that it came from."""
+    """Option -> origin of its value: file and line, "--set" or "default"."""
     place: str
+    """The file and line of the plugin's table, or "--set"."""
     choices: int = 1
-    """Number of options that `probe` offers to the memory planner; 1 if there is nothing to choose."""
+    """Number of options that `probe` offers to the memory planner; 1 without a choice."""
     replaced: bool = False
-    """Whether another plugin replaces all that this one writes; `decision` is then skip."""
+    """Whether other plugins replace everything that this one writes; `decision` is then "skip"."""
 
     @property
     def name(self) -> str:
@@ -42,10 +43,12 @@ class PluginDecision:
 
     @property
     def author(self) -> str:
+        """The plugin and its place, as the recipe records it."""
         return f"plugin {self.name!r} ({self.place})"
 
     @property
     def who(self) -> str:
+        """The plugin, its place and its distribution, for error messages."""
         return f"{self.author} of {self.distribution}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class PluginDecision:
 
 
 def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugin], PluginOptions, str]]:
-    """(plugin class, checked options, place) of each table in the profile. Needs no torch.
+    """(plugin class, validated options, place) of each table in the profile. Needs no torch.
 
     Raises InputError for unknown plugins and options, all at once.
     """
@@ -76,7 +79,7 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
             problems.add(str(error))
             continue
         document = replace(profile.document, data={"plugins": {name: table}})
-        with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "checking its options"):
+        with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "validating the options"):
             options: PluginOptions | None = validate(plugin_class.Options, document, key, problems)
         if options is not None:
             found.append((plugin_class, options, profile.place(*key)))
@@ -85,17 +88,17 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
 
 
 def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[PluginDecision]:
-    """Each plugin's decision, in the profile's order. `choices`: plugin -> which of the options to take that it lets choose."""
+    """Each plugin's decision, in the profile's order. `choices`: plugin -> index of the options to use if several are offered."""
     for plugin_class, options, place in given_options(profile, registry):
         distribution = registry.distribution(plugin_class.name)
-        with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "its constructor"):
+        with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
             plugin = plugin_class(options)
-        asked = PluginDecision(plugin, distribution, "apply", "", options, {}, place)
-        yield probed(asked, profile, context, choices.get(plugin_class.name, 0))
+        requested = PluginDecision(plugin, distribution, "apply", "", options, {}, place)
+        yield probe_plugin(requested, profile, context, choices.get(plugin_class.name, 0))
 
 
-def probed(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:
-    """`entry`, the plugin with the profile's options, after its `probe`: with the options in effect and the reason."""
+def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:
+    """`entry` (a plugin with the profile's options) after `probe`: with decision, reason and options in effect."""
     plugin, options = entry.plugin, entry.options
     with plugin_hook(entry, "probe()"):
         decision = plugin.probe(context)
@@ -126,23 +129,22 @@ def check_decision(decision: object, options: type[PluginOptions]) -> None:
     if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
         raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
     if not isinstance(decision.reason, str):
-        raise PluginError(f"probe() gave {truncate(decision.reason)} as a reason instead of a text")
+        raise PluginError(f"probe() returned a Decision with the reason {truncate(decision.reason)}, expected a string")
     least = {"fallback": 1, "choose": 2}.get(decision.kind, 0)
     if len(decision.options) < least:
         raise PluginError(
-            f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at least {least} expected; "
-            "Decision.apply(reason, options) carries the options of a plugin that leaves nothing to choose"
+            f"probe() returned {decision.kind!r} with {len(decision.options)} options, expected at least {least}; "
+            "use Decision.apply(reason, options) for a single candidate"
         )
     if decision.kind != "choose" and len(decision.options) > 1:
-        raise PluginError(f"probe() decided to {decision.kind} and gave {len(decision.options)} options, at most 1 expected")
+        raise PluginError(f"probe() returned {decision.kind!r} with {len(decision.options)} options, expected at most 1")
     if wrong := [given for given in decision.options if not isinstance(given, options)]:
-        raise PluginError(f"probe() gave {truncate(wrong[0])} as options instead of {options.__qualname__}")
+        raise PluginError(f"probe() returned the options {truncate(wrong[0])}, expected {options.__qualname__}")
 
 
 @contextmanager
 def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
-    """A context around a plugin's hook: its errors become a PluginError that names plugin and distribution, its output goes to
-    standard error."""
+    """A context for a plugin's hook: errors become a PluginError that names `entry.who`; its output goes to standard error."""
     try:
         with plugin_guard(entry.who, hook):
             yield
@@ -151,12 +153,12 @@ def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
 
 
 def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
-    """`entries` by stage, then in the profile's order. Raises PluginError if that order contradicts an `after`."""
+    """`entries` by stage, then in the profile's order. Raises PluginError if this order contradicts an `after`."""
     ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
     for entry in list(ordered):
         stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
-        # inherited tables keep their place: one of `--set`, or of the profile that extends theirs, could not stand before them
-        followers = [other for other in stage if entry.name in other.plugin.after and not stands_below(entry, other)]
+        # move a table of --set or of a child profile before inherited tables: the user cannot place it there
+        followers = [other for other in stage if entry.name in other.plugin.after and not is_below(entry, other)]
         if followers and ordered.index(followers[0]) < ordered.index(entry):
             ordered.remove(entry)
             ordered.insert(ordered.index(followers[0]), entry)
@@ -171,18 +173,19 @@ def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
     return tuple(ordered)
 
 
-def stands_below(entry: PluginDecision, other: PluginDecision) -> bool:
-    """Whether its table stands below the other's in one file."""
+def is_below(entry: PluginDecision, other: PluginDecision) -> bool:
+    """Whether the table of `entry` is below the table of `other` in the same file."""
     (file, _, line), (other_file, _, other_line) = entry.place.rpartition(":"), other.place.rpartition(":")
     if not (file and file == other_file and line.isdigit() and other_line.isdigit()):
-        return entry.place == other.place != "--set"  # no file to look at: as they were given
+        return entry.place == other.place != "--set"  # a profile without a file: keep its order
     return int(line) > int(other_line)
 
 
 def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) -> None:
+    """Raise PluginError for every fallback, skip and note, as `--strict` requires."""
     problems = Problems()
     for entry in entries:
-        if entry.decision != "apply" and not entry.replaced:  # the profile asks for a replacement
+        if entry.decision != "apply" and not entry.replaced:  # a replaced plugin is skipped on request
             problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
     for note in notes:
         problems.add(f"--strict: {note}")
@@ -190,9 +193,9 @@ def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) 
 
 
 def oom_plugins(profile: Profile, registry: Registry, context: Context) -> Iterator[Plugin]:
-    """Plugins with `helps_oom` that the profile has no table for and that apply here with their default options.
+    """Plugins with `helps_oom` that apply with default options and have no table in the profile.
 
-    A table with `enabled = false` is an answer too. A plugin that is broken does not help, and the profile does not ask for it.
+    A table with `enabled = false` counts as a table. A broken plugin is ignored, because the profile does not use it.
     """
     for name in registry.names:
         if name in profile.content.plugins:

@@ -1,6 +1,6 @@
-"""The plugin contract: all that a plugin author imports (`from hwopt.plugin import …`). Nothing heavy.
+"""The plugin contract: everything that a plugin imports (`from hwopt.plugin import …`).
 
-Names are loaded on first use, so that `hwopt plugins` lists entry points without importing pydantic.
+Names are imported on first use, so that `hwopt plugins` can list entry points without importing pydantic.
 """
 
 from __future__ import annotations

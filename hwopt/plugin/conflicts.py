@@ -1,6 +1,6 @@
-"""Conflict: what a plugin cannot be used with, named by recipe field, by capability of the engine, or by plugin.
+"""Conflict: what a plugin cannot be used with, given as a recipe field, an engine capability or a plugin name.
 
-A field or a capability covers plugins that the author does not know. The planner refuses a conflict before anything is built.
+A field or a capability also covers unknown third-party plugins. The planner rejects a conflict before anything is built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CAPABILITIES = {
     "device_update": "the update runs on the device",
     "retry": "a step that ran out of memory can be run again",
 }
-"""What the core's engines can do. The plugin of another engine lists in `lacks` what that engine cannot do."""
+"""Capability -> meaning. The core's engines have all of them. A plugin with its own engine lists in `lacks` what it lacks."""
 
 
 def always(mine: Any, theirs: Any) -> bool:
@@ -27,21 +27,21 @@ def always(mine: Any, theirs: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """What this plugin cannot be used with. Exactly one of `field`, `lacks` and `plugin` is given."""
+    """What the plugin that declares the conflict cannot be used with. Set exactly one of `field`, `lacks` and `plugin`."""
 
     why: str
-    """The reason, and what to do about it."""
+    """The reason, and what the user can do."""
     field: str | None = None
-    """Every other plugin that writes this recipe field, or this key of it ("batch['widths']")."""
+    """Conflicts with every other plugin that writes this recipe field or key ("batch['widths']")."""
     lacks: str | None = None
-    """Every plugin whose engine lacks this capability."""
+    """Conflicts with every plugin whose engine lacks this capability."""
     plugin: str | None = None
-    """The plugin of this name; only for two methods that exclude each other."""
+    """Conflicts with the plugin of this name; only for two methods that exclude each other."""
     when: Callable[[Any, Any], bool] = always
-    """(this plugin's options, the other plugin's options), both as applied -> whether the two conflict."""
+    """(options of this plugin, options of the other plugin), both as applied -> whether the two conflict."""
 
     def __post_init__(self) -> None:
         if sum(target is not None for target in (self.field, self.lacks, self.plugin)) != 1:
             raise TypeError("Conflict() takes exactly one of field=, lacks= and plugin=")
         if self.lacks is not None and self.lacks not in CAPABILITIES:
-            raise TypeError(f"Conflict(lacks={self.lacks!r}): the capabilities are {', '.join(CAPABILITIES)}")
+            raise TypeError(f"Conflict(lacks={self.lacks!r}): unknown capability; the capabilities are {', '.join(CAPABILITIES)}")

@@ -1,7 +1,7 @@
-"""The plugin contract: all that the author of a plugin needs. Imports nothing heavy.
+"""The plugin contract: the classes that a plugin uses or subclasses. Imports no torch and no transformers.
 
-A plugin is one optimization. It probes whether it can work here, writes its part of the recipe, and shows by the running objects
-that it is really on. Every hook but `probe` has a default that does nothing. docs/plugins.md builds three plugins.
+A plugin is one optimization. `probe` decides whether it works on this machine, `apply` writes its part of the recipe, and
+`evidence` checks the running objects. Only `probe` is required; every other hook has a default. docs/plugins.md has examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ API_VERSION = 2
 
 
 class Stage(IntEnum):
-    """When a plugin's part takes effect; plugins are applied stage by stage, then in the order of the profile."""
+    """When a plugin takes effect. Plugins are applied by stage, then in the order of the profile's tables."""
 
     PROCESS = 1
     MODEL = 2
@@ -36,18 +36,18 @@ class Stage(IntEnum):
 
 
 class PluginOptions(BaseModel):
-    """The TOML table `[plugins.<name>]`. Frozen; unknown keys are refused with the nearest known one."""
+    """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What `probe` may look at: read once, and read-only."""
+    """What `probe` may read: hardware, software, model and job. Read-only."""
 
     hardware: Hardware
     software: Mapping[str, str]
-    """Name -> version of the installed packages that plugins ask for."""
+    """Name of an installed package -> version."""
     model: ModelFacts
     job: Job
     world_size: int = 1
@@ -59,21 +59,21 @@ class Context:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer of `probe`, always with a reason that holds both numbers ("needs 8.0, found 7.5")."""
+    """The result of `probe`. The reason gives the required and the actual value ("needs 8.0, found 7.5")."""
 
     kind: Literal["apply", "fallback", "skip", "choose"]
     reason: str
     options: tuple[PluginOptions, ...] = ()
-    """apply: the options with every "auto" decided; fallback: the options used instead; choose: the candidates."""
+    """apply: the options with every "auto" replaced; fallback: the options used instead; choose: the candidates."""
 
     @classmethod
     def apply(cls, reason: str, options: PluginOptions | None = None) -> Decision:
-        """The plugin does what was asked. `options`: the same request with every "auto" decided."""
+        """The plugin works as requested. `options`: the same options with every "auto" replaced by a value."""
         return cls("apply", reason, () if options is None else (options,))
 
     @classmethod
     def fallback(cls, to: PluginOptions, reason: str) -> Decision:
-        """The plugin does less than was asked: `to` instead of its options."""
+        """The plugin does less than requested and uses the options `to` instead."""
         return cls("fallback", reason, (to,))
 
     @classmethod
@@ -83,13 +83,13 @@ class Decision:
 
     @classmethod
     def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
-        """The memory planner takes the first of `options` that fits; two at least, cheapest first."""
+        """The memory planner uses the first of `options` that fits into memory. At least two, cheapest first."""
         return cls("choose", reason, tuple(options))
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was observed of a plugin after the first optimizer step."""
+    """Whether a plugin is really on, observed after the first optimizer step, and what was seen."""
 
     status: Literal["active", "inactive", "unknown"]
     seen: str
@@ -109,71 +109,71 @@ class Evidence:
 
 @dataclass
 class MemorySpec:
-    """What the memory planner knows of a plan without running it; plugins correct it in `memory`."""
+    """The memory planner's estimate of a plan, before a trace. Plugins change it in `memory`."""
 
     parameters: int
     trained: int
     """Number of parameters that get gradients."""
     weight_bytes: float = 4.0
-    """Bytes of a parameter as the model computes with it. The next three are bytes of a trained parameter."""
+    """Bytes per parameter in the dtype that the model computes with. The next three are bytes per trained parameter."""
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0
     master_bytes: float = 0.0
     held: dict[str, float] = field(default_factory=dict)
-    """Kind of memory ("weights", "gradients", "optimizer_state", "update") -> the fraction of it on this device, if below 1.
+    """Kind of memory ("weights", "gradients", "optimizer_state", "update") -> fraction of it on this device, if below 1.
 
-    "update" is what only the optimizer's update uses.
+    "update" is temporary memory of the optimizer update.
     """
     buffers: float = 0.0
-    """Bytes on the device that a trace of the stand-ins does not show."""
+    """Additional bytes on the device, which a trace of the stand-ins does not show."""
     host: float = 0.0
-    """Bytes of this rank in the host's memory."""
+    """Bytes of this rank in host memory."""
     stand_ins: dict[str, Any] = field(default_factory=dict)
-    """Recipe slot -> a callable that allocates the same bytes as the slot's own, for tensors without data.
+    """Recipe slot -> a callable that replaces the slot's own in a trace, and allocates the same memory on fake tensors.
 
-    An engine's stand-in may have `earlier_gradients()`: the gradients held after the first of several micro-batches.
+    The stand-in of an engine may have `earlier_gradients()`, which allocates the gradients after a first micro-batch.
     """
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Options of a plugin that need less memory than the present ones, and their cost."""
+    """Options of a plugin that need less memory than the current ones, and their cost."""
 
     options: PluginOptions
     slower: float
-    """Approximate time of a step, as a multiple of the present time."""
+    """Approximate step time relative to the current one: 1.33 is a third slower."""
     cost: str
 
 
 class Plugin:
-    """One optimization. Subclass it, name it, and register the class under the entry-point group `hwopt.plugins`."""
+    """Base class of an optimization. Register the subclass in the entry-point group `hwopt.plugins`."""
 
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     stage: ClassVar[Stage]
     after: ClassVar[tuple[str, ...]] = ()
-    """Plugins of the same stage that are applied before this one if the profile has them."""
+    """Plugins of the same stage that must be applied before this one, if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """The most that the plugin may change: nothing, rounding, or the training method."""
+    """What the plugin may change at most: "bits" nothing, "rounding" rounding only, "method" the training method."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Plugins that this one needs; a plan in which one of them is absent or skipped is refused."""
+    """Plugins that this one needs. A plan in which one of them is missing or skipped is an error."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
-    """What this plugin cannot be used with; one of the two plugins declares it."""
+    """What this plugin cannot be used with. Only one of the two plugins declares the conflict."""
     replaces: ClassVar[tuple[str, ...]] = ()
     """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that this plugin takes over from another plugin."""
     helps_oom: ClassVar[bool] = False
-    """Whether `on_oom` may be called although the profile has no table for the plugin. Its options then have defaults."""
+    """Whether `on_oom` may be called if the profile has no table for the plugin. All options need defaults."""
 
     former_names: ClassVar[tuple[str, ...]] = ()
-    """Names that it had in earlier versions; they still work in profiles and with `--set`, with a note."""
+    """Names of the plugin in earlier versions. They still work in profiles and with `--set`, with a note."""
     renamed_options: ClassVar[Mapping[str, str]] = {}
-    """Old option -> present option; the old one still works, with a note."""
+    """Old option name -> new option name. The old name still works, with a note."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Word of transformers or of common scripts -> the option to give instead: {"num_epochs": "epochs", "amp": "dtype = 'fp16'"}.
+    """Option name of transformers or common scripts -> option to use instead: {"torch_dtype": "dtype", "fp16": "dtype = 'fp16'"}.
 
-    Messages name options by these words too. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
+    Messages suggest options by these names. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
     gradient_accumulation_steps, per_device_train_batch_size, per_device_eval_batch_size, effective_batch_size, use_peft,
     deepspeed, fsdp.
     """
@@ -183,14 +183,14 @@ class Plugin:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Capabilities (CAPABILITIES) that the engine which the plugin writes does not have."""
+        """The capabilities (see CAPABILITIES) that the engine of this plugin lacks."""
         return ()
 
     @property
     def elementwise(self) -> bool:
-        """Whether the optimizer that the plugin writes updates each element on its own, as AdamW does.
+        """Whether the optimizer of this plugin updates each element independently, as AdamW does.
 
-        Only such an optimizer can step on the flat partitions and shards of an engine that lacks `whole_parameters`.
+        Only such an optimizer can update the flat partitions or shards of an engine that lacks `whole_parameters`.
         """
         return False
 
@@ -198,41 +198,42 @@ class Plugin:
         self.options = options
 
     def probe(self, context: Context) -> Decision:
-        """Decide whether and how the plugin works here. Pure: looks at `context` and `self.options` only."""
+        """Decide whether and how the plugin works on this machine. Pure: reads only `context` and `self.options`."""
         raise NotImplementedError(f"{type(self).__name__} has no probe()")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        """Write the plugin's part of the recipe. Heavy imports go inside the callables that it leaves there."""
+        """Write the plugin's part of the recipe. Import heavy packages inside the callables that go into the recipe."""
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
-        """Correct the numbers of `spec`, and give stand-ins for what fake tensors cannot run. The planner traces the rest."""
+        """Change the estimates in `spec`, and add stand-ins for code that fake tensors cannot run. The planner traces all else."""
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:
-        """Options that need less memory than `options`; None if the plugin is not in effect."""
+        """Options that need less memory than `options`. `options` is None if the plugin is not active."""
         return ()
 
     @classmethod
     def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The table of a parent profile with that of its child, or of `--set`, on top. Values are not checked yet."""
+        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
         return {**below, **above}
 
     @classmethod
     def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:
-        """Options for a card with `ratio` times the memory, and what changed: ({}, "") changes nothing."""
+        """(changed options, description of the change) for a card with `ratio` times the memory; ({}, "") if nothing changes."""
         return {}, ""
 
     def on_oom(self, run: RunView) -> str | None:
-        """Reduce the memory of the running model, once not even micro-batches of one row fit.
+        """Reduce the memory of the running model if even micro-batches of one row do not fit.
 
-        Returns what that costs, or None if the plugin cannot help. It must not change what is trained. Called only if the
-        class sets `helps_oom`, the profile has no table for the plugin, and `probe` with the default options applies.
+        Returns a description of the change and its cost, or None if the plugin cannot help. Must not change the training result.
+        Called only if the class sets `helps_oom`, the profile has no table for the plugin, and `probe` with default options
+        applies.
         """
         return None
 
     def evidence(self, run: RunView) -> Evidence:
-        """What the running objects show after step 1; never what the plugin's own flags say."""
-        return Evidence.unknown("this plugin observes nothing")
+        """Whether the plugin is active, observed in the running objects after step 1, not in the plugin's own flags."""
+        return Evidence.unknown("this plugin reports no evidence")
 
 
 __all__ = [

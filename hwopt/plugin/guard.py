@@ -1,8 +1,7 @@
-"""Guards around a plugin's code: an error in a hook, or in a callable of the recipe, becomes a PluginError that names the plugin.
+"""Guards around plugin code: an error in a hook or a recipe callable becomes a PluginError that names the plugin.
 
-`sys.exit()` in a plugin is an error too: it must not end a run as if the run were complete. Unchanged are interrupts and signals
-of the user, hwopt's own errors, and out of memory, which the loop handles. A full disk is a StorageError that names the plugin
-which was writing.
+`sys.exit()` in a plugin is an error too, because it would end the run as if it were complete. User interrupts, signals, hwopt's
+own errors and out-of-memory errors (handled by the loop) are raised unchanged. A full disk is a StorageError.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from hwopt.system import signals
 
 def raise_plugin_error(error: BaseException, who: str, what: str) -> NoReturn:
     """Raise `error` as a PluginError, or unchanged if the plugin did not cause it."""
-    asked = isinstance(error, KeyboardInterrupt) or signals.received() is not None
-    short = type(error).__name__ == "OutOfMemoryError"  # torch's, which is heavy
-    says_what = isinstance(error, HwoptError) and error.exit_code != HwoptError.exit_code
-    if asked or short or says_what:
+    by_user = isinstance(error, KeyboardInterrupt) or signals.received() is not None
+    out_of_memory = type(error).__name__ == "OutOfMemoryError"  # by name: importing torch is slow
+    from_hwopt = isinstance(error, HwoptError) and error.exit_code != HwoptError.exit_code
+    if by_user or out_of_memory or from_hwopt:
         raise error
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename is not None else ""
         why = getattr(error, "strerror", None) or error
         raise StorageError(f"{who}: {what}: {where}{why}. Free some space and run again.") from error
-    said = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
-    raise PluginError(f"{who}: {what} {said}") from error
+    event = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
+    raise PluginError(f"{who}: {what} {event}") from error
 
 
 class plugin_guard(redirect_stdout[TextIO]):
-    """A context around a plugin's code: its errors become PluginErrors of `who` in `what`, its output goes to standard error."""
+    """A context for plugin code: errors become PluginErrors that name `who` and `what`; its output goes to standard error."""
 
     def __init__(self, who: str, what: str) -> None:
         super().__init__(sys.stderr)
@@ -47,7 +46,7 @@ class plugin_guard(redirect_stdout[TextIO]):
 
 @dataclass(frozen=True)
 class Guarded:
-    """A plugin's callable whose errors name the plugin. It has the callable's attributes, and pickles if the callable does."""
+    """A plugin's callable whose errors name the plugin. Has the attributes of the callable; picklable if the callable is."""
 
     function: Callable[..., Any]
     who: str
@@ -60,13 +59,13 @@ class Guarded:
             raise_plugin_error(error, self.who, self.what)
 
     def __getattr__(self, name: str) -> Any:
-        if "function" not in self.__dict__:  # while it is unpickled
+        if "function" not in self.__dict__:  # during unpickling
             raise AttributeError(name)
         return getattr(self.function, name)
 
 
 class GuardedOnce(Guarded):
-    """A plugin's callable that runs once in a run, outside the steps: its output goes to standard error too."""
+    """A Guarded callable that runs once per run, outside the steps: its standard output goes to standard error."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         with plugin_guard(self.who, self.what):
@@ -75,21 +74,21 @@ class GuardedOnce(Guarded):
 
 @contextmanager
 def guarded_context(make: Callable[[], Any]) -> Iterator[None]:
-    """A plugin's process context: errors on entering and leaving name the plugin, errors of the block stay as they are.
+    """A plugin's process context. Errors on entering and leaving name the plugin; errors inside the block are unchanged.
 
-    An error of the block is raised again if the plugin's context suppresses it.
+    If the plugin's context suppresses an error of the block, the error is raised again.
     """
-    inside: BaseException | None = None
+    block_error: BaseException | None = None
     try:
         with make():
             try:
                 yield
             except BaseException as error:
-                inside = error
+                block_error = error
                 raise
     except BaseException as error:
-        if error is inside:
+        if error is block_error:
             raise
         raise_plugin_error(error, getattr(make, "who", "a plugin"), "recipe.process")
-    if inside is not None:
-        raise inside
+    if block_error is not None:
+        raise block_error

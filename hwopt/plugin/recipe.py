@@ -1,8 +1,8 @@
-"""Recipe: the closed list of what plugins may set, and the only thing that they write to.
+"""Recipe: the settings, factories and steps that plugins may set. Plugins write to nothing else.
 
-A run is built from a recipe alone (`hwopt.training.build`). A slot or a key that two plugins set is an error that names both,
-unless one of them declares that it `replaces` it: optimizations never override each other silently. The recipe records what
-each plugin writes. docs/recipe.md lists the fields and their signatures.
+`hwopt.training.build` builds a run from the recipe alone. If two plugins set the same slot or key, that is an error that names
+both, unless one of them declares that it `replaces` the other's. The recipe records what each plugin writes.
+docs/recipe.md lists the fields and their signatures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVENTS = {
 
 
 def can_be_replaced(what: str) -> bool:
-    """Whether `what` is a slot or a key such as "batch['train']"; lists belong to all plugins."""
+    """Whether `what` is a slot, or a key such as "batch['train']". Lists are shared by all plugins and cannot be replaced."""
     field, bracket, _ = what.partition("[")
     return field in (SETTINGS if bracket else SLOTS)
 
@@ -48,7 +48,7 @@ class Collision:
 
 
 class Settings(UserDict[str, Any]):
-    """A dict whose keys are set once; the recipe records a second author of a key as a collision."""
+    """A dict whose keys can be set once. If a second author sets a key, the recipe records a collision."""
 
     def __init__(self, recipe: Recipe, field: str) -> None:
         self._recipe, self._field = recipe, field
@@ -60,11 +60,11 @@ class Settings(UserDict[str, Any]):
             super().__setitem__(key, self._recipe.guarded(value, what) if self._field == "accelerator" else value)
 
     def __delitem__(self, key: str) -> None:
-        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} is shared by all plugins; entries cannot be removed")
 
 
 class Steps(MutableSequence[Any]):
-    """A list whose entries know who added them, so that what one of them raises names its plugin."""
+    """A list that plugins append to. Errors of an entry name the plugin that added it."""
 
     def __init__(self, recipe: Recipe, field: str) -> None:
         self._recipe, self._field = recipe, field
@@ -75,10 +75,10 @@ class Steps(MutableSequence[Any]):
         self._steps.insert(index, self._recipe.guarded(value, self._field))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; add to it instead of changing it")
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} is shared by all plugins; append to it instead")
 
     def __delitem__(self, index: Any) -> None:
-        raise PluginError(f"{self._recipe.author}: recipe.{self._field} belongs to all plugins; nothing can be taken out")
+        raise PluginError(f"{self._recipe.author}: recipe.{self._field} is shared by all plugins; entries cannot be removed")
 
     def __getitem__(self, index: Any) -> Any:
         return self._steps[index]
@@ -96,10 +96,10 @@ class Steps(MutableSequence[Any]):
 
 
 class Recipe:
-    """What the plugins of a plan decided, field by field.
+    """What the plugins of a plan set, field by field.
 
-    Slots hold one callable or None (the core's default), lists keep the order of the plan, settings are dicts of keyword
-    arguments. `accelerator["kwargs_handlers"]` is a list from the start: append to it.
+    A slot holds one callable, or None for the default. Lists keep the order of the plan. Settings are dicts of keyword
+    arguments. `accelerator["kwargs_handlers"]` is a list that plugins append to.
     """
 
     process: Steps
@@ -127,11 +127,11 @@ class Recipe:
     state: Steps
 
     def __init__(self, replaced_by: Mapping[str, str] | None = None) -> None:
-        """`replaced_by`: slot or key -> the author who replaces it; what other authors write there is dropped."""
+        """`replaced_by`: slot or key -> the author that replaces it. Values that other authors set there are ignored."""
         self._author: str | None = None
         self._distributions: dict[str, str] = {}
         self._claims: dict[str, str] = {}
-        self._written: dict[str, dict[str, None]] = {}  # author -> what it wrote, in its order
+        self._written: dict[str, dict[str, None]] = {}  # author -> what it wrote, in order
         self._replaced_by = dict(replaced_by or {})
         self._collisions: list[Collision] = []
         for name in SLOTS:
@@ -150,7 +150,7 @@ class Recipe:
             value = self.guarded(value, name)
         elif not name.startswith("_"):
             known = (*SLOTS, *LISTS, *SETTINGS, "events")
-            how = "add to it instead of replacing it" if name in known else f"it has: {listing(known, 30)}"
+            how = "append to it instead" if name in known else f"the fields are: {listing(known, 30)}"
             raise PluginError(f"{self.author}: recipe.{name} cannot be set; {how}.{nearest(name, SLOTS)}")
         object.__setattr__(self, name, value)
 
@@ -160,7 +160,7 @@ class Recipe:
 
     @contextmanager
     def written_by(self, author: str, distribution: str = "") -> Iterator[None]:
-        """Whatever is set inside the block belongs to `author` ("plugin 'x' (profile.toml:12)") of that distribution."""
+        """Record `author` ("plugin 'x' (profile.toml:12)") of `distribution` for everything set inside the block."""
         self._author, before = author, self._author
         self._distributions.setdefault(author, distribution)
         try:
@@ -169,21 +169,21 @@ class Recipe:
             self._author = before
 
     def guarded(self, value: Any, field: str) -> Any:
-        """`value` as it is kept: what a plugin's callable raises names the plugin."""
+        """`value`; if it is a callable of a plugin, with a guard so that its errors name the plugin."""
         if self._author is None or not callable(value) or isinstance(value, Guarded):
             return value
         kind = GuardedOnce if field in LISTS and field != "state" else Guarded
         return kind(value, self.named(self._author), f"recipe.{field}")
 
     def named(self, author: str) -> str:
-        """An author with its distribution."""
+        """`author`, followed by its distribution."""
         return " of ".join(filter(None, (author, self._distributions.get(author))))
 
     def record(self, what: str) -> None:
         self._written.setdefault(self.author, {})[what] = None
 
     def claim(self, what: str) -> bool:
-        """Whether the present author may set a slot or key: another plugin has not set it and does not replace it."""
+        """Whether the current author may set the slot or key: no other plugin has set it or replaces it. Records collisions."""
         author = self.author
         self.record(what)
         if self._replaced_by.get(what, author) != author:
@@ -195,11 +195,11 @@ class Recipe:
 
     @property
     def collisions(self) -> tuple[Collision, ...]:
-        """The slots and keys that two plugins set; the first one's value is kept. A plan with a collision is refused."""
+        """The slots and keys that two plugins set. The first value is kept. A plan with a collision is an error."""
         return tuple(self._collisions)
 
     def written_by_author(self, author: str) -> list[str]:
-        """What `author` wrote: slots, keys ("batch['train']"), lists and events ("events['gradients']"), in its order."""
+        """What `author` wrote, in order: slots, keys ("batch['train']"), lists and events ("events['gradients']")."""
         return list(self._written.get(author, ()))
 
     def fields_of(self, author: str) -> tuple[str, ...]:
@@ -207,15 +207,15 @@ class Recipe:
         return tuple(dict.fromkeys(what.partition("[")[0] for what in self.written_by_author(author)))
 
     def writes(self, author: str, what: str) -> bool:
-        """Whether `author` wrote a field, or a key of it, and no other plugin replaces that."""
-        found = [one for one in self.written_by_author(author) if one == what or one.startswith(f"{what}[")]
-        return any(one not in self.replaced(author) for one in found)
+        """Whether `author` wrote the field or a key of it, and no other plugin replaces it."""
+        written = [each for each in self.written_by_author(author) if each == what or each.startswith(f"{what}[")]
+        return any(each not in self.replaced(author) for each in written)
 
     def replaced(self, author: str) -> dict[str, str]:
-        """Slots and keys that `author` wrote in vain -> the author who replaces them."""
+        """Slots and keys that `author` wrote and another author replaces -> that author."""
         winners = {what: self._replaced_by.get(what, author) for what in self.written_by_author(author)}
         return {what: winner for what, winner in winners.items() if winner != author}
 
     def author_of(self, what: str) -> str:
-        """Who set a slot, or a key written as `field['key']`; "the core" where nobody did."""
+        """The author of a slot, or of a key such as "batch['train']"; "the core" if no plugin set it."""
         return self._claims.get(what, "the core")

@@ -1,7 +1,7 @@
-"""Registry: installed plugins, found through entry points; built-in plugins are found the same way.
+"""Registry: the installed plugins, found through entry points. Built-in plugins are registered in the same way.
 
-Group `hwopt.plugins`: name -> plugin class. Group `hwopt.profiles`: any name -> a package that holds TOML files.
-A plugin that cannot be used is an error that names it and the distribution that brought it, never a silent skip.
+Group `hwopt.plugins`: name -> plugin class. Group `hwopt.profiles`: any name -> a package that contains TOML files.
+A plugin that cannot be loaded is an error that names the plugin and its distribution, never a silent skip.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hwopt.errors import InputError, PluginError
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import listing, nearest, truncate
 
-if TYPE_CHECKING:  # pydantic costs more than listing profiles may
+if TYPE_CHECKING:  # importing pydantic would slow down `hwopt profiles`
     from hwopt.plugin.contract import Plugin
 
 
 PLUGIN_GROUP = "hwopt.plugins"
 RENAMED = {"leaner": "memory_options", "rescue": "on_oom", "may_differ": "resume_ignores"}
-"""Names of plugin API 1, which would be ignored without an error."""
+"""Hooks of plugin API 1 -> names in API 2. hwopt would ignore the old names without an error."""
 
 
 class Registry:
@@ -35,8 +35,8 @@ class Registry:
         for entry_point in found:
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", entry_point.name):
                 raise PluginError(
-                    f"plugin {truncate(entry_point.name)} of {distribution_of(entry_point)}: is not a valid table name; "
-                    "use letters, digits, '-' and '_'"
+                    f"plugin {truncate(entry_point.name)} of {distribution_of(entry_point)}: the name is not a valid table name; "
+                    "use up to 60 letters, digits, '-' and '_'"
                 )
             first = self._entry_points.setdefault(entry_point.name, entry_point)
             if first.value != entry_point.value:
@@ -51,11 +51,11 @@ class Registry:
         return sorted(self._entry_points)
 
     def distribution(self, name: str) -> str:
-        """Name and version of the distribution that contains the plugin `name`."""
+        """Name and version of the distribution that installed the plugin `name`."""
         return distribution_of(self._entry_points[name])
 
     def plugin(self, name: str, where: str = "") -> type[Plugin]:
-        """The class of the plugin `name`; `where` is the place that asked for it.
+        """The class of the plugin `name`. `where`: the file and line that name it, for the error message.
 
         Raises InputError for an unknown name, PluginError for a class that breaks the contract.
         """
@@ -69,16 +69,16 @@ class Registry:
         return self._classes[name]
 
     def present_name(self, name: str) -> str:
-        """The installed plugin called `name`, now or formerly; `name` itself if there is none."""
+        """The current name of the plugin that is or was called `name`; `name` itself if there is none."""
         if name not in self._entry_points:
             for candidate in self.names:
-                with suppress(PluginError):  # a broken plugin is reported when a profile names it
+                with suppress(PluginError):  # a broken plugin is reported only if a profile names it
                     if name in self.plugin(candidate).former_names:
                         return candidate
         return name
 
     def add(self, plugin: type[Plugin]) -> None:
-        """Register a class for this process only (a notebook, a test)."""
+        """Register a class for this process only, for example in a notebook or a test."""
         entry_point = EntryPoint(plugin.name, f"{plugin.__module__}:{plugin.__qualname__}", PLUGIN_GROUP)
         if plugin.name in self._entry_points:
             raise PluginError(f"plugin {plugin.name!r} is registered already, by {self.distribution(plugin.name)}")
@@ -89,7 +89,7 @@ class Registry:
     def _load(self, entry_point: EntryPoint) -> type[Plugin]:
         distribution = distribution_of(entry_point)
         who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
-        with plugin_guard(who, "mend or uninstall it; it"):
+        with plugin_guard(who, "fix or uninstall the plugin. Its import"):
             loaded = entry_point.load()
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded
@@ -97,7 +97,7 @@ class Registry:
 
 
 def check_contract(plugin: object, name: str, distribution: str) -> None:
-    """Raise PluginError with the first rule of the contract that `plugin` breaks."""
+    """Raise PluginError if `plugin` breaks the contract; the message has the first broken rule."""
     from hwopt.plugin.contract import API_VERSION, Conflict, Plugin, PluginOptions, Stage
     from hwopt.plugin.recipe import can_be_replaced
 
@@ -105,19 +105,19 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
         raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}")
     if old := next((name for name in RENAMED if hasattr(plugin, name)), None):
-        raise PluginError(f"{who}: was made for plugin API 1: rename `{old}` to `{RENAMED[old]}`")
+        raise PluginError(f"{who}: uses plugin API 1; rename `{old}` to `{RENAMED[old]}`")
     if plugin.api_version != API_VERSION:
-        raise PluginError(
-            f"{who}: was made for plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
-        )
+        raise PluginError(f"{who}: uses plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them")
     if getattr(plugin, "name", None) != name:
-        raise PluginError(f"{who}: its class is called {getattr(plugin, 'name', None)!r}; entry point and `name` must agree")
+        raise PluginError(
+            f"{who}: the `name` of its class is {getattr(plugin, 'name', None)!r}; it must be the entry point's name"
+        )
     if not isinstance(getattr(plugin, "stage", None), Stage):
         raise PluginError(f"{who}: `stage` must be one of {', '.join(stage.name for stage in Stage)}")
     if not (isinstance(plugin.Options, type) and issubclass(plugin.Options, PluginOptions)):
         raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
     if plugin.probe is Plugin.probe:
-        raise PluginError(f"{who}: has no probe()")
+        raise PluginError(f"{who}: does not define probe()")
     if plugin.preserves not in ("bits", "rounding", "method"):
         raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
     kinds = {
@@ -139,12 +139,13 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     for key in ("renamed_options", "aliases"):
         value = getattr(plugin, key)
         if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
-            raise PluginError(f"{who}: `{key}` must map names to texts, got {truncate(value)}")
+            raise PluginError(f"{who}: `{key}` must map strings to strings, got {truncate(value)}")
     for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options", "merge_options", "scale_options"):
         if not callable(getattr(plugin, hook)):
-            raise PluginError(f"{who}: `{hook}` is {truncate(getattr(plugin, hook))}, which cannot be called")
+            raise PluginError(f"{who}: `{hook}` must be callable, got {truncate(getattr(plugin, hook))}")
 
 
 def distribution_of(entry_point: EntryPoint) -> str:
+    """Name and version of the distribution of `entry_point`; "this process" for a class added with `Registry.add`."""
     found = entry_point.dist
     return f"{found.name} {found.version}" if found else "this process"

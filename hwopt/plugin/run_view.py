@@ -1,4 +1,4 @@
-"""RunView: what plugins and engines see of a run. The run itself is built above this layer (`hwopt.training.run.Run`)."""
+"""RunView: what plugins and engines may read of a run. The class of the run is `hwopt.training.run.Run`, in a higher layer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows per micro-batch and per optimizer step. `step` counts the rows of one step over all ranks."""
+    """Rows per micro-batch (`train`), per evaluation batch, and per optimizer step over all ranks (`step`)."""
 
     train: int
     eval: int
     step: int
     widths: tuple[int, ...] = ()
-    """Fixed widths that micro-batches are padded to; empty: the longest row's."""
+    """Fixed widths that micro-batches are padded to; empty: padded to the longest row."""
     pad_to_multiple_of: int = 1
 
     def accumulation(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each rank."""
         return ceil(self.step / (self.train * world_size))
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What really ran in the first optimizer step, recorded by torch's profiler: the raw material of evidence."""
+    """The operators that ran in the first optimizer step, recorded by torch's profiler. Evidence is based on them."""
 
     operators: Mapping[str, int] = field(default_factory=dict)
     """Operator name ("aten::_fused_adamw_") -> number of calls."""
@@ -46,12 +47,12 @@ class Observation:
 
 
 class EngineView(Protocol):
-    """The engine of a run: how gradients are computed and combined."""
+    """The engine of a run, which computes gradients and combines them over ranks."""
 
     parameters: list[torch.nn.Parameter]
-    """The tensors that the optimizer updates, in its order; fp32 masters where the model's weights are half precision."""
+    """The tensors that the optimizer updates, in its order: fp32 masters if the weights are half precision."""
     names: list[str]
-    """The name in the model of each of `parameters`."""
+    """The names of `parameters` in the model."""
     norm: Tensor
     """The norm of the last step's gradient before clipping, a scalar on the device; not finite if the update was skipped."""
     found_inf: Tensor
@@ -64,12 +65,12 @@ class EngineView(Protocol):
         ...
 
     def loss_scale(self) -> Tensor | None:
-        """The factor that the loss is multiplied with; None without a loss scaler."""
+        """The factor by which the loss is multiplied; None without a loss scaler."""
         ...
 
 
 class RunView(Protocol):
-    """What plugins may read of a run. Everything else about a run is not part of the contract."""
+    """What plugins may read of a run. Other attributes of the run are not part of the contract."""
 
     device: torch.device
     rank: int
@@ -84,13 +85,13 @@ class RunView(Protocol):
     scaler: Any
     """The gradient scaler of fp16 training, or None."""
     parameter_names: list[str]
-    """The name in the model of each tensor that the optimizer updates, in its order."""
+    """The names in the model of the tensors that the optimizer updates, in its order."""
     engine: Any
-    """An EngineView; engines of plugins have attributes of their own."""
+    """An EngineView. The engine of a plugin can have more attributes."""
     train_loader: Any
     eval_loader: Any
     observation: Observation
-    """What ran in the first step."""
+    """The operators that ran in the first step."""
 
     @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
@@ -99,7 +100,7 @@ class RunView(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of finished optimizer steps."""
         ...
 
     @property
@@ -121,7 +122,7 @@ class RunView(Protocol):
     def plan(self) -> Any: ...
     @property
     def extras(self) -> Path:
-        """The folder for files that belong into `final/` beside the model; `final_steps` write there."""
+        """A folder for additional files of `final/`; `final_steps` write to it."""
         ...
 
     def warn(self, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Which recipe fields a plugin writes: found by applying it to an empty recipe, so that no plugin declares them.
+"""The recipe fields that a plugin writes, found by applying it to an empty recipe; plugins do not declare them.
 
-The plugin is asked for two ranks on cards that are not there, with every package installed and a causal language model of a
-billion parameters, so that few plugins skip. A plan knows exactly what its own plugins write (`Recipe.fields_of`).
+The plugin is applied for two ranks on imaginary GPUs, with every package installed and a causal language model of a billion
+parameters, so that few plugins skip. For the plugins of a plan see `Recipe.fields_of`, which is exact.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ TWO_CARDS = Context(
 
 @dataclass(frozen=True)
 class Written:
-    """The recipe fields that a plugin writes with its default options; `fields` is None if that cannot be told."""
+    """The recipe fields that a plugin writes with its default options; `fields` is None if they are unknown."""
 
     fields: tuple[str, ...] | None
     why: str = ""
-    """Why not, and how to see it."""
+    """Why the fields are unknown, and how to see them."""
 
 
 def written_by(plugin_class: type[Plugin], who: str) -> Written:
-    """What `plugin_class` writes on two cards of compute capability 9.0; every option that it leaves open counts.
+    """What `plugin_class` writes on two cards of compute capability 9.0, over all options that `probe` offers.
 
-    Raises PluginError, which names `who`, for a hook that raises.
+    Raises PluginError, which names `who`, if a hook raises.
     """
     see = f"add [plugins.{plugin_class.name}] to a profile and see `hwopt plan`"
     with plugin_guard(who, "probe()"):

@@ -52,9 +52,9 @@ def test_apply_carries_decided_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("decision", "message"),
     [
-        (Decision.choose([Base.Options()], "one"), "decided to choose and gave 1 options, at least 2"),
-        (Decision("fallback", "none"), "decided to fallback and gave 0 options, at least 1"),
-        (Decision("apply", "two", (Base.Options(), Base.Options())), "decided to apply and gave 2 options, at most 1"),
+        (Decision.choose([Base.Options()], "one"), "returned 'choose' with 1 options, expected at least 2"),
+        (Decision("fallback", "none"), "returned 'fallback' with 0 options, expected at least 1"),
+        (Decision("apply", "two", (Base.Options(), Base.Options())), "returned 'apply' with 2 options, expected at most 1"),
     ],
 )
 def test_a_decision_with_a_wrong_number_of_options_is_refused(decision: Decision, message: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_plugin_must_set_what_it_replaces(tmp_path: Path) -> None:
         name = "empty"
         replaces = ("optimizer",)
 
-    with pytest.raises(PluginError, match=r"'empty' .* replaces recipe.optimizer, and its apply\(\) does not set it"):
+    with pytest.raises(PluginError, match=r"'empty' .* replaces recipe.optimizer, but its apply\(\) does not set it"):
         plan_with(tmp_path, Empty, optimizer={})
 
 

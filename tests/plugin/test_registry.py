@@ -89,7 +89,7 @@ def test_a_name_taken_twice_names_both() -> None:
         ({"leaner": len}, "plugin API 1: rename `leaner` to `memory_options`"),
         ({"replaces": ("model_steps",)}, "expected a slot or a key"),
         ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
-        ({"name": "other"}, "must agree"),
+        ({"name": "other"}, "must be the entry point's name"),
         ({"stage": "MODEL"}, "stage"),
         ({"Options": dict}, "Options"),
         ({"probe": Plugin.probe}, "no probe"),

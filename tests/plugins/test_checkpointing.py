@@ -130,7 +130,7 @@ def test_decisions():
     assert plugin.probe(context(supports_checkpointing=False)).kind == "skip"
     decision = Checkpointing(Checkpointing.Options(layers=9)).probe(context())
     assert (decision.kind, decision.options[0].layers) == ("fallback", 4)
-    assert "needs 9, " in decision.reason
+    assert "needs 9 layers, " in decision.reason
     assert "has 4" in decision.reason
     assert "one in 2 of 4" in Checkpointing(Checkpointing.Options(layers=2)).probe(context()).reason
     assert "adapter" in Checkpointing.after
