@@ -205,7 +205,7 @@ class Plugin:
         """Write the plugin's part of the recipe. Import heavy packages inside the callables that go into the recipe."""
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
-        """Change the estimates in `spec`, and add stand-ins for code that fake tensors cannot run. The planner traces all else."""
+        """Change the estimates in `spec`, and add stand-ins for what fake tensors cannot run. The planner traces all else."""
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:

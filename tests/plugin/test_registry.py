@@ -86,13 +86,13 @@ def test_a_name_taken_twice_names_both() -> None:
     ("change", "expected"),
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
-        ({"leaner": len}, "plugin API 1: rename `leaner` to `memory_options`"),
+        ({"leaner": len}, "plugin API 1; rename `leaner` to `memory_options`"),
         ({"replaces": ("model_steps",)}, "expected a slot or a key"),
         ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
         ({"name": "other"}, "must be the entry point's name"),
         ({"stage": "MODEL"}, "stage"),
         ({"Options": dict}, "Options"),
-        ({"probe": Plugin.probe}, "no probe"),
+        ({"probe": Plugin.probe}, "does not define probe"),
     ],
 )
 def test_every_broken_rule_is_named(change: dict[str, object], expected: str) -> None:

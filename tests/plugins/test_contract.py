@@ -112,7 +112,7 @@ def test_a_skipped_plugin_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (Nothing, "writes nothing into the recipe"),
+        (Nothing, "writes nothing to the recipe"),
         (Impure, r"apply\(\) must be pure"),
         (Unpicklable, "[Cc]an't (get local|pickle)"),
         (Negative, r"memory\(\) sets state_bytes to -1.0"),

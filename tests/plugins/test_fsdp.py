@@ -67,9 +67,9 @@ def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said
     ],
 )
 def test_what_does_not_go_together(tables: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hwopt import testing
+    from hwopt.testing import tiny_run
 
-    monkeypatch.setattr(testing, "detect_software", lambda: dict.fromkeys(["bitsandbytes", "peft", "deepspeed", "torch"], "1"))
+    monkeypatch.setattr(tiny_run, "detect_software", lambda: dict.fromkeys(["bitsandbytes", "peft", "deepspeed", "torch"], "1"))
     with pytest.raises(PluginError, match=why):
         planned(tmp_path, 2, **tables, fsdp={})
 

@@ -130,9 +130,9 @@ def test_without_deepspeed_it_is_skipped_with_the_line_to_type() -> None:
 
 
 def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hwopt import testing
+    from hwopt.testing import tiny_run
 
-    monkeypatch.setattr(testing, "detect_software", dict)
+    monkeypatch.setattr(tiny_run, "detect_software", dict)
     with pytest.raises(PluginError, match="pip install 'hwopt\\[deepspeed\\]'"):
         plan_for(tiny_profile(zero={"stage": 2}), tiny_job(tmp_path), strict=True)
 

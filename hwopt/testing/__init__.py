@@ -1,0 +1,54 @@
+"""Tests for plugins, built-in and third-party: the contract test, and tiny jobs and runs for other tests.
+
+Example:
+
+from hwopt.testing import check_contract_of
+
+
+def test_contract(tmp_path):
+    check_contract_of("my_plugin", tmp_path, options={"strength": 2})
+"""
+
+from __future__ import annotations
+
+from hwopt.testing.plugin_contract import ContractReport, check_contract_of, entry_of
+from hwopt.testing.tiny_run import (
+    COLOURS,
+    TINY_BERT,
+    TINY_LLAMA,
+    WORDS,
+    Recorder,
+    apart,
+    finished,
+    gone_back,
+    launcher,
+    logged,
+    plan_for,
+    saved_bits,
+    tiny_job,
+    tiny_profile,
+    train_tiny,
+    write_samples,
+)
+
+__all__ = [
+    "COLOURS",
+    "TINY_BERT",
+    "TINY_LLAMA",
+    "WORDS",
+    "ContractReport",
+    "Recorder",
+    "apart",
+    "check_contract_of",
+    "entry_of",
+    "finished",
+    "gone_back",
+    "launcher",
+    "logged",
+    "plan_for",
+    "saved_bits",
+    "tiny_job",
+    "tiny_profile",
+    "train_tiny",
+    "write_samples",
+]

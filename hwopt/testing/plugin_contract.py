@@ -1,0 +1,147 @@
+"""The contract test: what every plugin must fulfil, checked with a tiny training run."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hwopt import api
+from hwopt.hardware.device import Hardware
+from hwopt.memory.dry_run import memory_spec
+from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import write_recipe
+from hwopt.plugin.recipe import SLOTS
+from hwopt.plugin.registry import Registry
+from hwopt.testing.tiny_run import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """The plan that `check_contract_of` used, and the rules that it checked."""
+
+    plan: Plan
+    checked: tuple[str, ...]
+    not_checked: tuple[str, ...] = ()
+    """Rules that need a machine with the described hardware."""
+
+
+def check_contract_of(
+    name: str,
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    registry: Registry | None = None,
+    kind: str = "text-classification",
+    beside: Mapping[str, Mapping[str, Any]] | None = None,
+    hardware: Hardware | None = None,
+) -> ContractReport:
+    """Train a tiny model with the plugin `name`, and assert the rules that every plugin must fulfil.
+
+    `probe`, `apply` and `memory` are pure, and the decision has a reason. The run trains and saves. Its losses agree with a run
+    without the plugin according to `preserves` ("bits": equal, "rounding": close). The evidence is not `inactive`. A run resumed
+    from a checkpoint ends with the same bits.
+
+    `kind`: the kind of the task; "causal-lm" for a plugin that skips classification. `beside`: tables of plugins that it needs.
+    A plugin that is skipped on this machine fails. Pass `hardware=described(...)` on which it applies; the number of ranks is its
+    `count`. Then only decision, recipe and memory are checked, nothing is trained, and the report lists the rest as not checked.
+    """
+    registry = registry or Registry()
+    job = tiny_job(folder / "data", kind, save_steps=2)
+    profile = tiny_profile(**(beside or {}), **{name: dict(options or {})})
+    ranks = 1 if hardware is None else hardware.count
+    plan = plan_for(profile, job, registry, hardware=hardware, world_size=ranks)
+    check_decision_of(name, plan, plan_for(profile, job, registry, hardware=hardware, world_size=ranks))
+    check_recipe_of(name, plan)
+    check_memory_of(name, plan)
+    checked = ("decision", "recipe", "memory")
+    if hardware is not None:
+        return ContractReport(plan, checked, ("evidence", "preserves", "resume"))
+    with_it = train_tiny(plan, folder / "with")
+    evidence = next(evidence for found, evidence in with_it.found if found.name == name)
+    assert evidence.seen, f"{name}: the evidence has no text"
+    assert evidence.status != "inactive", f"{name} was applied, but its evidence is inactive: {evidence.seen} {with_it.warnings}"
+    assert (folder / "with" / "run" / "final" / "config.json").is_file()
+    # a plugin that only sets hyperparameters (batch sizes, warm-up) changes the training on request
+    preserves = entry_of(name, plan).plugin.preserves
+    if preserves != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
+        tolerance = 0.0 if preserves == "bits" else 2e-2
+        without = baseline_losses(plan_for(tiny_profile(**(beside or {})), job, registry), folder / "without")
+        for ours, theirs in zip(with_it.losses, without, strict=True):
+            assert math.isclose(ours, theirs, rel_tol=tolerance), (
+                f"{name} declares preserves = {preserves!r}, but the losses differ: {ours} with the plugin, {theirs} without"
+            )
+    check_resume_of(name, plan_for(profile, job, registry), folder)
+    return ContractReport(plan, (*checked, "evidence", "preserves", "resume"))
+
+
+def entry_of(name: str, plan: Plan) -> PluginDecision:
+    """The decision for the plugin `name` in `plan`."""
+    return next(entry for entry in plan.entries if entry.name == name)
+
+
+def check_decision_of(name: str, plan: Plan, again: Plan) -> None:
+    """Assert that the decisions of `plan` and `again`, resolved from the same input, are equal, have reasons and are no skip."""
+    assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], f"{name}: probe() must be pure"
+    entry = entry_of(name, plan)
+    assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason of at least two words, got {entry.reason!r}"
+    assert entry.decision != "skip", (
+        f"{name} is skipped on {plan.hardware.name}, so nothing can be tested: {entry.reason}. "
+        "Pass hardware=described(...) on which the plugin applies"
+    )
+    if entry.plugin.helps_oom:
+        type(entry.plugin).Options()  # must work without a table
+
+
+def check_recipe_of(name: str, plan: Plan) -> None:
+    """Assert that `apply` writes to the recipe, is pure, and leaves only picklable callables for the data workers."""
+    entry = entry_of(name, plan)
+    written = plan.recipe.written_by_author(entry.author)
+    assert written, f"{name}: apply() writes nothing to the recipe"
+    again = write_recipe(plan.entries, plan.context).written_by_author(entry.author)
+    assert written == again, f"{name}: apply() must be pure, it wrote {written} and then {again}"
+    for slot in ("order", "collate", "cut"):
+        if slot in written:
+            pickle.dumps(getattr(plan.recipe, slot))
+
+
+def check_memory_of(name: str, plan: Plan) -> None:
+    """Assert that `memory` is pure with valid sizes and slots, and that `memory_options` returns valid options with a cost."""
+    spec, again = asdict(memory_spec(plan)), asdict(memory_spec(plan))
+    stand_ins = spec.pop("stand_ins")
+    assert stand_ins.keys() == again.pop("stand_ins").keys(), f"{name}: memory() must be pure"
+    assert spec == again, f"{name}: memory() must be pure"
+    assert stand_ins.keys() <= set(SLOTS), f"{name}: memory() has stand-ins for {sorted(stand_ins)}, the slots are {SLOTS}"
+    for key, value in spec.items():
+        for size in value.values() if isinstance(value, dict) else [value]:
+            assert math.isfinite(size), f"{name}: memory() sets {key} to {size}"
+            assert size >= 0, f"{name}: memory() sets {key} to {size}"
+    plugin = entry_of(name, plan).plugin
+    for present in (None, plugin.options):
+        for offer in plugin.memory_options(present, plan.context):
+            assert isinstance(offer.options, type(plugin).Options), f"{name}: memory_options() offers {offer.options!r}"
+            assert offer.slower > 0, f"{name}: memory_options() offers {offer}"
+            assert offer.cost, f"{name}: memory_options() offers {offer}"
+
+
+_baselines: dict[tuple[str, str], list[float]] = {}
+"""(profile, task) -> losses of a run without the plugin. One run serves all plugins in this process."""
+
+
+def baseline_losses(plan: Plan, folder: Path) -> list[float]:
+    """The losses of a run of `plan`, trained once per profile and task: tiny jobs differ only in their folder."""
+    key = (plan.profile.content.model_dump_json(), plan.job.task.kind)
+    if key not in _baselines:
+        _baselines[key] = train_tiny(plan, folder).losses
+    return _baselines[key]
+
+
+def check_resume_of(name: str, plan: Plan, folder: Path) -> None:
+    """Assert that a run resumed after step 2 ends with the same bits as the complete run in `folder / "with" / "run"`."""
+    complete = folder / "with" / "run"
+    resumed = gone_back(complete, folder / "again", 2)
+    api.execute(plan, resumed, cache=folder / "with" / "cache", resume=True)
+    assert saved_bits(resumed / "final") == saved_bits(complete / "final"), f"{name}: a resumed run ends with different weights"
