@@ -90,9 +90,9 @@ class Checkpointing(Plugin):
             to = self.Options(layers=model.layers)
             return Decision.fallback(to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}")
         if layers == "all":
-            return Decision.apply(f"all {model.layers} layers: least memory, steps take about a third longer")
+            return Decision.apply(f"all {model.layers} layers: least memory, about a third more time")
         if layers == "selective":
-            return Decision.apply(f"all {model.layers} layers, storing products and attention: steps take a few percent longer")
+            return Decision.apply(f"all {model.layers} layers, storing products and attention: a few percent more time")
         return Decision.apply(f"one in {layers} of {model.layers} layers")
 
     def apply(self, recipe: Recipe, context: Context) -> None:

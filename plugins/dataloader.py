@@ -72,7 +72,7 @@ class Dataloader(Plugin):
         if self.options.pin_memory == "auto":
             changed["pin_memory"] = cuda
         pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
-        text = f"{workers} worker(s) for {cores} core(s) per rank, {pinned}"
+        text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
         if workers > cores:
             changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")

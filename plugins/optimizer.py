@@ -118,7 +118,7 @@ def available(name: str, context: Context, last: bool) -> Capability:
     if name.startswith("paged") and not cuda:
         return Capability(False, "paging needs the unified memory of a CUDA device, found a CPU")
     if package == "bitsandbytes" and not cuda and not last:
-        return Capability(False, "bitsandbytes is slow on a CPU, and there is no GPU memory to save")
+        return Capability(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
         return Capability(False, "torchao needs a C++ compiler, found none on PATH")
     if package != "torch" and (failure := import_failure(CLASSES[name][0])):

@@ -34,7 +34,7 @@ class Schedule(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        reason = f"warm-up from 0 over the first {self.options.warmup_ratio:.1%} of the steps"
+        reason = f"the learning rate grows from 0 over the first {self.options.warmup_ratio:.1%} of the steps"
         for key in ("warmup_steps", "warmup_ratio"):
             value = getattr(context.job.training, key)
             if value is not None:

@@ -106,7 +106,7 @@ def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
 def test_bitsandbytes_on_a_cpu_only_where_it_stands_alone():
     decision = decided(CPU, "adamw_bnb_8bit", "adamw_torch_fused", "adamw_torch")
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
-    assert "slow on a CPU, and there is no GPU memory to save" in decision.reason
+    assert "slow and there is no card memory to save" in decision.reason
     assert decided(CPU, "adamw_bnb_8bit").kind == "apply"
 
 
