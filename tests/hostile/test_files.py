@@ -1,4 +1,4 @@
-"""Names, model folders, data and caches that somebody else made: nothing is written elsewhere, nothing in them is run."""
+"""Names, model folders, data and caches from an untrusted source: hwopt runs no code in them and writes only to its folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def outcome(arguments: Sequence[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder; what is run leaves a file beside it."""
+    """An empty working folder. A payload that runs leaves a trace beside it."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -70,12 +70,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def test_there_are_a_hundred_names() -> None:
+def test_list_has_at_least_a_hundred_names() -> None:
     assert len(set(NAMES)) >= 100
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:12].encode("ascii", "backslashreplace").decode())
-def test_names_of_runs(name: str, folder: Path) -> None:
+def test_unsafe_run_name_is_refused(name: str, folder: Path) -> None:
     with pytest.raises(InputError, match="--name"):
         run_folder(Path("runs"), name, "")
     code, message = outcome(["run", "--name", name])
@@ -85,11 +85,11 @@ def test_names_of_runs(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "first run", "a.b-c_d", "3", "é", "実験", "Müller 2"])
-def test_names_that_are_fine(name: str, folder: Path) -> None:
+def test_safe_run_name_is_accepted(name: str, folder: Path) -> None:
     assert run_folder(Path("runs"), name, "") == Path("runs") / name
 
 
-def test_a_link_takes_a_name(folder: Path) -> None:
+def test_symlink_with_the_run_name_is_refused(folder: Path) -> None:
     Path("runs").mkdir()
     Path("runs/x").symlink_to(folder.parent / "elsewhere")
     with pytest.raises(InputError, match="exists"):
@@ -99,7 +99,7 @@ def test_a_link_takes_a_name(folder: Path) -> None:
 
 
 class Payload:
-    """Unpickling it leaves a file."""
+    """Creates the folder `trace` when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -112,7 +112,7 @@ CODE = "import os, pathlib\npathlib.Path({trace!r}).mkdir(exist_ok=True)\nclass 
 
 
 def save_model(trace: Path) -> Path:
-    """A model folder that would train, with its tokenizer."""
+    """A valid model folder with its tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -147,13 +147,13 @@ def index_of_pickles(model: Path, trace: Path) -> None:
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "pytorch_model.bin"}}))
 
 
-def index_that_leads_away(model: Path, trace: Path) -> None:
+def index_that_points_outside(model: Path, trace: Path) -> None:
     (model / "model.safetensors").rename(model / "x.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "../../../etc/passwd"}}))
 
 
-def saved_elsewhere(model: Path, name: str) -> None:
-    """Weights that torch would load, where an index of safetensors leads."""
+def move_weights(model: Path, name: str) -> None:
+    """Write the weights with torch.save to `name`, and an index of safetensors that points there."""
     (model / name).parent.mkdir(parents=True, exist_ok=True)
     torch.save(load_file(model / "model.safetensors"), model / name)
     names = dict.fromkeys(load_file(model / "model.safetensors"), name)
@@ -161,20 +161,20 @@ def saved_elsewhere(model: Path, name: str) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-def index_that_leads_to_a_pickle(model: Path, trace: Path) -> None:
-    saved_elsewhere(model, "weights.bin")
+def index_that_points_to_a_pickle(model: Path, trace: Path) -> None:
+    move_weights(model, "weights.bin")
 
 
-def index_that_leads_to_a_pickle_outside(model: Path, trace: Path) -> None:
-    saved_elsewhere(model, "../outside/weights.bin")
+def index_that_points_to_a_pickle_outside(model: Path, trace: Path) -> None:
+    move_weights(model, "../outside/weights.bin")
 
 
-def index_that_leads_to_safetensors_outside(model: Path, trace: Path) -> None:
-    saved_elsewhere(model, "../outside/weights.safetensors")
+def index_that_points_to_safetensors_outside(model: Path, trace: Path) -> None:
+    move_weights(model, "../outside/weights.safetensors")
 
 
-def index_that_is_none(model: Path, trace: Path) -> None:
-    saved_elsewhere(model, "weights.bin")
+def index_that_is_a_list(model: Path, trace: Path) -> None:
+    move_weights(model, "weights.bin")
     (model / "model.safetensors.index.json").write_text("[]")
 
 
@@ -203,13 +203,13 @@ def code_beside_the_config(model: Path, trace: Path) -> None:
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     change(
         model / "config.json",
-        model_type="stranger",
+        model_type="remote",
         auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"},
     )
 
 
 def kernel_from_the_hub(model: Path, trace: Path) -> None:
-    change(model / "config.json", _attn_implementation="stranger/kernel")
+    change(model / "config.json", _attn_implementation="owner/kernel")
 
 
 def adapter_with_a_pickle(model: Path, trace: Path) -> None:
@@ -228,13 +228,13 @@ def tokenizer_cut_short(model: Path, trace: Path) -> None:
 
 
 def unknown_quantization(model: Path, trace: Path) -> None:
-    change(model / "config.json", quantization_config={"quant_method": "stranger"})
+    change(model / "config.json", quantization_config={"quant_method": "unknown"})
 
 
 REFUSED = [
-    pickled_weights, bare_pickle, pickle_in_disguise, index_of_pickles, index_that_leads_away, code_beside_the_config,
-    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short, index_that_leads_to_a_pickle,
-    index_that_leads_to_a_pickle_outside, index_that_leads_to_safetensors_outside, index_that_is_none,
+    pickled_weights, bare_pickle, pickle_in_disguise, index_of_pickles, index_that_points_outside, code_beside_the_config,
+    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short, index_that_points_to_a_pickle,
+    index_that_points_to_a_pickle_outside, index_that_points_to_safetensors_outside, index_that_is_a_list,
     config_that_names_a_pickle, config_of_a_wider_model, config_of_a_wider_model_with_another_head,
     config_of_another_vocabulary, config_of_a_deeper_model,
 ]  # fmt: skip
@@ -251,10 +251,10 @@ def run_of_the_folder() -> tuple[int, str]:
     return outcome(["run", "job.toml", "--profile", "mine.toml", "--name", "r"])
 
 
-@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
-def test_model_folders(spoil: Callable[[Path, Path], None], folder: Path) -> None:
+@pytest.mark.parametrize("corrupt", REFUSED, ids=lambda corrupt: corrupt.__name__)
+def test_unsafe_model_folder_is_refused(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
     trace = folder.parent / "was_run"
-    spoil(save_model(trace), trace)
+    corrupt(save_model(trace), trace)
     code, message = run_of_the_folder()
     assert code == 2, message
     assert "Traceback" not in message
@@ -263,13 +263,13 @@ def test_model_folders(spoil: Callable[[Path, Path], None], folder: Path) -> Non
 
 
 def harmless_code(model: Path, trace: Path) -> None:
-    """Of an architecture that transformers has: its own class is taken."""
+    """Remote code for an architecture that transformers has: the class of transformers is used."""
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     change(model / "config.json", auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"})
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["thing.Thing", "thing.Thing"]})
 
 
-def template_that_reaches_out(model: Path, trace: Path) -> None:
+def template_that_runs_code(model: Path, trace: Path) -> None:
     reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.mkdir('" + str(trace) + "') }}"
     (model / "chat_template.jinja").write_text(reach)
     change(model / "tokenizer_config.json", chat_template=reach)
@@ -281,13 +281,13 @@ def pickles_beside_the_weights(model: Path, trace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [harmless_code, unknown_quantization, template_that_reaches_out, pickles_beside_the_weights],
-    ids=lambda spoil: spoil.__name__,
+    "corrupt",
+    [harmless_code, unknown_quantization, template_that_runs_code, pickles_beside_the_weights],
+    ids=lambda corrupt: corrupt.__name__,
 )
-def test_what_is_never_looked_at(spoil: Callable[[Path, Path], None], folder: Path) -> None:
+def test_unused_code_of_a_model_is_ignored(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
     trace = folder.parent / "was_run"
-    spoil(save_model(trace), trace)
+    corrupt(save_model(trace), trace)
     code, message = run_of_the_folder()
     assert code == 0, message
     assert not trace.exists()
@@ -316,7 +316,7 @@ def test_archives_are_not_unpacked(folder: Path) -> None:
         assert sorted(folder.iterdir()) == before
 
 
-def test_data_that_holds_code(folder: Path) -> None:
+def test_code_in_data_is_not_run(folder: Path) -> None:
     trace = folder.parent / "was_run"
     payload = pickle.dumps(Payload(trace))
     for name in ("a.pkl", "a.pickle", "a.pt", "a.bin", "a.npy", "a.py", "a.arrow", "a.csv", "a.parquet", "a.jsonl", "a.json"):
@@ -338,7 +338,7 @@ def test_data_that_holds_code(folder: Path) -> None:
     assert not trace.exists()
 
 
-def test_a_pickle_in_the_types_of_a_parquet_file(folder: Path) -> None:
+def test_pickle_in_a_parquet_schema_is_not_loaded(folder: Path) -> None:
     trace = folder.parent / "was_run"
     hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Payload(trace))}
     schema = pa.schema([pa.field("text", pa.string(), metadata=hidden)])
@@ -348,7 +348,7 @@ def test_a_pickle_in_the_types_of_a_parquet_file(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/zero").exists(), reason="needs pipes and /dev")
-def test_data_that_never_ends(folder: Path) -> None:
+def test_endless_data_is_refused(folder: Path) -> None:
     os.mkfifo("pipe.csv")
     for name, target in (("zero.csv", "/dev/zero"), ("loop.csv", "loop.csv"), ("long.txt", "x" * 300)):
         Path(name).symlink_to(target)
@@ -357,7 +357,7 @@ def test_data_that_never_ends(folder: Path) -> None:
             read_rows(name)
 
 
-def test_a_tampered_store_of_tokens_is_not_unpickled(folder: Path) -> None:
+def test_tampered_token_store_is_not_unpickled(folder: Path) -> None:
     trace = folder.parent / "was_run"
     store = Path("store")
     store.mkdir()
@@ -370,7 +370,7 @@ def test_a_tampered_store_of_tokens_is_not_unpickled(folder: Path) -> None:
     assert not trace.exists()
 
 
-SPOILED = [
+CORRUPT = [
     b"",
     b"\x00" * 100,
     b"PK\x03\x04",
@@ -383,8 +383,8 @@ SPOILED = [
 ]
 
 
-@pytest.mark.parametrize("content", [*SPOILED, None], ids=lambda content: repr(content)[:20])
-def test_spoiled_caches_are_made_anew(content: bytes | None, folder: Path) -> None:
+@pytest.mark.parametrize("content", [*CORRUPT, None], ids=lambda content: repr(content)[:20])
+def test_corrupt_cache_is_replaced(content: bytes | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
     if content is None:
         content = pickle.dumps(Payload(trace))
@@ -403,7 +403,7 @@ def test_spoiled_caches_are_made_anew(content: bytes | None, folder: Path) -> No
 CONTROL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r\u202e\u2028\ud800"
 
 
-def test_nothing_of_a_file_is_obeyed_by_the_terminal() -> None:
+def test_terminal_escapes_control_characters() -> None:
     screen = io.StringIO()
     console = Terminal(file=screen, force_terminal=True, color_system=None, width=100)
     say(console, "note", f"column {CONTROL}name")
@@ -414,7 +414,7 @@ def test_nothing_of_a_file_is_obeyed_by_the_terminal() -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [("0", 80), ("19", 80), ("20", 20), ("100", 100)])
-def test_something_is_shown_whatever_is_said_of_the_screen(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_shown_at_any_reported_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     screen = io.StringIO()
     console = Terminal(file=screen)
@@ -422,7 +422,7 @@ def test_something_is_shown_whatever_is_said_of_the_screen(columns: str, width: 
     assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
 
 
-def test_errors_of_data_are_shown_in_plain_letters(folder: Path) -> None:
+def test_data_errors_escape_control_characters(folder: Path) -> None:
     Path("a.csv").write_text(f"te{CONTROL[:-1]}xt,label\nx,y\n", newline="")
     Path("job.toml").write_text("model.config = { model_type = 'bert', vocab_size = 64 }\ndata.train = 'a.csv'\n")
     code, message = outcome(["run", "job.toml", "--profile", "cpu"])
@@ -439,23 +439,23 @@ from transformers import BertConfig, BertForSequenceClassification
 pathlib.Path(os.environ["TRACE"]).mkdir(exist_ok=True)
 
 
-class StrangerConfig(BertConfig):
-    model_type = "stranger"
+class RemoteConfig(BertConfig):
+    model_type = "remote"
 
 
-class Stranger(BertForSequenceClassification):
-    config_class = StrangerConfig
+class RemoteModel(BertForSequenceClassification):
+    config_class = RemoteConfig
 """
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("named", [None, "model", "other"])
-def test_code_of_a_model_is_run_where_the_command_line_says_so(named: str | None, folder: Path) -> None:
+def test_trust_remote_code_runs_only_the_named_model(named: str | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
     model = save_model(trace)
     (model / "thing.py").write_text(OWN_CODE)
-    own = {"AutoConfig": "thing.StrangerConfig", "AutoModelForSequenceClassification": "thing.Stranger"}
-    change(model / "config.json", model_type="stranger", auto_map=own)
+    own = {"AutoConfig": "thing.RemoteConfig", "AutoModelForSequenceClassification": "thing.RemoteModel"}
+    change(model / "config.json", model_type="remote", auto_map=own)
     write_samples(Path("train.jsonl"), 8)
     Path("job.toml").write_text(JOB_OF_THE_FOLDER)
     Path("mine.toml").write_text(SMALL_PROFILE)
@@ -472,7 +472,7 @@ def test_code_of_a_model_is_run_where_the_command_line_says_so(named: str | None
         assert "Traceback" not in found.stderr
 
 
-def test_a_job_cannot_trust(folder: Path) -> None:
+def test_job_cannot_enable_remote_code(folder: Path) -> None:
     Path("job.toml").write_text("[model]\nname = 'model'\ntrust_remote_code = true\n[data]\ntrain = 'x.csv'\n")
     code, message = outcome(["export", "job.toml", "--profile", "cpu", "--to", "accelerate"])
     assert code == 2

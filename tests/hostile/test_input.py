@@ -1,7 +1,7 @@
-"""Bad files, options, values and variables: one message that says what and where, exit code 2, no traceback, nothing hangs.
+"""Bad files, options, values and variables end with exit code 2 and one message that names the place, without a traceback.
 
-Most cases run the command line in this process. `export` resolves a job and a profile fully and traces nothing, so that it is
-the cheapest command that looks at everything.
+Most cases run the command line in this process. `export` resolves a job and a profile and does not trace, so it is the cheapest
+command that checks all input.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MOST_LINES = 12
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a job that is right."""
+    """A working folder with a valid job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("job.toml").write_bytes(JOB)
@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SECONDS: list[float] = []
-"""That each input took in this process, once the libraries were imported."""
+"""Seconds that each input took in this process after the libraries were imported."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +91,7 @@ def timed(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -
 
 
 def outcome(arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit code, and the message."""
+    """The exit code and the error output."""
     message = io.StringIO()
     imported, began = "transformers" in sys.modules, time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
@@ -116,7 +116,7 @@ def refused(*arguments: str) -> str:
     return text
 
 
-def test_the_job_and_the_profile_are_right_to_begin_with() -> None:
+def test_unchanged_job_and_profile_are_accepted() -> None:
     Path("mine.toml").write_bytes(PROFILE)
     assert outcome(EXPORT)[0] == 0
     assert outcome(("profiles", "show", "mine.toml"))[0] == 0
@@ -234,13 +234,13 @@ SHORT_PROFILES = ("empty", "NUL", "Latin-1", "YAML", "the same key", "deep keys"
 
 
 @pytest.mark.parametrize("raw", named(BAD_TOML, SHORT_JOBS))
-def test_bad_job_files(raw: bytes) -> None:
+def test_bad_job_file_is_refused(raw: bytes) -> None:
     Path("job.toml").write_bytes(raw)
     assert "job.toml" in refused(*EXPORT)
 
 
 @pytest.mark.parametrize("raw", named(BAD_TOML, SHORT_PROFILES))
-def test_bad_profiles(raw: bytes) -> None:
+def test_bad_profile_is_refused(raw: bytes) -> None:
     if raw.startswith(b"[plugins."):
         raw = raw.replace(b"precision", b"precisoin")
     Path("mine.toml").write_bytes(raw)
@@ -293,20 +293,20 @@ WRONG = {
         for key in ("training.on_nonfinite", "training.loss_spike", "data.on_bad_row")
     },
 }
-"""Key -> values that it cannot have, as TOML spells them."""
+"""Key -> invalid values in TOML syntax."""
 VALUES = covering((key, value) for key, values in WRONG.items() for value in values)
 CHANGES_OF_TYPE = ("model.name", "model.config")
 
 
-def test_every_key_of_a_job_is_tried() -> None:
+def test_wrong_values_cover_every_key_of_a_job() -> None:
     tables: dict[str, Any] = {"model": Model, "data": Data, "task": Task, "training": Training}
     assert set(Job.model_fields) == set(tables)
     assert {f"{table}.{key}" for table, model in tables.items() for key in model.model_fields} == set(WRONG)
 
 
 @pytest.mark.parametrize(("key", "value"), VALUES, ids=lambda text: text[:20])
-def test_wrong_values_on_the_command_line(key: str, value: str) -> None:
-    """What is no text as TOML is text behind `--set`, where no quotes are needed."""
+def test_wrong_value_on_the_command_line_is_refused(key: str, value: str) -> None:
+    """`--set` needs no quotes: a value that is not a string in TOML is a string there."""
     text = refused(*EXPORT, "--set", f"{key}={value}")
     assert key in text or key in CHANGES_OF_TYPE
 
@@ -319,8 +319,8 @@ EVERY_VALUE = [parameter.values for parameter in VALUES]
     [pytest.param(runs_by_default(VALUES), id="short"), pytest.param(EVERY_VALUE, id="full", marks=pytest.mark.soak)],
 )
 @pytest.mark.parametrize("table", ["model", "data", "task", "training"])
-def test_wrong_values_in_a_file(table: str, values: list[tuple[str, str]]) -> None:
-    """One at a time, each with its line."""
+def test_wrong_value_in_a_job_file_is_refused_with_its_line(table: str, values: list[tuple[str, str]]) -> None:
+    """One wrong value at a time."""
     head, others = f"[{table}]", JOB.decode().splitlines()
     for key, value in values:
         of, name = key.split(".")
@@ -399,7 +399,7 @@ def profile_with(key: str, value: str) -> str:
 @pytest.mark.parametrize(
     ("key", "value"), covering(PROFILE_VALUES, ((key,) for key, _ in PROFILE_VALUES)), ids=lambda text: text[:20]
 )
-def test_wrong_values_in_a_profile(key: str, value: str) -> None:
+def test_wrong_value_in_a_profile_is_refused(key: str, value: str) -> None:
     Path("mine.toml").write_text(profile_with(key, value))
     text = refused("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
     assert "mine" in text
@@ -410,7 +410,7 @@ NO_OPTIONS = ("{ no = 1 }", "nan", "-1", "'no such'", "9" * 400)
 
 
 def wrong_options(every: bool) -> Iterator[tuple[str, str]]:
-    """(plugin, its table as TOML), for every plugin and option: each with all of NO_OPTIONS, or with one of them in turn."""
+    """(plugin, its table as TOML) for every plugin and option, with all of NO_OPTIONS or with the next one in turn."""
     registry, turns = Registry(), itertools.cycle(NO_OPTIONS)
     for name in registry.names:
         yield from ((name, table) for table in ("[]", "3", "{ no_such_option = 1 }"))
@@ -419,7 +419,7 @@ def wrong_options(every: bool) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("every", [pytest.param(False, id="short"), pytest.param(True, id="full", marks=pytest.mark.soak)])
-def test_wrong_options_of_every_plugin(every: bool) -> None:
+def test_wrong_option_of_any_plugin_is_refused(every: bool) -> None:
     for name, table in wrong_options(every):
         Path("mine.toml").write_text(f'name = "mine"\nplugins.{name} = {table}\n')
         text = refused("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
@@ -588,7 +588,7 @@ COMMAND_LINES: list[tuple[str, ...]] = [
 
 
 def laws_of(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """What two command lines share that differ in their last word alone; the first two of each are laws of their own."""
+    """A law per command line: all words but the last, and whether it is the first or a later line with these words."""
     counted: Counter[tuple[str, ...]] = Counter()
     found = []
     for line in lines:
@@ -602,7 +602,7 @@ def laws_of(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     covering(((line,) for line in COMMAND_LINES), laws_of(COMMAND_LINES)),
     ids=lambda arguments: " ".join(arguments)[-40:].encode("ascii", "backslashreplace").decode(),
 )
-def test_bad_command_lines(arguments: tuple[str, ...]) -> None:
+def test_bad_command_line_is_refused(arguments: tuple[str, ...]) -> None:
     refused(*arguments)
 
 
@@ -727,7 +727,7 @@ ACCEPTED = {
     "{ model_type = 'llama', vocab_size = 0 }",
     "{ model_type = 't5' }",
 }
-"""transformers builds a model from these."""
+"""Configs from which transformers builds a model."""
 
 
 def laws_of_config(config: str) -> tuple[str, str]:
@@ -739,7 +739,7 @@ def laws_of_config(config: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "config", covering(((config,) for config in CONFIGS), map(laws_of_config, CONFIGS)), ids=lambda text: text[2:60]
 )
-def test_a_config_is_refused_or_a_model_can_be_built_from_it(config: str) -> None:
+def test_bad_model_config_is_refused(config: str) -> None:
     Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
     if config in ACCEPTED:
         assert outcome(EXPORT)[0] == 0
@@ -749,7 +749,7 @@ def test_a_config_is_refused_or_a_model_can_be_built_from_it(config: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ("{ hidden_size = 32 }", "model.config.model_type: missing; give the architecture"),
         (
@@ -769,9 +769,9 @@ def test_a_config_is_refused_or_a_model_can_be_built_from_it(config: str) -> Non
         ),
     ],
 )
-def test_what_is_wrong_with_a_config(config: str, said: str) -> None:
+def test_message_names_the_wrong_key_of_a_config(config: str, message: str) -> None:
     Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
-    assert re.search(said, refused(*EXPORT))
+    assert re.search(message, refused(*EXPORT))
 
 
 def config_folder(content: bytes) -> None:
@@ -811,17 +811,17 @@ BAD_JSON = {
     "a negative size": b'{"model_type": "bert", "hidden_size": -1}',
     "labels": b'{"model_type": "bert", "num_labels": 1000000000000}',
     "labels of text": b'{"model_type": "bert", "id2label": {"x": "y"}}',
-    "code of its own": b'{"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config"}}',
+    "remote code": b'{"model_type": "remote", "auto_map": {"AutoConfig": "code.Config"}}',
 }
 
 
 SHORT_JSON = ("empty", "UTF-16", "not UTF-8", "open", "a list", "deep objects", "many digits", "NaN", "no type", "a type of code",
-    "too large", "layers", "layers inside", "labels", "code of its own")  # fmt: skip
+    "too large", "layers", "layers inside", "labels", "remote code")  # fmt: skip
 SHORT_DEEPSPEED = ("empty", "not UTF-8", "open", "a list", "deep objects", "many digits", "layers")
 
 
 @pytest.mark.parametrize("content", named(BAD_JSON, SHORT_JSON))
-def test_config_files_of_models(content: bytes) -> None:
+def test_bad_config_file_of_a_model_is_refused(content: bytes) -> None:
     config_folder(content)
     assert "model" in refused(*EXPORT)
 
@@ -829,8 +829,8 @@ def test_config_files_of_models(content: bytes) -> None:
 @pytest.mark.parametrize(
     "content", named({name: BAD_JSON[name] for name in BAD_JSON if name not in ("no type", "a list as type")}, SHORT_DEEPSPEED)
 )
-def test_json_of_deepspeed(content: bytes) -> None:
-    """Whatever the launcher's variable points to contradicts the plan or is refused, but for what says nothing of DeepSpeed."""
+def test_bad_deepspeed_json_is_refused(content: bytes) -> None:
+    """The file in the launcher's variable is invalid or contradicts the plan."""
     Path("zero.json").write_bytes(content)
     accelerator = {"mixed_precision": "no"}
     planned = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": {"zero_optimization": {"stage": 2}}}
@@ -842,7 +842,7 @@ def test_json_of_deepspeed(content: bytes) -> None:
 
 
 def special_files() -> dict[str, Path]:
-    """Name -> something that is there and no regular file, or cannot be read to its end."""
+    """Name -> a path that is not a regular file, or that cannot be read to its end."""
     made = {name: Path(f"a_{name}.toml") for name in ("folder", "pipe", "loop", "lost", "sparse")}
     made["folder"].mkdir()
     os.mkfifo(made["pipe"])
@@ -857,7 +857,7 @@ def special_files() -> dict[str, Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev and /proc")
-def test_special_files() -> None:
+def test_special_file_is_refused() -> None:
     found = special_files()
     for name, path in found.items():
         assert path.name in refused("export", path.name, "--profile", "cpu", "--to", "accelerate"), name
@@ -871,11 +871,11 @@ def test_special_files() -> None:
         Path("model/config.json").symlink_to(path.absolute())
         assert "model" in refused(*EXPORT), name
         Path("job.toml").write_bytes(job)
-        if name != "lost":  # the file is made where it leads
+        if name != "lost":  # the output file is created at the link's target
             refused(*EXPORT, "--output", path.name)
 
 
-def test_profiles_that_extend_in_circles() -> None:
+def test_circular_extends_is_refused() -> None:
     for number in range(12):
         Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{(number + 1) % 12}"\n')
     assert "circle" in refused("profiles", "show", "p0.toml")
@@ -885,7 +885,7 @@ def test_profiles_that_extend_in_circles() -> None:
     assert "circle" in refused("profiles", "show", "linked.toml")
 
 
-def test_a_long_line_of_parents() -> None:
+def test_long_chain_of_parents_is_refused() -> None:
     for number in range(2000):
         Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{number + 1}"\n')
     assert "extends" in refused("profiles", "show", "p0.toml")
@@ -920,7 +920,7 @@ VARIABLES: list[dict[str, str]] = [
     covering(((each,) for each in VARIABLES), ((tuple(each), *list(each.values())[:1]) for each in VARIABLES)),
     ids=lambda found: " ".join(f"{name}={value[:8]!a}" for name, value in found.items()),
 )
-def test_variables_of_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_launcher_variable_is_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     Path("train.jsonl").write_text('{"text": "a", "label": "b"}\n')
@@ -929,7 +929,7 @@ def test_variables_of_launchers(variables: dict[str, str], monkeypatch: pytest.M
     assert not Path("runs").exists()
 
 
-def test_keys_that_only_the_run_shows_to_be_wrong() -> None:
+def test_unknown_metric_is_refused_by_the_run() -> None:
     Path("train.jsonl").write_text('{"text": "a b", "label": "x"}\n{"text": "c d", "label": "y"}\n' * 4)
     with Path("job.toml").open("a") as job:
         job.write("metric_for_best_model = 'acuracy'\n")
@@ -962,9 +962,9 @@ WORDS = [
 
 
 @st.composite
-def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """`whole` with a few pieces replaced, inserted, doubled or taken out."""
-    raw = whole
+def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
+    """`valid` with a few pieces replaced, inserted, doubled or removed."""
+    raw = valid
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(raw)))
         end = min(len(raw), start + draw(st.sampled_from([0, 0, 1, 2, 5, 20])))
@@ -983,44 +983,44 @@ words = st.one_of(
 )
 
 
-def held(arguments: Sequence[str], codes: tuple[int, ...]) -> None:
-    """It ends with one of these codes, or with 0."""
+def check_outcome(arguments: Sequence[str], codes: tuple[int, ...]) -> None:
+    """Assert that the command line ends with 0 or one of `codes`, and with one message."""
     code, text = outcome(arguments)
     assert code in (0, *codes), (arguments, code, text)
     if code and "--debug" not in arguments:
         check_message(text)
 
 
-def a_damaged_job(raw: bytes) -> None:
+def check_damaged_job(raw: bytes) -> None:
     Path("job.toml").write_bytes(raw)
-    held(EXPORT, (2, 3))
+    check_outcome(EXPORT, (2, 3))
 
 
-def a_damaged_profile(raw: bytes) -> None:
+def check_damaged_profile(raw: bytes) -> None:
     Path("mine.toml").write_bytes(raw)
-    held(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"), (2, 3))
-    held(("profiles", "show", "mine.toml"), (2,))
+    check_outcome(("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate"), (2, 3))
+    check_outcome(("profiles", "show", "mine.toml"), (2,))
 
 
-def some_assignments(found: list[str]) -> None:
-    held((*EXPORT, *(part for text in found for part in ("--set", text))), (2, 3))
+def check_assignments(found: list[str]) -> None:
+    check_outcome((*EXPORT, *(part for text in found for part in ("--set", text))), (2, 3))
 
 
-def some_words(command: str, found: list[str]) -> None:
-    """Nothing may train or trace here: these two always lack something."""
+def check_words(command: str, found: list[str]) -> None:
+    """`run` and `plan` get an invalid option, so that they never train or trace."""
     lacking = {"run": ["--output-dir", "job.toml"], "plan": ["--profile", "no-such"]}.get(command, [])
-    held((command, *lacking, *found), (2, 3))
+    check_outcome((command, *lacking, *found), (2, 3))
 
 
 ways = st.one_of(
-    st.tuples(st.just(a_damaged_job), damaged(JOB)),
-    st.tuples(st.just(a_damaged_profile), damaged(PROFILE)),
-    st.tuples(st.just(some_assignments), st.lists(assignments, min_size=1, max_size=4)),
-    st.tuples(st.just(some_words), st.sampled_from([*COMMANDS, "", "x"]), st.lists(words, max_size=7)),
+    st.tuples(st.just(check_damaged_job), damaged(JOB)),
+    st.tuples(st.just(check_damaged_profile), damaged(PROFILE)),
+    st.tuples(st.just(check_assignments), st.lists(assignments, min_size=1, max_size=4)),
+    st.tuples(st.just(check_words), st.sampled_from([*COMMANDS, "", "x"]), st.lists(words, max_size=7)),
 )
 
 
-def tried(way: tuple[Any, ...]) -> None:
+def check_way(way: tuple[Any, ...]) -> None:
     Path("job.toml").write_bytes(JOB)
     Path("mine.toml").write_bytes(PROFILE)
     Path("out.yaml").unlink(missing_ok=True)
@@ -1028,10 +1028,10 @@ def tried(way: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_anything_ends_in_a_message(examples: int) -> None:
+def test_random_input_ends_in_one_message(examples: int) -> None:
     @given(ways)
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     def check(way: tuple[Any, ...]) -> None:
-        tried(way)
+        check_way(way)
 
     check()

@@ -1,4 +1,4 @@
-"""Plugins that break their contract: exit code 3 and a message that names plugin and distribution; no run is called done."""
+"""Plugins that break their contract end the run with exit code 3; the message names plugin and distribution."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from hwopt.plugin.recipe import EVENTS as RECIPE_EVENTS
 from hwopt.plugin.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
 
-DISTRIBUTION = "strangers-tools 1.2"
+DISTRIBUTION = "third-party-tools 1.2"
 FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distribution named")
 
 
 class Boom(BaseException):
-    """No Exception: most nets let it through."""
+    """Not an Exception: most handlers do not catch it."""
 
 
-class Stranger(Plugin):
+class ThirdParty(Plugin):
     """Does nothing; the tests derive from it."""
 
-    name = "stranger"
+    name = "third_party"
     stage = Stage.LOOP
 
     class Options(PluginOptions):
@@ -51,17 +51,17 @@ class Stranger(Plugin):
         return Evidence.active("it is there")
 
 
-class Brought(EntryPoint):
+class ThirdPartyEntryPoint(EntryPoint):
     """An entry point of a distribution that is not installed."""
 
     @property
     def dist(self) -> Any:  # type: ignore[override]
-        return types.SimpleNamespace(name="strangers-tools", version="1.2")
+        return types.SimpleNamespace(name="third-party-tools", version="1.2")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a job of two steps and a profile that asks for the stranger."""
+    """A working folder with a job of two steps and a profile that uses the plugin."""
     monkeypatch.chdir(tmp_path)
     write_samples(Path("train.jsonl"), 12)
     job = {
@@ -69,26 +69,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data": {"train": "train.jsonl", "eval_fraction": 0.25, "max_length": 32},
         "training": {"max_steps": 2, "logging_steps": 1},
     }
-    Path("job.toml").write_text("\n".join(f"{table} = {spelled(keys)}" for table, keys in job.items()))
+    Path("job.toml").write_text("\n".join(f"{table} = {to_toml(keys)}" for table, keys in job.items()))
     Path("mine.toml").write_text(
-        'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\nplugins.stranger = {}\n'
+        'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\nplugins.third_party = {}\n'
     )
     return tmp_path
 
 
-def spelled(value: Any) -> str:
+def to_toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {spelled(inner)}" for key, inner in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {to_toml(inner)}" for key, inner in value.items()) + " }"
     return json.dumps(value)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, thing: object, *others: tuple[str, object], name: str = "stranger") -> None:
-    """Make `thing` what the entry point "stranger" leads to, as if its distribution were installed."""
-    module = types.ModuleType("strangers_module")
+def install(monkeypatch: pytest.MonkeyPatch, thing: object, *others: tuple[str, object], name: str = "third_party") -> None:
+    """Register `thing` as the entry point `name`, as if its distribution were installed."""
+    module = types.ModuleType("third_party_module")
     module.__dict__.update({"Thing": thing} | {f"Other{number}": other for number, (_, other) in enumerate(others)})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = [Brought(name, "strangers_module:Thing", PLUGIN_GROUP)]
-    found += [Brought(other, f"strangers_module:Other{number}", PLUGIN_GROUP) for number, (other, _) in enumerate(others)]
+    found = [ThirdPartyEntryPoint(name, "third_party_module:Thing", PLUGIN_GROUP)]
+    found += [
+        ThirdPartyEntryPoint(other, f"third_party_module:Other{number}", PLUGIN_GROUP) for number, (other, _) in enumerate(others)
+    ]
     installed = list(metadata.entry_points(group=PLUGIN_GROUP))
     asked = metadata.entry_points
 
@@ -99,10 +101,10 @@ def install(monkeypatch: pytest.MonkeyPatch, thing: object, *others: tuple[str, 
 
 
 def outcome(*arguments: str) -> tuple[int, str, str]:
-    said, message = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(message):
+    output, message = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(message):
         code = run_command(list(arguments))
-    return code, said.getvalue(), message.getvalue()
+    return code, output.getvalue(), message.getvalue()
 
 
 EXPORT = ("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
@@ -114,13 +116,13 @@ def refused(*arguments: str) -> str:
     assert code == 3, (code, message)
     assert "Traceback" not in message
     assert len(message.splitlines()) <= 12
-    assert "'stranger'" in message, message
+    assert "'third_party'" in message, message
     assert DISTRIBUTION in message, message
     return message
 
 
 def variant(**content: Any) -> type[Plugin]:
-    return type("Variant", (Stranger,), content)
+    return type("Variant", (ThirdParty,), content)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -143,7 +145,7 @@ def changing(what: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class Lacking:
-    name = "stranger"
+    name = "third_party"
 
 
 class Picky(PluginOptions):
@@ -182,7 +184,7 @@ CLASSES: dict[str, object] = {
     "no class": 3,
     "a function": len,
     "a module": json,
-    "an instance": Stranger(Stranger.Options()),
+    "an instance": ThirdParty(ThirdParty.Options()),
     "no subclass": Lacking,
     "the contract itself": Plugin,
     "another name": variant(name="other"),
@@ -212,48 +214,48 @@ CLASSES: dict[str, object] = {
 
 
 @pytest.mark.parametrize("thing", CLASSES.values(), ids=CLASSES)
-def test_before_the_run(thing: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_plugin_is_refused_before_the_run(thing: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, thing)
     refused(*EXPORT)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_import(error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("strangers_module.py").write_text("import builtins\nraise builtins.the_error\n")
+def test_failing_import_is_a_plugin_error(error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("third_party_module.py").write_text("import builtins\nraise builtins.the_error\n")
     import builtins
 
     monkeypatch.setattr(builtins, "the_error", error, raising=False)
     monkeypatch.syspath_prepend(str(folder))
     install(monkeypatch, None)
-    monkeypatch.delitem(sys.modules, "strangers_module")
+    monkeypatch.delitem(sys.modules, "third_party_module")
     assert "cannot be imported" in refused(*EXPORT)
-    assert "cannot be imported" in refused("plugins", "show", "stranger")
+    assert "cannot be imported" in refused("plugins", "show", "third_party")
 
 
 @pytest.mark.parametrize("name", ["", " ", "../x", "a.b", "a b", "a/b", "\x1b[31m", "é", "x" * 500, "a\nb", "plugins.x"])
-def test_names(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, Stranger, name=name)
+def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ThirdParty, name=name)
     code, _, message = outcome(*EXPORT)
     assert code == 3
     assert "\x1b" not in message
     assert DISTRIBUTION in message
 
 
-def test_names_that_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, Stranger, ("stranger", Stranger))
+def test_plugin_name_registered_twice_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ThirdParty, ("third_party", ThirdParty))
     assert "again by" in refused(*EXPORT)
 
 
-def test_names_of_built_in_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, Stranger, name="precision")
+def test_name_of_a_built_in_plugin_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ThirdParty, name="precision")
     code, _, message = outcome(*EXPORT)
     assert code == 3
     assert "'precision' is registered by hwopt" in message
     assert DISTRIBUTION in message
 
 
-def test_what_a_plugin_prints_is_no_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loud(Stranger):
+def test_prints_of_a_plugin_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loud(ThirdParty):
         def probe(self, context: Context) -> Decision:
             print("hear me")
             return super().probe(context)
@@ -262,13 +264,13 @@ def test_what_a_plugin_prints_is_no_output(folder: Path, monkeypatch: pytest.Mon
             print("and me")
 
     install(monkeypatch, Loud)
-    code, said, message = outcome(*EXPORT)
+    code, output, message = outcome(*EXPORT)
     assert code == 0, message
-    assert "me" not in [line.split()[-1] for line in said.splitlines()]
+    assert "me" not in [line.split()[-1] for line in output.splitlines()]
     assert message.count("me\n") >= 2
 
 
-def test_what_a_plugin_prints_in_the_run_is_no_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prints_during_the_run_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loud(what: str) -> Callable[..., Any]:
         def step(model: Any, *_: Any) -> Any:
             print(what)
@@ -276,7 +278,7 @@ def test_what_a_plugin_prints_in_the_run_is_no_output(folder: Path, monkeypatch:
 
         return step
 
-    class Loud(Stranger):
+    class Loud(ThirdParty):
         def memory(self, spec: Any, context: Context) -> None:
             print("in memory")
 
@@ -289,42 +291,42 @@ def test_what_a_plugin_prints_in_the_run_is_no_output(folder: Path, monkeypatch:
             return super().evidence(run)
 
     install(monkeypatch, Loud)
-    code, said, message = outcome(*RUN)
+    code, output, message = outcome(*RUN)
     assert code == 0, message
     code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
     assert code == 0, more
     for where in ("in memory", "in a step of the model", "in a final step", "in evidence"):
-        assert where not in said + planned
+        assert where not in output + planned
         assert where in message + more
 
 
 @pytest.mark.parametrize("hook", ["probe", "apply"])
-def test_a_full_disk_keeps_its_code_and_says_who_wanted_to_write(
+def test_full_disk_in_a_plugin_exits_with_6_and_names_the_plugin(
     hook: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/a file")
     install(monkeypatch, variant(**{hook: raising(full)}))
     code, _, message = outcome(*EXPORT)
     assert code == StorageError.exit_code
-    for said in ("'stranger'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
-        assert said in message
+    for part in ("'third_party'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
+        assert part in message
 
 
-def test_a_generator_exit_of_a_plugin_is_its_error() -> None:
-    with pytest.raises(PluginError, match=r"probe\(\) raised GeneratorExit"), plugin_guard("plugin 'stranger'", "probe()"):
+def test_generator_exit_is_a_plugin_error() -> None:
+    with pytest.raises(PluginError, match=r"probe\(\) raised GeneratorExit"), plugin_guard("plugin 'third_party'", "probe()"):
         raise GeneratorExit
     with pytest.raises(PluginError, match="raised GeneratorExit"):
-        Guarded(raising(GeneratorExit()), "plugin 'stranger'", "recipe.loss")()
+        Guarded(raising(GeneratorExit()), "plugin 'third_party'", "recipe.loss")()
 
 
-def test_an_interrupt_stays_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell a plugin's KeyboardInterrupt from the user's: it ends as the user's does."""
+def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin's KeyboardInterrupt cannot be told from the user's, so it ends the run in the same way."""
     install(monkeypatch, variant(probe=raising(KeyboardInterrupt())))
     assert outcome(*EXPORT)[0] == 130
 
 
-class Refusing:
-    """A context that raises on the way in, or out, or swallows what happens inside."""
+class FailingContext:
+    """A context manager that raises on entry or on exit, or suppresses the errors inside."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -362,8 +364,8 @@ WRONG_EVIDENCE: list[Any] = [None, "active", Evidence("great", "x"), Evidence("a
 RUNS: dict[str, type[Plugin]] = {
     **{f"{field} raises": written(field, boom) for field in (*SLOTS, *STEPS, *EVENTS)},
     **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "step_end")},
-    "a context raises on the way in": written("process", lambda: Refusing("in")),
-    "a context raises on the way out": written("process", lambda: Refusing("out")),
+    "a context raises on the way in": written("process", lambda: FailingContext("in")),
+    "a context raises on the way out": written("process", lambda: FailingContext("out")),
     "a context is none": written("process", lambda: 3),
     "a step of the model returns nothing": written("model_steps", lambda model, run: None),
     "a kwargs handler raises": writes(lambda recipe: recipe.accelerator["kwargs_handlers"].append(boom)),
@@ -390,30 +392,30 @@ def check_run(thing: type[Plugin], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("thing", [RUNS[name] for name in SHORT], ids=SHORT)
-def test_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_hook_ends_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_run(thing, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("thing", RUNS.values(), ids=RUNS)
-def test_every_field_in_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_hook_in_any_field_ends_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_run(thing, monkeypatch)
 
 
 @pytest.mark.integration
-def test_a_worker_names_the_plugin_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_worker_names_the_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, written("cut", boom))
     Path("mine.toml").write_text(Path("mine.toml").read_text().replace("num_workers = 0", "num_workers = 1"))
     refused(*RUN)
 
 
-def test_a_context_that_swallows_an_error_hides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, written("process", lambda: Refusing("swallows")))
+def test_context_that_suppresses_an_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, written("process", lambda: FailingContext("swallows")))
     code, _, message = outcome(*RUN, "--set", "data.text=nothing")
     assert code == 4
     assert "has no column 'nothing'" in message
 
 
-def test_memory_and_advice_are_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_memory_hook_names_the_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, variant(memory=boom))
     refused("plan", "job.toml", "--profile", "mine.toml")

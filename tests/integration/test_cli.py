@@ -25,7 +25,7 @@ def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     )
 
 
-def test_from_a_profile_to_a_model(tmp_path: Path) -> None:
+def test_run_writes_a_folder_that_reproduces_it(tmp_path: Path) -> None:
     write_job(tmp_path)  # found without being named
     done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ START = (
 @pytest.mark.parametrize(
     ("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})]
 )
-def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
+def test_listings_import_no_heavy_package(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
     """C8: what costs start-up is imports; benchmarks/startup.py gives the seconds."""
     code = START.format(arguments=arguments, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -90,7 +90,7 @@ def test_listing_imports_nothing_heavy(arguments: list[str], allowed: set[str], 
         *(pytest.param(signal.SIGTERM, 143, workers, marks=pytest.mark.soak) for workers in (0, 2)),
     ],
 )
-def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
+def test_signal_is_recorded_in_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
     write_job(tmp_path, max_steps=100_000)
     process = subprocess.Popen(
         [
@@ -129,7 +129,7 @@ def test_a_signal_is_written_into_the_status(number: signal.Signals, code: int, 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_signal_that_nobody_can_be_told_of_is_heeded(tmp_path: Path) -> None:
+def test_signal_stops_the_run_when_stderr_is_full(tmp_path: Path) -> None:
     write_job(tmp_path, max_steps=100_000)
     with open("/dev/full", "w", encoding="utf-8") as full:
         process = subprocess.Popen(
@@ -154,7 +154,7 @@ def test_a_signal_that_nobody_can_be_told_of_is_heeded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["run", *(pytest.param(each, marks=pytest.mark.soak) for each in ("plan", "plan --format json"))]
 )
-def test_a_reader_that_goes_away_ends_nothing(command: str, tmp_path: Path) -> None:
+def test_closed_pipe_does_not_end_the_command(command: str, tmp_path: Path) -> None:
     """As in `hwopt plan | head -1`; a run is trained to its end."""
     write_job(tmp_path, max_steps=2)
     with subprocess.Popen(

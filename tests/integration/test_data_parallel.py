@@ -133,7 +133,7 @@ def losses(folder: Path) -> list[float]:
         pytest.param('dtype = "bf16"\nlevel = "O2"', 2e-2, id="O2", marks=pytest.mark.soak),
     ],
 )
-def test_one_rank_recovers_and_both_are_right(precision: str, limit: float, warm: None, tmp_path: Path) -> None:
+def test_one_rank_recovers_from_oom_with_correct_weights(precision: str, limit: float, warm: None, tmp_path: Path) -> None:
     write_all(tmp_path, precision)
     codes, plain = train(tmp_path, "plain")
     assert codes == [0, 0], plain[-3000:]
@@ -161,7 +161,7 @@ def test_one_rank_recovers_and_both_are_right(precision: str, limit: float, warm
         pytest.param("evaluation", 2, marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_that_cannot_go_on_ends_both(where: str, begin: int, warm: None, tmp_path: Path) -> None:
+def test_rank_that_cannot_recover_ends_both(where: str, begin: int, warm: None, tmp_path: Path) -> None:
     write_all(tmp_path, 'dtype = "fp32"')
     codes, said = train(tmp_path, "short", Case(where, 1, begin, 10_000))
     assert "not even row by row" in said
@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_go_on_ends_both(where: str, begin: int, warm: None, 
 
 
 @pytest.mark.parametrize(("how", "code"), [("broken", 1), ("killed", -9)])
-def test_a_rank_that_fails_otherwise_leaves_nobody_waiting(how: str, code: int, warm: None, tmp_path: Path) -> None:
+def test_other_failure_of_a_rank_ends_both(how: str, code: int, warm: None, tmp_path: Path) -> None:
     """The other rank reports that it is alone; under a launcher, the launcher's own report takes the place of that."""
     write_all(tmp_path, 'dtype = "fp32"')
     codes, said = train(tmp_path, how, Case("forward", 1, 3, 4, how))

@@ -62,12 +62,12 @@ def write_job(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("test", ["test_freeze", "test_lion", "test_clip_value"])
-def test_the_contract_test_of_the_docs_passes(test: str, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_test_of_the_docs_passes(test: str, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(package / "tests"))
     getattr(importlib.import_module("test_my_plugins"), test)(tmp_path)
 
 
-def test_two_ranks_train_the_model_of_one(package: Path, warm: None, tmp_path: Path) -> None:
+def test_two_ranks_match_one_rank(package: Path, warm: None, tmp_path: Path) -> None:
     write_job(tmp_path)
     folders = {}
     for ranks, name in ((1, "one"), (2, "two")):
@@ -86,7 +86,7 @@ def test_two_ranks_train_the_model_of_one(package: Path, warm: None, tmp_path: P
     assert logged(folders["two"], "eval_loss") == pytest.approx(logged(folders["one"], "eval_loss"), rel=1e-3)
 
 
-def test_the_documents_list_every_field_and_event() -> None:
+def test_docs_list_every_field_and_event() -> None:
     fields = re.findall(r"^\| `(\w+)` \|", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(fields) == sorted(Recipe.__annotations__)
     text = (DOCS / "plugins.md").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="names of files are text there")
 @pytest.mark.parametrize("locale", [C, pytest.param(CP1252, marks=pytest.mark.soak)], ids=["C", "cp1252"])
-def test_a_run(locale: dict[str, str], folder: Path) -> None:
+def test_run_under_a_limited_locale(locale: dict[str, str], folder: Path) -> None:
     hwopt = [sys.executable, "-m", "hwopt"]
     ran = finished([*hwopt, "run", "jöb.toml", "--profile", "prof 🦜.toml", "--name", "first"], folder, **locale)
     assert ran.returncode == 0, ran.stderr
@@ -48,7 +48,7 @@ def test_a_run(locale: dict[str, str], folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="names of files are text there")
 @pytest.mark.parametrize("locale", [C, CP1252], ids=["C", "cp1252"])
-def test_what_is_only_shown(locale: dict[str, str], folder: Path) -> None:
+def test_profiles_are_shown_under_a_limited_locale(locale: dict[str, str], folder: Path) -> None:
     hwopt = [sys.executable, "-m", "hwopt"]
     shown = finished([*hwopt, "profiles", "show", "prof 🦜.toml"], folder, **locale)
     assert shown.returncode == 0, shown.stderr
@@ -59,7 +59,7 @@ def test_what_is_only_shown(locale: dict[str, str], folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their names of files are Unicode")
-def test_names_that_are_not_utf_8(folder: Path) -> None:
+def test_non_utf8_names_are_refused_or_escaped(folder: Path) -> None:
     odd = folder.parent / os.fsdecode(b"\xff\xfe")
     (folder / "jöb.toml").rename(folder / "job.toml")
     (folder / "träin.csv").rename(folder / "train.csv")

@@ -125,7 +125,7 @@ def encoder(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     ],
     ids=["spread", "whole", "three"],
 )
-def test_ranks_train_the_model_of_one(ranks: int, fsdp: str, encoder: Folder, request: pytest.FixtureRequest) -> None:
+def test_several_ranks_match_one_rank(ranks: int, fsdp: str, encoder: Folder, request: pytest.FixtureRequest) -> None:
     """20 steps of uneven micro-batches, a partial last one, evaluations and a checkpoint amid, the best weights at the end."""
     ours, one = encoder.run(request.node.callspec.id, ranks, fsdp), encoder.folder / "runs" / "one"
     best = json.loads((one / "summary.json").read_text())["best_step"]
@@ -134,7 +134,7 @@ def test_ranks_train_the_model_of_one(ranks: int, fsdp: str, encoder: Folder, re
     check_equal(ours, one)
 
 
-def test_a_run_goes_on_from_its_shards(encoder: Folder) -> None:
+def test_resume_from_shards(encoder: Folder) -> None:
     """On as many ranks to the same bits, and on a single one that spreads nothing."""
     through = encoder.run("through", 2, save_steps=10)
     last = through / "checkpoint-20"
@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_its_shards(encoder: Folder) -> None:
     assert logged(fewer, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
 
 
-def test_gradients_that_are_not_finite_end_all_ranks(encoder: Folder) -> None:
+def test_non_finite_gradients_end_all_ranks(encoder: Folder) -> None:
     folder = encoder.run("broken", 2, code=5, learning_rate="1e30")
     assert "not finite" in json.loads((folder / "status.json").read_text())["message"]
 

@@ -100,7 +100,7 @@ def read_terminal(descriptor: int) -> str:
     return said.decode()
 
 
-def test_two_processes_train_the_model_of_one(
+def test_two_processes_match_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the screen of one: on a terminal in colour, and as wide as that is."""
@@ -125,9 +125,7 @@ def test_two_processes_train_the_model_of_one(
 
 
 @pytest.mark.soak
-def test_bad_input_is_said_once_and_as_ever(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         2: ["run", "job.toml", "--profile", "rtx3070-8gb"],
         -2: [*RUN, "--set", "training.learning_rat=1"],
@@ -141,7 +139,7 @@ def test_bad_input_is_said_once_and_as_ever(
     assert not (folder / "runs").exists()
 
 
-def test_what_ends_a_run_is_said_once(folder: Path) -> None:
+def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
     """A gradient that is not finite, which all ranks see, and a rank that is killed, which leaves no word."""
     diverged = start(folder, *RUN, "--name", "diverged", "--set", "training.learning_rate=1e30")
     killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.num_workers=1")
@@ -168,7 +166,7 @@ def until_step(process: subprocess.Popen[str]) -> None:
     assert any(line.startswith("step 3/") for line in process.stdout), process.communicate()
 
 
-def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
+def test_signal_reaches_all_ranks_once(folder: Path) -> None:
     cases = {"terminated": (signal.SIGTERM, 143), "interrupted": (signal.SIGINT, 130)}
     processes = {name: start(folder, *RUN, "--name", name, *LONG) for name in cases}
     for name, process in processes.items():
@@ -186,7 +184,7 @@ def test_a_signal_reaches_all_ranks_once(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_signal_while_ranks_start(folder: Path) -> None:
+def test_signal_while_ranks_start(folder: Path) -> None:
     """They have no handlers yet."""
     process = start(folder, *RUN, "--name", "early")
     while process.poll() is None and len(running(" early ", folder)) < 3:
@@ -197,7 +195,7 @@ def test_a_signal_while_ranks_start(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-def test_ranks_that_found_different_names_free_agree(warm: None, tmp_path: Path) -> None:
+def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
     def agree(rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=rank, world_size=2)
         print(broadcast_folder(Path(f"runs/job-{rank}"), None, 0)[0].name)

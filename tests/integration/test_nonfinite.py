@@ -44,7 +44,7 @@ api.execute(plan, Path("runs") / "both")
 
 
 @pytest.mark.soak
-def test_ranks_leave_out_the_same_update(tmp_path: Path) -> None:
+def test_all_ranks_skip_the_same_update(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     write_samples(tmp_path / "train.jsonl", 48)

@@ -50,7 +50,7 @@ def start(ranks: int, folder: Path, name: str) -> Path:
     ("kind", "ranks"),
     [("causal-lm", 2), ("text-classification", 4), pytest.param("text-classification", 2, marks=pytest.mark.soak)],
 )
-def test_ranks_train_the_model_of_one(kind: str, ranks: int, warm: None, tmp_path: Path) -> None:
+def test_several_ranks_match_one_rank(kind: str, ranks: int, warm: None, tmp_path: Path) -> None:
     """The effective batch is the profile's on any number of them; four have one or two samples each in the partial step."""
     write_job(tmp_path, kind)
     one = start(1, tmp_path, "one")
@@ -73,14 +73,14 @@ def test_half_weights_on_two_ranks(warm: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_bare_launcher_contradicts_nothing(tmp_path: Path) -> None:
+def test_launcher_without_settings_is_accepted(tmp_path: Path) -> None:
     write_job(tmp_path, "text-classification")
     done = finished([*LAUNCH, "--num_processes", "1", "-m", "hwopt", *RUN, "--name", "bare"], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "runs" / "bare" / "status.json").read_text())["exit_code"] == 0
 
 
-def test_a_launcher_that_contradicts_the_plan_is_told(tmp_path: Path) -> None:
+def test_launcher_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
     write_job(tmp_path, "text-classification")
     done = subprocess.run(
         [*LAUNCH, "--num_processes", "1", "--mixed_precision", "bf16", "-m", "hwopt", *RUN],

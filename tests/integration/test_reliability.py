@@ -128,7 +128,7 @@ def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("kills", [pytest.param(5, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
-def test_killed_anywhere_a_run_goes_on_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
+def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
     """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
     chance = random.Random(kills)
     killed = inside = twice = 0
@@ -163,7 +163,7 @@ def status(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("times", [pytest.param(4, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
-def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
+def test_signal_saves_the_run(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
     """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
     chance = random.Random(times)
     sent = 0
@@ -193,7 +193,7 @@ def test_a_signal_ends_a_run_saved(work: Work, undisturbed: Path, takes: float, 
     )
 
 
-def test_a_second_signal_ends_a_run_at_once(work: Work, undisturbed: Path) -> None:
+def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
     """While the first one's checkpoint is being written."""
 
     def slow_disk() -> None:
@@ -235,7 +235,7 @@ def full_for(now: Callable[[], bool]) -> Callable[[], None]:
     return disturb
 
 
-def test_a_signal_hides_no_full_disk(work: Work) -> None:
+def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
     """What could not be saved is not called saved."""
     (pid,) = work.started("signal-full", full_for(lambda: signals.received() is not None))
     run = work.folder / "signal-full"
@@ -248,7 +248,7 @@ def test_a_signal_hides_no_full_disk(work: Work) -> None:
     shutil.rmtree(run)
 
 
-def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
+def test_failing_rank_decides_the_exit_code(work: Work) -> None:
     """The others only hear that it is gone."""
     both = Work(work.folder, 2)
     run = work.folder / "rank-full"
@@ -260,7 +260,7 @@ def test_the_rank_that_fails_has_the_last_word(work: Work) -> None:
     shutil.rmtree(run)
 
 
-def test_a_run_that_was_stopped_did_not_hang(work: Work, undisturbed: Path) -> None:
+def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     """Ctrl-Z and fg, a suspended job, a frozen container: longer than training.hang_timeout."""
     stopped = Work(work.folder, training={"hang_timeout": 2})
     (pid,) = stopped.started("stopped")
@@ -274,7 +274,7 @@ def test_a_run_that_was_stopped_did_not_hang(work: Work, undisturbed: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_slow_disk_is_no_hang(work: Work, undisturbed: Path, ranks: int) -> None:
+def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path, ranks: int) -> None:
     """The loop waits for a write that takes longer than training.hang_timeout, and goes on; so do ranks that write nothing."""
 
     def slow_disk() -> None:
@@ -311,7 +311,7 @@ def hold_when_owner(gate: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])
-def test_one_of_eight_owns_the_folder(work: Work, rounds: int, figures: Figures) -> None:
+def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures: Figures) -> None:
     for number in range(rounds):
         name = f"fought-over-{number}"
         listening, telling = os.pipe()
@@ -334,7 +334,7 @@ def test_one_of_eight_owns_the_folder(work: Work, rounds: int, figures: Figures)
     figures("8 processes on one folder", f"{rounds} rounds: exactly 1 owner, 7 exit 8")
 
 
-def test_a_dead_owner_owns_nothing(work: Work, undisturbed: Path) -> None:
+def test_lock_of_a_dead_process_is_released(work: Work, undisturbed: Path) -> None:
     """The lock of a process that was killed ends with it, also while its data-loading workers still live."""
     busy = Work(work.folder, tables={"dataloader": {"num_workers": 1}})
     (pid,) = busy.started("left")
@@ -377,7 +377,7 @@ def damage_one(folder: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.parametrize("times", [pytest.param(60, id="short"), pytest.param(1000, id="full", marks=pytest.mark.soak)])
-def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(
+def test_corrupt_checkpoint_falls_back_to_the_previous_one(
     undisturbed: Path, tmp_path: Path, times: int, figures: Figures
 ) -> None:
     chance = random.Random(times)
@@ -441,7 +441,7 @@ def changes_of_saves(work: Work, tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("every", [pytest.param(47, id="short"), pytest.param(1, id="full", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
-def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
+def test_failed_save_keeps_a_valid_checkpoint(
     work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
 ) -> None:
     """One after the other, the changes that the saves of a run make to the disk; at most the checkpoint being written is lost."""
@@ -478,7 +478,7 @@ def test_wherever_a_save_dies_or_fails_a_whole_checkpoint_stays(
         )
 
 
-def test_a_disk_that_is_too_small_is_said_before_the_first_step(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_disk_is_reported_before_the_first_step(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     def nearly_full() -> None:
         usage = shutil.disk_usage(work.folder)
         shutil.disk_usage = lambda path: usage._replace(free=100_000)

@@ -143,7 +143,7 @@ def undisturbed(work: Work, alone: Path) -> Path:
 
 
 @pytest.mark.parametrize("kills", [pytest.param(2, id="short"), pytest.param(60, id="full", marks=pytest.mark.soak)])
-def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, kills: int, figures: Figures) -> None:
+def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: int, figures: Figures) -> None:
     """The first, the second or both. The one that is left ends by itself."""
     chance = random.Random(kills)
     killed = 0
@@ -166,7 +166,7 @@ def test_killed_anywhere_two_ranks_go_on_exactly(work: Work, undisturbed: Path, 
     figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
 
 
-def test_a_rank_that_dies_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
+def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
     """Between the step and the sum of the losses of all ranks."""
     start_row = Telemetry.start_row
 
@@ -190,7 +190,7 @@ def until(true: Callable[[], bool], within: float = 240.0) -> None:
         time.sleep(0.01)
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:
+def test_resume_on_another_number_of_ranks_repeats_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:
     """One rank's checkpoint on two, and the other way round: the same samples, weights within rounding of one another."""
     expected = load_file(alone / "checkpoint-150" / "model.safetensors")
     assert apart(load_file(undisturbed / "checkpoint-150" / "model.safetensors"), expected) <= 1e-5
@@ -260,7 +260,7 @@ class Launch:
                     found.append(process)
         return found
 
-    def nobody_left(self) -> None:
+    def assert_no_process_left(self) -> None:
         """At once, but for a worker whose parent's death has not reached it yet."""
         until(lambda: not self.left(), within=2)
 
@@ -281,7 +281,7 @@ SHORT = [SIGNALS[at] for at in (3, 4)]
 
 
 @pytest.mark.parametrize("cases", [pytest.param(SHORT, id="short"), pytest.param(SIGNALS * 5, id="full", marks=pytest.mark.soak)])
-def test_a_signal_ends_all_ranks_saved(
+def test_signal_saves_on_all_ranks(
     work: Work, undisturbed: Path, cases: list[tuple[bool, str, signal.Signals]], figures: Figures
 ) -> None:
     chance = random.Random(len(cases))
@@ -299,7 +299,7 @@ def test_a_signal_ends_all_ranks_saved(
         for (accelerate, target, number), launch in pairs:
             code = signals.EXIT_CODES[number]
             assert launch.ended() == (1 if accelerate else code), (target, launch.output)
-            launch.nobody_left()
+            launch.assert_no_process_left()
             assert status(launch.run)["exit_code"] == code, (target, launch.output)
             found = resume.latest_valid(launch.run, lambda message: None)
             assert found is not None
@@ -324,9 +324,7 @@ PAIRS: list[Victims] = [
 @pytest.mark.parametrize(
     "pairs", [pytest.param(PAIRS[:1], id="short"), pytest.param(PAIRS * 15, id="full", marks=pytest.mark.soak)]
 )
-def test_a_process_that_hangs_or_is_killed_ends_the_run(
-    work: Work, undisturbed: Path, pairs: list[Victims], figures: Figures
-) -> None:
+def test_hung_or_killed_process_ends_the_run(work: Work, undisturbed: Path, pairs: list[Victims], figures: Figures) -> None:
     """With exit code 9, not later than 10 s after training.hang_timeout, and nobody stays behind."""
     chance = random.Random(len(pairs))
     limit = 5.0
@@ -344,7 +342,7 @@ def test_a_process_that_hangs_or_is_killed_ends_the_run(
             disturbed.append(time.monotonic())
         for launch, since in zip(launches, disturbed, strict=True):
             assert launch.ended() == 9, (pair, launch.output)
-            launch.nobody_left()
+            launch.assert_no_process_left()
             slowest = max(slowest, time.monotonic() - since)
             assert slowest <= limit + 10, (pair, launch.output)
         for (who, number), launch in zip(pair, launches, strict=True):
@@ -363,7 +361,7 @@ def test_a_process_that_hangs_or_is_killed_ends_the_run(
 
 
 @pytest.mark.parametrize("accelerate", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["processes", "accelerate"])
-def test_ranks_outlive_no_launcher(work: Work, undisturbed: Path, accelerate: bool) -> None:
+def test_ranks_end_with_their_launcher(work: Work, undisturbed: Path, accelerate: bool) -> None:
     """They save as at SIGTERM, and end."""
     launch = launched(work, f"orphans-{accelerate}", accelerate)
     launch.until_step(10)
@@ -393,14 +391,14 @@ FEW = [("hwopt", 5), ("--processes 2", 8), ("accelerate launch", 5)]
 
 
 @pytest.mark.parametrize("cases", [pytest.param(FEW, id="short"), pytest.param(TABLE, id="full", marks=pytest.mark.soak)])
-def test_a_run_ends_alike_under_every_launcher(work: Work, cases: list[tuple[str, int]], figures: Figures) -> None:
+def test_exit_code_is_the_same_under_every_launcher(work: Work, cases: list[tuple[str, int]], figures: Figures) -> None:
     """The exit code is that of docs/exit-codes.md, but `accelerate launch` makes 1 of all; status.json keeps it."""
     for code in ENDINGS:
         with lock_run_folder(work.run("in-use"), resume=True):
             launches = {by: ends_with(work, by, code) for by, wanted in cases if wanted == code}
             for by, launch in launches.items():
                 assert launch.ended() == (1 if code and by == "accelerate launch" else code), (by, launch.output)
-                launch.nobody_left()
+                launch.assert_no_process_left()
                 assert "CalledProcessError" not in launch.output
                 # before a folder is made, or where it is another's, there is no status to write
                 assert launch.run.joinpath("status.json").exists() == (code in (0, 5)), by

@@ -25,7 +25,7 @@ def make(lengths: list[int], per_token: bool) -> tuple[dict[str, Any], dict[str,
     return arrays, {"labels_per_token": per_token, "samples": len(lengths)}
 
 
-def test_pickles_as_its_path_and_opens_in_a_spawned_process(tmp_path: Path) -> None:
+def test_store_pickles_as_its_path_and_opens_in_another_process(tmp_path: Path) -> None:
     store = TokenStore.cached(tmp_path / "s", lambda: make([20_000, 3], False))
     store.row(0)
     assert len(pickle.dumps(store)) < 500

@@ -36,7 +36,7 @@ def planned(folder: Path, kind: str, **dataloader: Any) -> Plan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_worker_is_sent_pickles(kind: str, tmp_path: Path) -> None:
+def test_worker_arguments_pickle(kind: str, tmp_path: Path) -> None:
     plan = planned(tmp_path, kind)
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
         loader = run.train_loader
@@ -63,7 +63,7 @@ def test_what_a_worker_is_sent_pickles(kind: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_weights_are_those_of_no_workers(method: str, workers: int, kind: str, tmp_path: Path) -> None:
+def test_workers_do_not_change_the_weights(method: str, workers: int, kind: str, tmp_path: Path) -> None:
     if method not in METHODS:
         pytest.skip(f"this system starts processes by {METHODS} only")
     found = []

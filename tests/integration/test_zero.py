@@ -61,7 +61,7 @@ def alone(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("stage", "offload"), [*(pytest.param(*case, marks=pytest.mark.soak) for case in OTHERS), (2, "none"), (3, "parameters")]
 )
-def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path) -> None:
+def test_two_ranks_match_one_rank(stage: int, offload: str, alone: Path) -> None:
     """20 steps of uneven micro-batches, as many on one rank as on the other only because they are told."""
     (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
     two, one = started(2, alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
@@ -74,7 +74,7 @@ def test_two_ranks_train_the_model_of_one(stage: int, offload: str, alone: Path)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, "none"), pytest.param(3, "parameters", marks=pytest.mark.soak)])
-def test_two_ranks_go_on_from_their_parts(stage: int, offload: str, alone: Path) -> None:
+def test_two_ranks_resume_from_their_shards(stage: int, offload: str, alone: Path) -> None:
     """On as many ranks to the same bits, and on a single one up to rounding."""
     (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
     name = f"through-{stage}"

@@ -16,7 +16,7 @@ from hwopt.runs.resume import AlreadyComplete
 from hwopt.runs.status import write_status
 
 
-def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_of_a_complete_run_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with 0 on each rank, and so does the launch."""
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
     write_status(tmp_path, 0, "done")
@@ -24,7 +24,7 @@ def test_a_run_with_nothing_left_to_do_is_found_by_the_launcher(tmp_path: Path, 
     assert launch_outcome(tmp_path, {}) == Outcome(0, "")
 
 
-def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_to_start_is_limited_by_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [ranks_to_start(asked, {}) for asked in ("1", "01", "3", "auto")] == [1, 1, 3, 1]
     monkeypatch.setattr(launching, "cpu_cores", lambda: 2)
@@ -41,13 +41,13 @@ def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["1", "2", "auto"])
-def test_inside_a_launcher(asked: str) -> None:
+def test_processes_option_is_refused_inside_a_launcher(asked: str) -> None:
     with pytest.raises(InputError, match="RANK, WORLD_SIZE set.*Leave --processes out"):
         ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2"})
     assert ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2", LAUNCH_FOLDER: "/tmp/launch"}) == 1, "a rank of run_ranks"
 
 
-def test_the_status_says_what_the_command_says(tmp_path: Path) -> None:
+def test_status_file_holds_the_outcome_of_the_launch(tmp_path: Path) -> None:
     failure = Outcome(9, "error: gone")
     record_outcome(tmp_path, failure)  # the launch folder names no run folder
     (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))

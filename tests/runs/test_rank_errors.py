@@ -51,7 +51,7 @@ def test_ranks_without_an_error_report(ranks: FailedRanks) -> None:
     assert ranks.outcome() == (9, "error: all ranks exited without an error report (exit codes: unknown)")
 
 
-def test_an_error_that_another_rank_caused_is_not_the_cause(ranks: FailedRanks) -> None:
+def test_secondhand_error_is_not_the_cause(ranks: FailedRanks) -> None:
     ranks.report(0, 7, "error: rank 1 ended", secondhand=True)
     write_status(ranks.folder, 7, "too large")
     assert ranks.outcome((0, 7), (1, 143)) == (7, "error: rank 1 ended")
@@ -61,7 +61,7 @@ def test_an_error_that_another_rank_caused_is_not_the_cause(ranks: FailedRanks) 
     assert ranks.outcome((0, 7), (1, 7)) == (7, "error: too large"), "although reported later"
 
 
-def test_a_killed_rank_is_the_cause_unless_the_launcher_killed_it(ranks: FailedRanks) -> None:
+def test_killed_rank_is_the_cause_unless_the_launcher_killed_it(ranks: FailedRanks) -> None:
     ranks.report(0, 1, "error: connection closed")
     assert ranks.outcome((0, 1), (2, -9)) == (9, f"error: rank 2 {describe_death(9)}")
     assert ranks.outcome((0, 1), (2, -9, 5)) == (9, f"error: rank 2 {describe_death(9)}"), "a busy launcher noticed it late"
@@ -69,7 +69,7 @@ def test_a_killed_rank_is_the_cause_unless_the_launcher_killed_it(ranks: FailedR
     assert ranks.outcome((0, 1), (2, -9, 30)) == (1, "error: connection closed"), "the launcher killed rank 2"
 
 
-def test_a_signal_to_one_rank_is_the_cause(ranks: FailedRanks) -> None:
+def test_signal_to_one_rank_is_the_cause(ranks: FailedRanks) -> None:
     ranks.report(0, 143, "terminated")
     ranks.report(1, 130, "interrupted")
     assert ranks.outcome((0, 143), (1, 130)) == (143, "terminated"), "the first signal"
@@ -80,13 +80,13 @@ def test_a_signal_to_one_rank_is_the_cause(ranks: FailedRanks) -> None:
     assert ranks.outcome((0, 143), (1, 7)) == (7, "error: too large"), "the launcher ended rank 0"
 
 
-def test_a_rank_whose_watchdog_killed_the_others_is_the_cause(ranks: FailedRanks) -> None:
+def test_rank_whose_watchdog_killed_the_others_is_the_cause(ranks: FailedRanks) -> None:
     ranks.report(1, 9, "error: no progress", killed_others=True)
     assert ranks.outcome((0, -9), (1, 9)) == (9, "error: no progress")
     assert ranks.outcome((0, -9, -9), (1, 9)) == (9, f"error: rank 0 {describe_death(9)}"), "rank 1 waited for rank 0"
 
 
-def test_a_rank_that_run_ranks_did_not_start_reports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_another_launcher_writes_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     assert not report_error(7, "error: too large")
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Where a run goes on: to the same bits, from the newest whole checkpoint, with the same samples."""
+"""A resumed run uses the newest valid checkpoint and the same samples, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: An
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     api.execute(make_plan(folder), folder / "run", cache=folder / "cache")
     return folder
 
 
-def gone_on(folder: Path, step: int, target: Path, plan: Plan | None = None, **options: Any) -> Recorder:
-    """The run of `folder`, gone on from what it was after `step`."""
+def resumed_from(folder: Path, step: int, target: Path, plan: Plan | None = None, **options: Any) -> Recorder:
+    """Resume the run of `folder` from its state after `step`. Returns what the run reported."""
     recorder = Recorder()
     run = gone_back(folder / "run", target, step)
     options = {"resume": True} | options
@@ -83,9 +83,9 @@ def same(ours: Path, theirs: Path) -> bool:
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
-def test_from_any_step_to_the_same_bits(step: int, whole: Path, tmp_path: Path) -> None:
+def test_resume_from_any_step_gives_the_same_bits(step: int, whole: Path, tmp_path: Path) -> None:
     """In the middle of an epoch, at its end (4, 8, 12), after an evaluation (5), in a log interval (1, 3, 5, 11)."""
-    gone_on(whole, step, tmp_path / "run")
+    resumed_from(whole, step, tmp_path / "run")
     assert same(tmp_path / "run", whole / "run")
     for key in ("step", "loss", "eval_loss", "learning_rate"):
         assert logged(tmp_path / "run", key) == logged(whole / "run", key)
@@ -95,8 +95,8 @@ def test_from_any_step_to_the_same_bits(step: int, whole: Path, tmp_path: Path) 
     assert all(ours[key] == theirs[key] for key in ours if not key.endswith(timed))
 
 
-def test_twice_in_a_row(whole: Path, tmp_path: Path) -> None:
-    gone_on(whole, 3, tmp_path / "run")
+def test_second_resume_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    resumed_from(whole, 3, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
     shutil.copytree(whole / "data", tmp_path / "first" / "data")
     again = gone_back(tmp_path / "run", tmp_path / "again", 7)
@@ -105,14 +105,12 @@ def test_twice_in_a_row(whole: Path, tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Nothing is saved at it."""
+    """An error at which the run saves nothing."""
 
 
 @pytest.mark.parametrize("then", ["signal", "killed"])
-def test_an_evaluation_that_a_signal_cut_short_is_made_once(
-    then: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the run that makes it again gets another signal meanwhile, or is killed behind it."""
+def test_interrupted_evaluation_is_repeated_once(then: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the resumed run gets another signal during the evaluation, or is killed after it."""
     run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
 
     def cut_short(evaluation: Evaluation) -> None:
@@ -146,15 +144,15 @@ def raised(error: BaseException) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_with_workers(workers: int, whole: Path, tmp_path: Path) -> None:
+def test_resume_with_workers_gives_the_same_bits(workers: int, whole: Path, tmp_path: Path) -> None:
     plan = make_plan(whole, dataloader={"num_workers": workers})
-    gone_on(whole, 6, tmp_path / "run", plan)
+    resumed_from(whole, 6, tmp_path / "run", plan)
     assert same(tmp_path / "run", whole / "run")
 
 
 @pytest.mark.parametrize("train", [1, 12])
-def test_on_other_micro_batches(train: int, whole: Path, tmp_path: Path) -> None:
-    """Another card: the same samples, schedule and effective batch; with dropout the masks are others."""
+def test_resume_with_another_micro_batch_size(train: int, whole: Path, tmp_path: Path) -> None:
+    """As on another card: samples, schedule and effective batch are the same. Dropout is off, since its masks would differ."""
     from safetensors.torch import load_file
 
     still = make_plan(whole)
@@ -162,16 +160,16 @@ def test_on_other_micro_batches(train: int, whole: Path, tmp_path: Path) -> None
     api.execute(still, tmp_path / "still" / "run", cache=whole / "cache")
     other = make_plan(whole, batch={"train": train, "effective": 12})
     other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
-    gone_on(tmp_path / "still", 6, tmp_path / "run", other)
+    resumed_from(tmp_path / "still", 6, tmp_path / "run", other)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
     assert apart(ours, theirs) < 1e-5
     assert logged(tmp_path / "run", "learning_rate") == logged(tmp_path / "still" / "run", "learning_rate")
 
 
-def test_another_optimizer_is_refused(whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_another_optimizer(whole: Path, tmp_path: Path) -> None:
     plan = make_plan(whole, optimizer={"name": "adamw_bnb_8bit"})
     with pytest.raises(InputError, match=r"checkpoint-6 belongs to another model or optimizer: .*AdamW"):
-        gone_on(whole, 6, tmp_path / "run", plan)
+        resumed_from(whole, 6, tmp_path / "run", plan)
 
 
 @pytest.mark.parametrize(
@@ -183,22 +181,22 @@ def test_another_optimizer_is_refused(whole: Path, tmp_path: Path) -> None:
         ({"max_steps": 4}, {}, r"is of step 6, but the job has only 4 steps"),
     ],
 )
-def test_another_run_is_refused(training: Any, tables: Any, said: str, whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_settings(training: Any, tables: Any, said: str, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=said):
-        gone_on(whole, 6, tmp_path / "run", make_plan(whole, training, **tables))
+        resumed_from(whole, 6, tmp_path / "run", make_plan(whole, training, **tables))
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
 
 
-def test_other_data_is_refused(whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_data(whole: Path, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "other")
     path = Path(plan.job.data.train)
     path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
     with pytest.raises(InputError, match="The data or data.max_length changed"):
-        gone_on(whole, 6, tmp_path / "run", plan)
+        resumed_from(whole, 6, tmp_path / "run", plan)
 
 
-def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
-    """An adapter goes on upon the weights that it was begun on, also in another precision, and upon no others."""
+def test_resume_rejects_changed_frozen_weights(whole: Path, tmp_path: Path) -> None:
+    """An adapter resumes on its own base weights, also in another precision, and on no others."""
     base = tmp_path / "base"
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT))
     model.save_pretrained(base)
@@ -215,8 +213,8 @@ def test_other_frozen_weights_are_refused(whole: Path, tmp_path: Path) -> None:
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
-def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_path: Path) -> None:
-    """The same tensors under another scale are another model; another way to load data is not."""
+def test_resume_rejects_another_method_and_reports_other_changes(whole: Path, tmp_path: Path) -> None:
+    """Another scale of the same tensors changes the model; another number of workers does not."""
     few, adapter = {"save_steps": 6}, {"always": True, "lora_alpha": 16}
     plan = make_plan(whole, few, adapter=adapter)
     api.execute(plan, tmp_path / "run", cache=whole / "cache")
@@ -233,15 +231,15 @@ def test_another_method_is_refused_and_other_settings_are_said(whole: Path, tmp_
     ]
 
 
-def test_longer_than_planned(whole: Path, tmp_path: Path) -> None:
-    """More steps, and so another schedule from there on; it is said."""
-    heard = gone_on(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
-    assert heard.warnings == ["Settings changed since the run started: training.max_steps was 12 and is 14"]
+def test_resume_with_more_steps_reports_the_change(whole: Path, tmp_path: Path) -> None:
+    """More steps change the schedule from the checkpoint on, hence the report."""
+    recorder = resumed_from(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    assert recorder.warnings == ["Settings changed since the run started: training.max_steps was 12 and is 14"]
     assert logged(tmp_path / "run", "step")[-1] == 14
 
 
-def test_the_best_weights_of_before_are_still_the_best(tmp_path: Path) -> None:
-    """A rate that ruins the model after the first evaluation; the run goes on behind it."""
+def test_best_weights_survive_a_resume(tmp_path: Path) -> None:
+    """The learning rate ruins the model after the first evaluation; the run resumes after that."""
     training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant"}
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
@@ -260,7 +258,7 @@ def kept_by_plugin(run: Path) -> tuple[int, list[float]]:
     return own["steps"], own["seen"].tolist()
 
 
-def test_what_plugins_keep(tmp_path: Path) -> None:
+def test_plugin_state_is_restored(tmp_path: Path) -> None:
     class Counter:
         def __init__(self) -> None:
             self.state: dict[str, Any] = {"steps": 0, "seen": torch.zeros(2)}
@@ -286,13 +284,13 @@ def test_what_plugins_keep(tmp_path: Path) -> None:
     through, plan = counting()
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     counter, plan = counting()
-    gone_on(tmp_path, 5, tmp_path / "again", plan)
+    resumed_from(tmp_path, 5, tmp_path / "again", plan)
     assert kept_by_plugin(tmp_path / "again") == kept_by_plugin(tmp_path / "run") == (LAST, [LAST, LAST])
     best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
     assert counter.state["steps"] == through.state["steps"] == best, "final/ has the best weights, and their plugin state"
 
 
-def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
+def test_timed_checkpoints_are_written_and_pruned(whole: Path, tmp_path: Path) -> None:
     """Every so many minutes; the newest are kept."""
     training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
     api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
@@ -303,8 +301,8 @@ def test_by_the_clock(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("write", "due"), [(0, 600), (60, 540), (500, 300)])
-def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is killed just before the next one is whole has lost ten minutes, not more; half of them it waits always."""
+def test_timed_save_is_due_earlier_by_the_write_time(write: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill just before a checkpoint is complete loses at most save_minutes. The wait is at least half of it."""
     now = [0.0]
     monkeypatch.setattr(save_timing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run: Any = SimpleNamespace(training=SimpleNamespace(save_minutes=10), recipe=SimpleNamespace(state=[]))
@@ -316,8 +314,8 @@ def test_the_clock_counts_what_a_write_takes(write: float, due: float, monkeypat
     assert timing.timed_save_due()
 
 
-def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the copy would not fit, nothing is written that nobody has asked for; that is said once."""
+def test_timed_save_is_skipped_without_host_memory(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the copy does not fit, only requested checkpoints are written, with one warning."""
     monkeypatch.setattr(save_timing, "host_memory", lambda: (2000, 1000))
     recorder = Recorder()
     plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
@@ -327,8 +325,8 @@ def test_the_clock_does_not_fill_the_host(whole: Path, tmp_path: Path, monkeypat
     assert "Skipping timed checkpoint: needs" in said
 
 
-def test_damaged_best_weights_end_no_run(tmp_path: Path) -> None:
-    """Those that a run goes on with are set aside; those that are damaged meanwhile are not put into final/."""
+def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
+    """Corrupt best weights are renamed on resume. Those corrupted during the run are not copied to final/."""
     training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
@@ -360,8 +358,8 @@ def weights_of(checkpoint: Path) -> dict[str, str]:
     return {name: value for name, value in saved_bits(checkpoint).items() if name.startswith("model.")}
 
 
-def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
-    """Also where no checkpoint is ever written."""
+def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
+    """Also in a run without checkpoints."""
     plan = make_plan(tmp_path, {"eval_steps": 1, "save_steps": None, "save_minutes": 0})
     most = 0
 
@@ -374,14 +372,14 @@ def test_weights_that_are_not_the_best_any_more_go(tmp_path: Path) -> None:
     assert 1 <= most <= 2
 
 
-def test_a_complete_run_is_not_another_one(whole: Path, tmp_path: Path) -> None:
+def test_complete_run_rejects_another_seed(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
     with pytest.raises(InputError, match="seed was 0 and is now 5"):
         api.execute(make_plan(whole, {"seed": 5}), run, cache=whole / "cache", resume=True)
 
 
-def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path: Path) -> None:
+def test_repeated_steps_of_a_complete_run_are_reported(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
     for path in resume.list_checkpoints(run)[: LAST - 6]:
@@ -391,8 +389,8 @@ def test_what_is_made_again_behind_a_complete_run_is_said(whole: Path, tmp_path:
     assert any("had reached step 12; its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
 
 
-def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) -> None:
-    """Also when it is asked again, as scripts do."""
+def test_run_with_only_corrupt_checkpoints_does_not_restart(whole: Path, tmp_path: Path) -> None:
+    """Also on the second attempt, as scripts retry."""
     run = gone_back(whole / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
@@ -403,7 +401,7 @@ def test_where_all_was_damaged_nothing_begins_anew(whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [".DS_Store", "._model.safetensors", "Thumbs.db", ".nfs0001"])
-def test_what_desktops_leave_is_no_damage(name: str, whole: Path, tmp_path: Path) -> None:
+def test_hidden_os_files_are_ignored(name: str, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / name).write_bytes(b"x")
     found = resume.latest_valid(tmp_path, print)
@@ -411,7 +409,7 @@ def test_what_desktops_leave_is_no_damage(name: str, whole: Path, tmp_path: Path
     assert found.state["engine"]["parameters"]
 
 
-def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
+def test_resume_of_a_complete_run_changes_no_file(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole / "run", run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
@@ -420,7 +418,7 @@ def test_a_complete_run_is_left_alone(whole: Path, tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
-def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_at_step_1(whole: Path, tmp_path: Path) -> None:
     said: list[str] = []
 
     class Listening(Recorder):
@@ -432,7 +430,7 @@ def test_without_a_checkpoint_it_begins_at_the_start(whole: Path, tmp_path: Path
     assert said == [f"{tmp_path / 'run'} has no checkpoint: starting from step 1"]
 
 
-def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None:
+def test_run_folder_is_overwritten_only_with_fresh(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
         api.execute(make_plan(whole), run, cache=whole / "cache")
@@ -442,14 +440,14 @@ def test_a_run_folder_is_never_written_over(whole: Path, tmp_path: Path) -> None
     assert resume.list_checkpoints(tmp_path / "run.old")[0].name == "checkpoint-6"
 
 
-def test_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
+def test_resume_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     api.execute(make_plan(whole), run, cache=whole / "cache", resume=whole / "run" / "checkpoint-6")
     assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(whole / "run" / f"checkpoint-{LAST}")
     assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
 
 
-def test_the_best_weights_come_along(tmp_path: Path) -> None:
+def test_best_weights_are_copied_from_another_folder(tmp_path: Path) -> None:
     training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
@@ -460,14 +458,14 @@ def test_the_best_weights_come_along(tmp_path: Path) -> None:
     assert saved_bits(tmp_path / "other" / "final") == saved_bits(tmp_path / "run" / "final")
 
 
-def test_an_older_checkpoint_of_a_folder_is_refused_there(whole: Path, tmp_path: Path) -> None:
+def test_older_checkpoint_is_refused_in_its_own_folder(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
         api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-4")
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
-    """Wherever the run would go on; nothing is renamed for it."""
+def test_corrupt_resume_from_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
+    """In its own folder and in another one; the checkpoint is not renamed."""
     run = gone_back(whole / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
     for target in (run, tmp_path / "other"):
@@ -477,14 +475,14 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(whole: Path, tmp_path
     assert not (tmp_path / "other" / "checkpoint-6").exists()
 
 
-def test_what_plugins_keep_is_found_whatever_stands_beside_it() -> None:
+def test_plugin_states_are_named_by_class() -> None:
     first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
     both = named_by_class([other, first, second])
     assert named_by_class([first, second]).items() <= both.items()
     assert len(both) == 3
 
 
-def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_is_quarantined_with_a_warning(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     weights = run / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -495,7 +493,7 @@ def test_a_damaged_checkpoint_is_set_aside_loudly(whole: Path, tmp_path: Path) -
     assert same(run, whole / "run")
 
 
-def test_no_whole_checkpoint_is_said(whole: Path, tmp_path: Path) -> None:
+def test_run_without_a_valid_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "config.json").unlink()
@@ -514,7 +512,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
 
 
 def add_payload(checkpoint: Path) -> None:
-    """What torch.load would run."""
+    """A payload that torch.load would run."""
     (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
     (checkpoint / "model.safetensors").unlink()
 
@@ -539,8 +537,8 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its manifest is right; what it holds is not what hwopt writes."""
+def test_hostile_checkpoint_is_refused(name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is valid; the content is not what hwopt writes."""
     monkeypatch.chdir(tmp_path)
     run = gone_back(whole / "run", tmp_path / "run", 6)
     for path in resume.list_checkpoints(run)[1:]:
@@ -556,8 +554,8 @@ def test_a_hostile_checkpoint_runs_nothing(name: str, whole: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])
-def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before final/ is begun the last step is saved, also where no checkpoint was asked for; later on the run is complete."""
+def test_signal_at_the_end_loses_no_step(moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before final/ is written the last step is saved, even without save_steps. After that the run is complete."""
     plan, run = make_plan(whole, {"save_steps": None, "save_minutes": 0}), tmp_path / "run"
 
     def signal_comes(*_: Any) -> None:
@@ -587,8 +585,8 @@ def test_a_signal_at_the_end_loses_nothing(moment: str, whole: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["a notebook", "a shell's background"])
-def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: Path) -> None:
-    """Without the command line nobody has asked for signals; afterwards they are the script's again."""
+def test_signal_to_a_script_saves_the_run(ignored: bool, whole: Path, tmp_path: Path) -> None:
+    """Without the command line, execute() handles signals itself and then restores the script's handlers."""
     number, ends = (signal.SIGTERM, SystemExit) if ignored else (signal.SIGINT, KeyboardInterrupt)
     if ignored:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -608,7 +606,7 @@ def test_a_script_that_is_ended_is_saved(ignored: bool, whole: Path, tmp_path: P
     assert same(tmp_path / "run", whole / "run")
 
 
-def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> None:
+def test_hidden_files_of_tools_are_ignored(whole: Path, tmp_path: Path) -> None:
     run = gone_back(whole / "run", tmp_path / "run", 6)
     for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
         path = resume.list_checkpoints(run)[0] / place
@@ -619,7 +617,7 @@ def test_hidden_files_of_tools_are_no_damage(whole: Path, tmp_path: Path) -> Non
     assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])
 
 
-def test_the_copy_of_a_run_that_goes_on_is_nobodys(whole: Path, tmp_path: Path) -> None:
+def test_copy_of_a_running_folder_is_unlocked(whole: Path, tmp_path: Path) -> None:
     with lock_run_folder(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         assert in_use_on_this_host(tmp_path / "run")
