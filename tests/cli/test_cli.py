@@ -132,7 +132,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
     assert "exists" in again.stderr
 
 
-def test_plan_of_a_card_that_is_not_there(tmp_path: Path) -> None:
+def test_plan_for_a_described_card(tmp_path: Path) -> None:
     write_job(tmp_path)
     done = hwopt("plan", "--profile", "t4_16gb", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -170,7 +170,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_command_line_takes_the_place_of_what_it_excludes(tmp_path: Path) -> None:
+def test_command_line_replaces_excluded_keys(tmp_path: Path) -> None:
     write_job(tmp_path)
     done = hwopt("plan", "--profile", "cpu", "--format", "json", "--set", "data.eval_fraction=0.5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

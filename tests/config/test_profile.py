@@ -81,7 +81,7 @@ def test_unknown_names_offer_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", profile_files())
-def test_every_shipped_profile_is_whole(name: str) -> None:
+def test_every_shipped_profile_is_valid(name: str) -> None:
     """Its name is its file's, its plugins and their options exist, and its claims are made against a profile."""
     files, registry = profile_files(), Registry()
     profile = load_profile(name, files)

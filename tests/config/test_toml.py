@@ -98,7 +98,7 @@ SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a pa
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["Linux", "Windows"])
-def test_what_is_probably_meant(raw: str, said: str, end: str) -> None:
+def test_message_suggests_the_probable_fix(raw: str, said: str, end: str) -> None:
     text = message(raw.replace("%", end).encode())
     assert re.search(said, text, re.MULTILINE), text
     assert not re.search(r"line \d", text)
@@ -210,7 +210,7 @@ def test_a_value_that_could_be_several_things_is_one_problem(table: dict[str, ob
     assert str(caught.value).splitlines() == [f"here: {said}"]
 
 
-def test_a_byte_order_mark_is_no_content() -> None:
+def test_utf_16_file_is_refused() -> None:
     assert parse_toml(b"\xef\xbb\xbfa = 1", "job.toml").data == {"a": 1}
     with pytest.raises(InputError, match="job.toml:1: is UTF-16; save it as UTF-8"):
         parse_toml("a = 1".encode("utf-16"), "job.toml")

@@ -122,7 +122,7 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
         prepare(source, tmp_path, on_bad_row="stop")
 
 
-def test_a_hundred_in_a_row(tmp_path: Path) -> None:
+def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:
     rows = [good(number) for number in range(400)]
     fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
     assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
@@ -131,7 +131,7 @@ def test_a_hundred_in_a_row(tmp_path: Path) -> None:
         prepare(source, tmp_path)
 
 
-def test_nothing_left(tmp_path: Path) -> None:
+def test_file_without_good_rows_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("1\n2\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"a\.jsonl: none of its 2 rows can be used\. First one: line 1: is not an object"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path)
@@ -167,7 +167,7 @@ def test_the_note_of_one_and_of_many() -> None:
     assert bad_rows.note() == ("skipped 7 of 8 rows of a.csv: lines 3, 4, 5, 6, 7, … (6 x is not valid JSON; 1 x has no text)")
 
 
-def test_the_run_has_them_in_its_folder(tmp_path: Path) -> None:
+def test_run_folder_lists_the_bad_rows(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data")
     with open(tmp_path / "data" / "train.jsonl", "a", encoding="utf-8") as file:
         file.write("{\n")
@@ -178,7 +178,7 @@ def test_the_run_has_them_in_its_folder(tmp_path: Path) -> None:
     assert any("skipped 1 of 41 rows of" in note for note in heard.run.notes)
 
 
-def test_a_run_that_goes_on_leaves_out_the_same(tmp_path: Path) -> None:
+def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
     """Also where the tokens are made anew."""
     rows = [good(number) for number in range(80)]
     bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 8))

@@ -120,19 +120,19 @@ def test_decoders_get_no_mask() -> None:
     assert all(set(m.inputs) == {"input_ids"} for m, _ in batch.micro_batches())  # type: ignore[attr-defined]
 
 
-def test_a_weightless_rank_counts_nothing() -> None:
+def test_weightless_rank_has_count_zero() -> None:
     step = Step(0, 0, (3,), 10, weightless=True)
     batch = Collate(cut_in_order, 4, pad_id=0)(step, make_samples([5], False), [1])
     assert [m.loss_weight for m, _ in batch.micro_batches()] == [0.0]
     assert batch.rows == batch.tokens == 0
 
 
-def test_a_cut_that_loses_a_row_is_a_programmers_error() -> None:
+def test_cut_that_loses_a_row_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="every row once"):
         Collate(lambda lengths, rows: [[0]], 2, pad_id=0)(Step(0, 0, (0, 1), 2), make_samples([3, 4], False), [1, 1])
 
 
-def test_step_batches_travel_by_pickle() -> None:
+def test_step_batches_pickle() -> None:
     _, batch = batch_of([2, 4, 3], 2)
     again = pickle.loads(pickle.dumps(batch))
     assert again.sizes == batch.sizes  # type: ignore[attr-defined]

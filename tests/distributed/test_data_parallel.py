@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hwopt.distributed.data_parallel import DataParallelEngine, make_buckets
 
 
-def test_gradients_of_all_kinds_meet(tmp_path: Path) -> None:
+def test_reduce_handles_absent_and_mixed_gradients(tmp_path: Path) -> None:
     """One rank adds nothing of its own: absent gradients stay absent, those of others come as zeros, no value changes."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:

@@ -114,7 +114,7 @@ def never(rows: int, call: int, backward: bool) -> bool:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_the_same_samples_and_the_weights_of_the_finer_cut(in_backward: bool, tmp_path: Path) -> None:
+def test_backoff_matches_the_finer_split(in_backward: bool, tmp_path: Path) -> None:
     small = trained(tmp_path / "small", never, train=2)
     whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, in_backward=in_backward)
     assert whole.samples == small.samples
@@ -125,7 +125,7 @@ def test_the_same_samples_and_the_weights_of_the_finer_cut(in_backward: bool, tm
     assert difference <= 1e-5
 
 
-def test_with_dropout_the_bits_are_those_of_the_same_cuts(tmp_path: Path) -> None:
+def test_backoff_with_dropout_gives_the_bits_of_the_same_splits(tmp_path: Path) -> None:
     small = trained(tmp_path / "small", never, train=2, dropout=0.1)
     whole = trained(tmp_path / "whole", lambda rows, call, backward: rows > 2, dropout=0.1)
     assert whole.losses == small.losses
@@ -133,7 +133,7 @@ def test_with_dropout_the_bits_are_those_of_the_same_cuts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.soak)])
-def test_running_out_at_any_forward_leaves_no_trace(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_oom_at_any_forward_keeps_the_result(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     plain = trained(tmp_path_factory.mktemp("plain"), never)
 
     @given(st.integers(1, 24), st.booleans())
@@ -148,19 +148,19 @@ def test_running_out_at_any_forward_leaves_no_trace(examples: int, tmp_path_fact
     check()
 
 
-def test_an_evaluation_has_a_ladder_of_its_own(tmp_path: Path) -> None:
+def test_evaluation_has_its_own_backoff(tmp_path: Path) -> None:
     heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
     assert any("Evaluation ran out of memory" in warning for warning in heard.warnings)
     assert not any("Training" in warning for warning in heard.warnings)
 
 
-def test_at_the_floor_the_run_stops_whole(tmp_path: Path) -> None:
+def test_oom_with_single_rows_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"not even row by row.*max_length"):
         trained(tmp_path, lambda rows, call, backward: call > 4)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 7
 
 
-def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
+def test_oom_writes_a_report(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError):
         trained(tmp_path, lambda rows, call, backward: call > 4)
     report = json.loads((tmp_path / "run" / "out_of_memory.json").read_text())
@@ -171,7 +171,7 @@ def test_what_did_not_fit_leaves_a_report(tmp_path: Path) -> None:
     assert "not even row by row" in report["reason"]
 
 
-def test_what_did_not_fit_is_told_what_would_save_memory(tmp_path: Path) -> None:
+def test_oom_message_lists_changes_that_save_memory(tmp_path: Path) -> None:
     """Not fewer rows: the backoff has been at single ones."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
     registry = Registry()
@@ -194,7 +194,7 @@ def checkpointed(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def test_checkpointing_is_the_last_rung_and_changes_nothing(tmp_path: Path) -> None:
+def test_checkpointing_is_the_last_rung_and_keeps_the_result(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", never, train=1)
 
     class Watched(Shortage):
@@ -218,7 +218,7 @@ def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
     assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).oom_plugins] == ["checkpointing"]
 
 
-def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_chosen_batch_is_probed_without_changing_the_result(tmp_path: Path) -> None:
     fixed = trained(tmp_path / "fixed", never, train=8, dropout=0.1)
     chosen = trained(tmp_path / "chosen", never, train="auto", dropout=0.1)
     assert chosen.run.plan.batch.train == 8
@@ -234,7 +234,7 @@ def test_a_chosen_batch_is_tried_first_and_leaves_no_trace(tmp_path: Path) -> No
     assert recorded_limit(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
 
 
-def test_two_signs_in_a_row_are_a_shortage() -> None:
+def test_two_consecutive_signs_are_memory_pressure() -> None:
     pressure = MemoryPressure(torch.device("cpu"))
     assert pressure.message() is None
     assert [pressure.judge(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
@@ -276,7 +276,7 @@ def test_growing_back_with_hysteresis() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
-def test_a_ladder_never_leaves_its_ends(shortages: list[bool], floor: int) -> None:
+def test_rung_stays_between_zero_and_the_floor(shortages: list[bool], floor: int) -> None:
     with heard_by([]) as backoff:
         for short in shortages:
             if short and backoff.rung < floor:

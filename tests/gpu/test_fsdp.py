@@ -62,7 +62,7 @@ def run(folder: Path, name: str, ranks: int, profile: str) -> Path:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2), ("fp16", 1e-2)])
 @pytest.mark.parametrize("options", ["", 'reshard_after_forward = false\nreduce = "step"\n'], ids=["spread", "whole"])
-def test_two_devices_train_the_model_of_one(dtype: str, tolerance: float, options: str, tmp_path: Path) -> None:
+def test_two_devices_match_one_device(dtype: str, tolerance: float, options: str, tmp_path: Path) -> None:
     write_samples(tmp_path / "train.jsonl", 100)
     write_samples(tmp_path / "dev.jsonl", 20, seed=1)
     profile = PROFILE.format(dtype=dtype)

@@ -44,7 +44,7 @@ def test_loss_and_gradients(backend: str, dtype: torch.dtype, frozen: bool) -> N
 @pytest.mark.parametrize("backend", ["torch", LIGER])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_run_with_it_is_the_run_without(backend: str, level: str, dtype: str, tmp_path: Path) -> None:
+def test_run_with_fused_loss_matches_the_run_without(backend: str, level: str, dtype: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", "causal-lm")
     tables: dict[str, Any] = {"precision": {"dtype": dtype, "level": level}}
     ours = train_tiny(plan_for(tiny_profile(**tables, fused_loss={"backend": backend}), job), tmp_path / "with")

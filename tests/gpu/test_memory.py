@@ -50,7 +50,9 @@ FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
     ],
     ids=["fp32", "bf16", "O2-8bit", "checkpointing", "dora", "fused-loss"],
 )
-def test_predicted_is_what_cuda_allocates(config: dict[str, Any], width: int, tables: dict[str, Any], tmp_path: Path) -> None:
+def test_predicted_peak_matches_the_cuda_allocator(
+    config: dict[str, Any], width: int, tables: dict[str, Any], tmp_path: Path
+) -> None:
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
     plan = plan_for(tiny_profile(**tables), job)
     trace, rows = trace_plan(plan, width, 2), max(1, 8192 // width)

@@ -64,7 +64,7 @@ def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path, limited_to
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_a_real_shortage_is_survived(tmp_path: Path, limited_to: Limit) -> None:
+def test_run_recovers_from_real_oom(tmp_path: Path, limited_to: Limit) -> None:
     """A micro-batch far over the limit, in training and in evaluation: the run ends well, with no step lost."""
     given = [
         *assignments(tmp_path, BERT_BASE),
@@ -80,7 +80,7 @@ def test_a_real_shortage_is_survived(tmp_path: Path, limited_to: Limit) -> None:
     assert heard.run.step == heard.run.total_steps
 
 
-def test_a_shortage_in_evaluation_leaves_training_alone(tmp_path: Path, limited_to: Limit) -> None:
+def test_oom_in_evaluation_does_not_change_training(tmp_path: Path, limited_to: Limit) -> None:
     given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=4", "plugins.batch.eval=100000", "data.max_length=512"]
     with limited_to(3):
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
@@ -100,7 +100,7 @@ def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path, limited_to: 
     assert not any("out of memory" in warning for warning in heard.warnings)
 
 
-def test_what_does_not_fit_at_all_says_so(tmp_path: Path, limited_to: Limit) -> None:
+def test_model_that_never_fits_is_reported(tmp_path: Path, limited_to: Limit) -> None:
     given = [*assignments(tmp_path, GEMMA), "plugins.adapter.enabled=false"]
     with limited_to(2):
         plan = api.resolve("rtx3090_24gb", assignments=given, cache=tmp_path / "cache")

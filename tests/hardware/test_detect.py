@@ -53,7 +53,7 @@ def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
         ((8, 6), [], True),
     ],
 )
-def test_which_builds_carry_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
+def test_torch_build_supports_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
     assert has_kernels(capability, built) is expected
 
 

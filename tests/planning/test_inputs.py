@@ -31,7 +31,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_proxies")
-def test_a_hub_whose_name_means_nothing_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_with_an_unknown_host_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     assert hub_is_out_of_reach()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # whether anybody listens there is the client's to find out
@@ -39,7 +39,7 @@ def test_a_hub_whose_name_means_nothing_is_out_of_reach(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_proxies")
-def test_a_proxy_knows_names_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_resolves_the_hub_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     assert not hub_is_out_of_reach()
@@ -47,7 +47,9 @@ def test_a_proxy_knows_names_that_this_machine_does_not(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("no_proxies")
 @pytest.mark.parametrize(("name", "offline"), [("somebody/some-model", "1"), (".", None)], ids=["of the hub", "a folder"])
-def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: str | None) -> None:
+def test_unreachable_hub_sets_offline_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: str | None
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -57,7 +59,7 @@ def test_the_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     assert os.environ.get("HF_HUB_OFFLINE") == offline
 
 
-def test_the_demo_is_not_made_only_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_does_not_create_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     refuse_mistakes(Inputs(), ["cpu"], None, [], "8GiB")
@@ -92,7 +94,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_without_permission_is_refused(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.toml").write_text('[model]\nname = "private/model"\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"job\.toml:2: model\.name: 'private/model': cannot access: Permission denied"):
         refuse_mistakes(Inputs(), ["cpu"], None, [], None)
@@ -106,7 +108,7 @@ def test_what_nobody_may_look_at_is_said(locked: Path, monkeypatch: pytest.Monke
             checkpoint_in(path)
 
 
-def test_a_cache_that_nobody_may_look_at_is_none(locked: Path) -> None:
+def test_cache_without_permission_is_refused(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
     assert model_facts(config, "text-classification", "a model", locked / "models").parameters > 0
     assert cached_timelines(locked / "trace.npz", dict) == {}
@@ -134,7 +136,7 @@ def special(kind: str, path: Path) -> None:
         ("device", "is not a regular file"),
     ],
 )
-def test_what_goes_by_the_name_of_a_job_is_meant(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_job_file_is_refused(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     special(kind, Path("job.toml"))
     with pytest.raises(InputError, match=said) as caught:
@@ -157,7 +159,7 @@ JOB = '[model]\nname = "."\n[data]\n'
     ],
     ids=["a typo", "a folder", "evaluation", "an archive", "not made by datasets", "a split of a file"],
 )
-def test_data_that_is_not_there_is_said_before_a_run_plans(
+def test_missing_data_is_reported_before_planning(
     data: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,15 +171,13 @@ def test_data_that_is_not_there_is_said_before_a_run_plans(
         refuse_missing_data(Inputs().job(None, []))
 
 
-def test_a_name_of_the_hub_is_the_hubs_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_is_not_checked_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB + 'train = "nyu-mll/glue:rte"\neval_split = "validation"')
     refuse_missing_data(Inputs().job(None, []))
 
 
-def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_output_folder_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_folder(tmp_path / "new" / "runs", "mine", "") == tmp_path / "new" / "runs" / "mine"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write everywhere
     with pytest.raises(StorageError, match="no permission to write in"):
@@ -197,7 +197,7 @@ def test_a_folder_in_which_nothing_can_be_written_is_said_before_the_work(
         ("training.output_dir", "--output-dir"),
     ],
 )
-def test_words_of_others_are_told_their_place(word: str, instead: str) -> None:
+def test_keys_of_other_libraries_get_the_hwopt_key(word: str, instead: str) -> None:
     table, key = word.split(".")
     tables: dict[str, dict[str, object]] = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {}}
     tables[table][key] = "1"
@@ -231,5 +231,5 @@ def test_alias_names_an_existing_key(word: str) -> None:
         (OSError("/tmp/run-401/gated-model/config.json: no such file"), False),
     ],
 )
-def test_what_the_hub_keeps_closed(error: Exception, gated: bool) -> None:
+def test_gated_hub_error_is_recognized(error: Exception, gated: bool) -> None:
     assert is_gated(error) == gated

@@ -150,7 +150,7 @@ def test_after_is_an_error_where_the_profile_contradicts_it() -> None:
         plan_of(profile_of("second", "first"), HOST, registry=registry)
 
 
-def test_after_does_not_mind_what_is_skipped() -> None:
+def test_after_ignores_skipped_plugins() -> None:
     def skip(self: Plugin, context: Context) -> Decision:
         return Decision.skip("not here today")
 

@@ -6,7 +6,7 @@ from hwopt.errors import PluginError
 from hwopt.plugin.recipe import Collision, Recipe
 
 
-def test_the_second_author_of_a_slot_is_a_collision() -> None:
+def test_slot_set_by_two_plugins_is_an_error() -> None:
     recipe = Recipe()
     for author, value in (("plugin 'a' (p.toml:3)", len), ("plugin 'b' (p.toml:9)", sorted)):
         with recipe.written_by(author):
@@ -16,7 +16,7 @@ def test_the_second_author_of_a_slot_is_a_collision() -> None:
     assert recipe.optimizer([1]) == 1, "the first author's value is kept"
 
 
-def test_the_second_author_of_a_key_is_a_collision() -> None:
+def test_key_set_by_two_plugins_is_an_error() -> None:
     recipe = Recipe()
     with recipe.written_by("first"):
         recipe.batch["train"] = 4
@@ -46,7 +46,7 @@ def test_a_replaced_field_belongs_to_the_plugin_that_replaces_it(order: tuple[st
     assert recipe.replaced("winner") == {}
 
 
-def test_all_that_a_plugin_writes_is_recorded() -> None:
+def test_writes_of_a_plugin_are_recorded() -> None:
     recipe = Recipe()
     with recipe.written_by("it"):
         recipe.loss = len
@@ -61,7 +61,7 @@ def test_all_that_a_plugin_writes_is_recorded() -> None:
     assert recipe.fields_of("another") == ()
 
 
-def test_the_same_author_may_change_its_mind() -> None:
+def test_same_plugin_may_set_a_key_twice() -> None:
     recipe = Recipe()
     with recipe.written_by("only"):
         recipe.batch["train"] = 4

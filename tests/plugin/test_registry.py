@@ -54,25 +54,25 @@ def test_unknown_names_offer_the_nearest() -> None:
         Registry().plugin("optimiser", "profile.toml:4")
 
 
-def test_a_third_partys_plugin_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_third_party_plugin_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_with(monkeypatch, Good=Good)
     registry = Registry([EntryPoint("good", f"{module}:Good", PLUGIN_GROUP)])
     assert registry.plugin("good") is Good
 
 
-def test_one_that_cannot_be_imported_is_named() -> None:
+def test_plugin_that_cannot_be_imported_is_named() -> None:
     registry = Registry([EntryPoint("lost", "no_such_module_anywhere:Lost", PLUGIN_GROUP)])
     with pytest.raises(PluginError, match="'lost'.*cannot be imported.*no_such_module_anywhere"):
         registry.plugin("lost")
 
 
-def test_one_that_raises_on_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_that_raises_on_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_with(monkeypatch)  # the attribute is missing
     with pytest.raises(PluginError, match="'broken'"):
         Registry([EntryPoint("broken", f"{module}:Broken", PLUGIN_GROUP)]).plugin("broken")
 
 
-def test_a_name_taken_twice_names_both() -> None:
+def test_duplicate_name_names_both_entry_points() -> None:
     points = [EntryPoint("same", "a:A", PLUGIN_GROUP), EntryPoint("same", "b:B", PLUGIN_GROUP)]
     with pytest.raises(PluginError, match="'same'.*a:A.*b:B"):
         Registry(points)
@@ -101,7 +101,7 @@ def test_every_broken_rule_is_named(change: dict[str, object], expected: str) ->
         check_contract(broken, "good", "somebody 1.0")
 
 
-def test_what_is_no_plugin() -> None:
+def test_object_that_is_not_a_plugin_is_refused() -> None:
     for thing in (PluginOptions, 3, None):
         with pytest.raises(PluginError, match="expected a subclass"):
             check_contract(thing, "good", "somebody 1.0")

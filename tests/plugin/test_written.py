@@ -68,7 +68,7 @@ def test_every_built_in_plugin_writes_something() -> None:
         (Skipped, "skipped on two cards of compute capability 9.0: needs a quantum computer, found two cards; add"),
     ],
 )
-def test_what_cannot_be_told_says_why(plugin: type[Plugin], why: str) -> None:
+def test_unknown_writes_show_the_reason(plugin: type[Plugin], why: str) -> None:
     found = written_by(plugin, "plugin 'mine'")
     assert found.fields is None
     assert found.why.startswith(why)

@@ -84,7 +84,7 @@ def run_of(model, optimizer):
 @pytest.mark.parametrize(
     ("build", "heads"), [(bert, ["classifier"]), (distilbert, ["pre_classifier", "classifier"]), (llama, ["score"])]
 )
-def test_only_adapter_and_head_learn(build, heads, kind):
+def test_only_adapter_and_head_train(build, heads, kind):
     assert classification_heads(build()) == heads
     plugin, _, model = classifier(build, kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -104,7 +104,7 @@ def test_only_adapter_and_head_learn(build, heads, kind):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_merged_model_is_the_trained_one(tmp_path, kind):
+def test_merged_model_equals_the_trained_model(tmp_path, kind):
     _, recipe, model = classifier(llama, kind)
     run = trained(model)
     run.extras = tmp_path
@@ -141,14 +141,14 @@ def test_named_targets():
     assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} == {"q_proj", "v_proj"}
 
 
-def test_a_target_that_the_model_does_not_have():
+def test_unknown_target_module_is_refused():
     recipe = Recipe()
     Adapter(Adapter.Options(target_modules=("query_key_value",))).apply(recipe, context())
     with pytest.raises(PluginError, match="query_key_value"):
         recipe.model_steps[0](llama(), None)
 
 
-def test_small_models_are_left_alone_unless_asked():
+def test_small_models_get_an_adapter_only_with_always():
     decision = Adapter(Adapter.Options()).probe(context(parameters=22_700_000))
     assert decision.kind == "skip"
     assert "22.7 M" in decision.reason
@@ -163,7 +163,7 @@ def test_without_peft_and_with_dropout():
     assert Adapter.preserves == "method"
 
 
-def test_evidence_where_something_else_learns():
+def test_evidence_is_inactive_if_other_weights_train():
     plugin, _, model = classifier(bert, "lora")
     run = trained(model)
     next(p for name, p in model.named_parameters() if "word_embeddings" in name).requires_grad_(True)

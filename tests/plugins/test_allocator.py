@@ -15,7 +15,7 @@ def settings():
     return torch._C._accelerator_getAllocatorSettings()
 
 
-def test_on_inside_and_as_found_outside():
+def test_setting_is_restored_after_the_block():
     with expandable_segments():
         assert "expandable_segments:True" in settings()
         with expandable_segments():

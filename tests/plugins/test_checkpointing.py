@@ -80,7 +80,7 @@ def test_equal_gradients_and_evidence(build, layers):
     assert plugin.evidence(plain_run).status == "inactive"
 
 
-def test_less_is_kept():
+def test_fewer_activations_are_saved():
     def kept(model):
         saved = 0
 
@@ -98,7 +98,7 @@ def test_less_is_kept():
     assert every < second < plain
 
 
-def test_flags_on_but_never_run_again_is_inactive():
+def test_evidence_is_inactive_without_recomputation():
     model = applied(bert(), "all")
     model.eval()
     with profile() as profiler, torch.no_grad():
@@ -109,7 +109,7 @@ def test_flags_on_but_never_run_again_is_inactive():
     assert Checkpointing(Checkpointing.Options()).evidence(run).status == "inactive"
 
 
-def test_in_compiled_code_nothing_is_counted():
+def test_evidence_is_unknown_in_compiled_code():
     model = applied(bert(), "all")
     model._compiled_call_impl = model._call_impl
     sizes = SimpleNamespace(sizes=[(3, 8)])

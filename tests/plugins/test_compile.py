@@ -152,7 +152,7 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
 
 
 @OWN_WARNINGS
-def test_a_failing_compiler_ends_in_eager_mode_loudly():
+def test_failing_compiler_falls_back_to_eager_with_a_warning():
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
@@ -169,7 +169,7 @@ def test_a_failing_compiler_ends_in_eager_mode_loudly():
     assert plugin.evidence(run).status == "inactive"
 
 
-def test_an_error_of_the_model_is_not_swallowed():
+def test_error_of_the_model_is_raised():
     _, recipe, run = compiled_run("model")
     with recipe.process[0]():
         recipe.prepared_steps[0](run)

@@ -56,7 +56,7 @@ def refusal(tables: str, folder: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize(("tables", "name", "other"), TABLES)
-def test_refused_with_both_lines(tables: str, name: str, other: str, tmp_path: Path) -> None:
+def test_conflict_names_both_lines_of_the_profile(tables: str, name: str, other: str, tmp_path: Path) -> None:
     message, profile = refusal(tables, tmp_path)
     lines = profile.read_text().splitlines()
     for plugin in (name, other):
@@ -91,7 +91,7 @@ def test_every_capability_has_a_row_with_the_engines_that_lack_it() -> None:
     ("name", "options"),
     [("zero", {"stage": 2, "offload": "none"}), ("zero", {"stage": 3, "offload": "parameters"}), ("fsdp", {})],
 )
-def test_engines_lack_what_their_plugin_says(name: str, options: dict[str, Any]) -> None:
+def test_engine_lacks_what_its_plugin_declares(name: str, options: dict[str, Any]) -> None:
     from hwopt.distributed.sharded_engine import ShardedEngine
 
     plugin_class = REGISTRY.plugin(name)
@@ -125,7 +125,7 @@ class Noise(Lion):
 
 
 @pytest.mark.parametrize(("plugin", "lacking"), [(Lion, "whole_parameters"), (Noise, "whole_gradients"), (ElementwiseLion, None)])
-def test_a_third_partys_plugin_is_covered_by_capability(plugin: type[Plugin], lacking: str | None, tmp_path: Path) -> None:
+def test_third_party_plugin_conflicts_by_capability(plugin: type[Plugin], lacking: str | None, tmp_path: Path) -> None:
     registry = Registry()
     registry.add(plugin)
     profile = tiny_profile(**{plugin.name: {}, "zero": {"stage": 2, "offload": "none"}})
@@ -156,12 +156,12 @@ def test_a_conflict_names_exactly_one_known_thing(given: dict[str, str]) -> None
         {"optimizer": {"name": "adamw_bnb_8bit"}, "zero": {"stage": 0, "offload": "none"}},
     ],
 )
-def test_what_goes_together(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_compatible_plugins_are_accepted(tables: dict[str, Any], tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm"))
     assert set(tables) <= {entry.name for entry in plan.applied()}
 
 
-def test_a_condition_that_raises_is_the_plugins_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_condition_that_raises_is_a_plugin_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Conflict(field="cut", why="never mind", when=lambda mine, theirs: theirs.no_such_option)
     monkeypatch.setattr(REGISTRY.plugin("batch"), "conflicts", (broken,))
     with pytest.raises(PluginError, match=r"plugin 'batch' .* raised AttributeError: .*no_such_option"):

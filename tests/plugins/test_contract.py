@@ -119,6 +119,6 @@ def test_a_skipped_plugin_fails(tmp_path: Path) -> None:
         (Misplaced, r"stand-ins for \['optimiser'\]"),
     ],
 )
-def test_a_broken_promise_fails(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
+def test_broken_contract_fails(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError), match=message):
         check(plugin, tmp_path)

@@ -65,16 +65,16 @@ def test_windows_cannot_fork():
     assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
 
 
-def test_what_the_hardware_has_is_taken_as_asked():
+def test_supported_options_are_kept():
     assert decided(T4, num_workers=4, pin_memory=True).kind == "apply"
 
 
-def test_no_workers_no_worker_settings():
+def test_no_worker_settings_without_workers():
     assert loader_settings(Dataloader.Options(num_workers=0, pin_memory=False)) == {"num_workers": 0, "pin_memory": False}
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_real_loader_takes_them(start):
+def test_real_loader_accepts_the_settings(start):
     options = Dataloader.Options(num_workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
     loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))
     run = SimpleNamespace(train_loader=loader)
@@ -87,7 +87,7 @@ def test_a_real_loader_takes_them(start):
     assert Dataloader(options).evidence(run).status == "inactive"
 
 
-def test_evidence_of_a_loader_that_is_not_as_asked():
+def test_evidence_is_inactive_for_another_loader():
     run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0))
     assert Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)).evidence(run).status == "inactive"
     assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)).evidence(run).status == "active"

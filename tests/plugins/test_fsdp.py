@@ -31,13 +31,13 @@ def decision(plan: Any) -> tuple[str, str]:
     return next((entry.decision, entry.reason) for entry in plan.entries if entry.name == "fsdp")
 
 
-def test_a_cpu_is_told_what_accelerate_would_do_there(tmp_path: Path) -> None:
+def test_cpu_is_skipped_with_the_reason(tmp_path: Path) -> None:
     kind, reason = decision(planned(tmp_path, 4, hardware=detect_host(), fsdp={}))
     assert kind == "skip"
     assert "needs CUDA devices, found a CPU" in reason
 
 
-def test_one_rank_has_nothing_to_spread(tmp_path: Path) -> None:
+def test_one_rank_is_skipped(tmp_path: Path) -> None:
     kind, reason = decision(planned(tmp_path, 1, fsdp={}))
     assert (kind, "--processes" in reason) == ("skip", True)
 
@@ -49,7 +49,7 @@ def test_one_rank_has_nothing_to_spread(tmp_path: Path) -> None:
         ({"reshard_after_forward": False, "reduce": "step"}, "gathered once per micro-batch, gradients reduced once per step"),
     ],
 )
-def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_several_ranks_on_described_hardware(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     kind, reason = decision(planned(tmp_path, 4, fsdp=options))
     assert kind == "apply"
     assert said in reason
@@ -66,7 +66,9 @@ def test_several_ranks_of_a_card_that_is_not_there(options: dict[str, Any], said
         ({"zero": {"stage": 2, "offload": "none"}}, "keep one of the two tables"),
     ],
 )
-def test_what_does_not_go_together(tables: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicting_plugins_are_refused(
+    tables: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hwopt.testing import tiny_run
 
     monkeypatch.setattr(tiny_run, "detect_software", lambda: dict.fromkeys(["bitsandbytes", "peft", "deepspeed", "torch"], "1"))
@@ -74,7 +76,7 @@ def test_what_does_not_go_together(tables: dict[str, Any], why: str, tmp_path: P
         planned(tmp_path, 2, **tables, fsdp={})
 
 
-def test_what_does_go_together(tmp_path: Path) -> None:
+def test_compatible_plugins_are_accepted(tmp_path: Path) -> None:
     tables = {"adapter": {"always": True}, "precision": {"dtype": "fp16"}, "checkpointing": {}, "optimizer": {}, "fsdp": {}}
     plan = planned(tmp_path, 2, **tables)
     assert {entry.decision for entry in plan.entries} == {"apply"}
@@ -95,7 +97,7 @@ def parts(folder: Path, ranks: int, **tables: Any) -> Any:
     return memory
 
 
-def test_a_rank_holds_its_part(tmp_path: Path) -> None:
+def test_memory_of_a_rank_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     plain = parts(tmp_path, 1, checkpointing={}, accumulation=2)  # all gradients are there from the first on
     peaks = []
     for ranks in (2, 4, 8):
@@ -108,7 +110,7 @@ def test_a_rank_holds_its_part(tmp_path: Path) -> None:
     assert peaks[-1] < (plain.peak_gib, plain.eval_peak_gib)
 
 
-def test_layers_and_gradients_that_stay_whole_are_counted(tmp_path: Path) -> None:
+def test_unsharded_layers_and_gradients_are_counted(tmp_path: Path) -> None:
     spread = parts(tmp_path, 4, fsdp={}, accumulation=2)
     weights = parts(tmp_path, 4, fsdp={"reshard_after_forward": False}, accumulation=2)
     gradients = parts(tmp_path, 4, fsdp={"reduce": "step"}, accumulation=2)
@@ -117,7 +119,7 @@ def test_layers_and_gradients_that_stay_whole_are_counted(tmp_path: Path) -> Non
     assert gradients.parts["gradients"] == pytest.approx(4 * spread.parts["gradients"], rel=0.02)
 
 
-def test_the_update_works_on_a_part(tmp_path: Path) -> None:
+def test_update_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     """AdamW that is not fused makes lists as large as what it steps on."""
     updates = [parts(tmp_path, ranks, fsdp={}, optimizer={"name": "adamw_torch"}).peak_gib for ranks in (2, 16)]
     assert updates[0] > updates[1]
@@ -126,7 +128,7 @@ def test_the_update_works_on_a_part(tmp_path: Path) -> None:
 # the engine's own parts
 
 
-def test_settings_are_those_of_the_profile_and_not_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     from hwopt_plugins.fsdp import ACCELERATE_VARIABLES, accelerate_plugin, restored_environment
@@ -155,7 +157,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
         layer_classes(model)
 
 
-def test_without_ranks_it_says_how_to_start_them() -> None:
+def test_error_without_ranks_shows_the_command() -> None:
     from accelerate import Accelerator
 
     from hwopt.training.build import reset_accelerate

@@ -114,7 +114,7 @@ def test_large_logits_and_batches_without_a_label():
 @pytest.mark.parametrize("on_card", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("halves", [False, True])
-def test_half_products_are_no_further_from_the_truth_than_with_logits(dtype, halves, on_card):
+def test_half_precision_error_is_at_most_that_with_logits(dtype, halves, on_card):
     *tensors, targets = samples(96, 64, 500, True, torch.float32)
     stored = [x.to(dtype) if halves else x for x in tensors]
     truth = with_gradients(plain(targets), *(x.to(dtype).double() for x in tensors), factor=0.01)
@@ -149,7 +149,7 @@ def test_autocast_outside_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(alone, inside, strict=True))
 
 
-def test_what_is_frozen_costs_nothing():
+def test_frozen_weights_get_no_gradient():
     hidden, weight, bias, targets = samples(12, 8, 30, True, torch.float32)
     options = {"chunks": 3, "dtype": torch.float32, "on_card": False}
     _, of_hidden, of_weight, of_bias = chunked_cross_entropy(
@@ -174,7 +174,7 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_ligers_own_words(monkeypatch):
+def test_liger_is_called_by_its_public_signature(monkeypatch):
     """The call, against liger's public signature; its kernels need a GPU (tests/gpu)."""
     asked = {}
 
@@ -239,7 +239,7 @@ def evidence_of(heard):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) and "model_type" not in value else None,
 )
-def test_a_run_with_it_is_the_run_without(config, tables, tolerance, tmp_path):
+def test_run_with_fused_loss_matches_the_run_without(config, tables, tolerance, tmp_path):
     ours, theirs = both(tmp_path, config, **tables, training={"max_steps": 5})
     assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
     assert eval_losses(ours) == pytest.approx(eval_losses(theirs), rel=tolerance)
@@ -268,7 +268,7 @@ def test_checkpoints_hold_the_whole_model(tmp_path):
     assert "forward" not in vars(ours.run.inner_model.get_output_embeddings())
 
 
-def test_prompts_and_another_cut(tmp_path):
+def test_prompts_with_length_batching(tmp_path):
     """Masked prompts, and as many chunks as tokens: more than some micro-batches have."""
     job = job_of(tmp_path / "data")
     data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
@@ -309,7 +309,7 @@ def tiny(config):
     return AutoModelForCausalLM.from_config(load_config(None, config))
 
 
-def test_logits_of_a_micro_batch_never_exist():
+def test_logits_of_a_micro_batch_are_never_materialized():
     ids = torch.randint(0, 300, (8, 62))
     with Widest(300) as whole:
         cross_entropy(tiny(TINY_LLAMA)(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
@@ -362,7 +362,7 @@ def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
 
 
-def test_a_model_that_goes_around_its_output_layer():
+def test_model_that_bypasses_its_output_layer_is_refused():
     _, run = attached(tiny(TINY_LLAMA), chunks=2)
     with pytest.raises(PluginError, match="returns 300 values per token, but its output layer expects 32"):
         run.loss(SimpleNamespace(logits=torch.zeros(1, 4, 300)), torch.zeros(1, 4, dtype=torch.long))
@@ -378,7 +378,7 @@ def decided(*args, options=None, **more):
     return FusedLoss(FusedLoss.Options(**(options or {}))).probe(context(*args, **more))
 
 
-def test_which_backend():
+def test_backend_is_chosen_by_hardware_and_software():
     for hardware, software in ((CPU, ["liger-kernel"]), (T4, []), (P100, ["liger-kernel"])):
         auto, asked = decided(hardware, software), decided(hardware, software, options={"backend": "liger"})
         assert (auto.kind, auto.options[0].backend, auto.options[0].chunks) == ("apply", "torch", 10)
@@ -426,7 +426,7 @@ def test_skips():
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_what_models_do_to_their_logits(config, seen, tmp_path):
+def test_logit_transforms_of_models_are_found(config, seen, tmp_path):
     facts = [model_facts(load_config(None, config), "causal-lm", "tiny", tmp_path) for _ in range(2)]
     assert facts[0] == facts[1], "the second one is from the cache"
     if seen is None:
@@ -437,7 +437,7 @@ def test_what_models_do_to_their_logits(config, seen, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tables", [O2, LORA | BF16], ids=["all", "lora"])
-def test_the_planner_sees_what_it_saves(tables, tmp_path):
+def test_planner_predicts_the_saved_memory(tables, tmp_path):
     config = TINY_LLAMA | {"vocab_size": 20_000}
     job, peaks = job_of(tmp_path / "data", config), []
     for chosen in ({"fused_loss": {}}, {}):
@@ -464,6 +464,6 @@ def test_bad_options(text):
         FusedLoss.Options.model_validate_json(text)
 
 
-def test_the_refusal_of_chunks_says_what_to_leave_out():
+def test_message_about_chunks_names_the_option_to_omit():
     with pytest.raises(ValidationError, match="liger chooses its own. Remove chunks, or the backend"):
         FusedLoss.Options.model_validate_json('{"backend": "liger", "chunks": 4}')

@@ -63,7 +63,7 @@ def test_neighbouring_steps_do_not_correlate():
     assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of what is uncorrelated
 
 
-def test_padding_goes():
+def test_padding_is_reduced():
     lengths = long_tailed(64 * 100)
 
     def computed(order):

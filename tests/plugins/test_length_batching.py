@@ -26,7 +26,7 @@ def consecutive(count, rows):
 
 
 @given(lengths=LENGTHS, tokens=st.one_of(st.none(), st.integers(1, 4096)), rows=st.integers(1, 32), overhead=st.integers(0, 1024))
-def test_laws(lengths, tokens, rows, overhead):
+def test_cut_holds_every_row_once_within_the_budget(lengths, tokens, rows, overhead):
     groups = cut_by_length(lengths, rows, tokens=tokens, overhead_tokens=overhead)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths))), "every row exactly once"
     assert all(groups), "no group is empty"
@@ -44,7 +44,7 @@ def test_never_worse_than_the_plain_cut(lengths, rows, overhead):
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), tokens=st.integers(30, 120), overhead=st.integers(0, 40))
-def test_the_cut_points_are_the_best_ones(lengths, tokens, overhead):
+def test_cut_points_are_optimal(lengths, tokens, overhead):
     ordered, count = sorted(lengths), len(lengths)
     best = float("inf")
     for choice in range(2 ** (count - 1)):
@@ -67,7 +67,7 @@ def test_equal_lengths_stay_in_order():
     assert cut_by_length([7] * 4, 2, tokens=None, overhead_tokens=1) == [[2, 3], [0, 1]]
 
 
-def test_it_travels_to_workers():
+def test_cut_pickles():
     plugin, recipe = LengthBatching(LengthBatching.Options()), Recipe()
     assert plugin.probe(CONTEXT).kind == "apply"
     plugin.apply(recipe, CONTEXT)

@@ -65,7 +65,7 @@ def plain():
 
 @pytest.mark.parametrize("hardware", [T4, described("A100", (8, 0), 40.0), described("RTX 3070", (8, 6), 8.0)])
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_4bit"])
-def test_a_card_takes_the_first(hardware, name):
+def test_first_optimizer_is_used_on_a_card(hardware, name):
     assert decided(hardware, name, "adamw_torch" if name != "adamw_torch" else "adamw_torch_fused").kind == "apply"
 
 
@@ -103,14 +103,14 @@ def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
     assert import_failure("quits") == "SystemExit: 3"
 
 
-def test_bitsandbytes_on_a_cpu_only_where_it_stands_alone():
+def test_bitsandbytes_on_a_cpu_only_without_fallbacks():
     decision = decided(CPU, "adamw_bnb_8bit", "adamw_torch_fused", "adamw_torch")
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
     assert "slow and there is no card memory to save" in decision.reason
     assert decided(CPU, "adamw_bnb_8bit").kind == "apply"
 
 
-def test_every_reason_is_told():
+def test_every_reason_is_reported():
     decision = decided(
         replace(CPU, compiler=None), "paged_adamw_32bit", "adamw_torch_8bit", "adamw_bnb_8bit", software={"torch": "2.13.0"}
     )

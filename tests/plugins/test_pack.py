@@ -85,7 +85,7 @@ def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
-def test_gradients_and_losses_are_those_of_rows_with_one_document(model_type: str, tmp_path: Path) -> None:
+def test_gradients_and_losses_match_unpacked_rows(model_type: str, tmp_path: Path) -> None:
     """Uneven documents, a partial last step, positions and sliding windows of their own."""
     kind = "causal-lm" if model_type in DECODERS else "text-classification"
     job = job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind)
@@ -99,7 +99,7 @@ def test_gradients_and_losses_are_those_of_rows_with_one_document(model_type: st
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bert"])
-def test_logits_of_a_packed_row_are_those_of_its_documents(model_type: str, tmp_path: Path) -> None:
+def test_logits_of_a_packed_row_match_its_documents(model_type: str, tmp_path: Path) -> None:
     kind = "causal-lm" if model_type in DECODERS else "text-classification"
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind))
     seen: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def test_logits_of_a_packed_row_are_those_of_its_documents(model_type: str, tmp_
     assert torch.allclose(together, each, atol=1e-5)
 
 
-def test_a_leak_would_be_seen(tmp_path: Path) -> None:
+def test_leak_between_documents_is_refused(tmp_path: Path) -> None:
     """A model that is given no positions of its documents lets them see each other, and is refused before step 1."""
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", "llama", TINY_LLAMA, "causal-lm"))
 
@@ -158,7 +158,7 @@ def test_refused_when_its_outputs_show_it(model_type: str, tmp_path: Path) -> No
         train_tiny(plan, tmp_path)
 
 
-def test_adapters_and_the_ladder_go_with_it(tmp_path: Path) -> None:
+def test_packing_works_with_an_adapter(tmp_path: Path) -> None:
     job = job_of(tmp_path / "data", "bert", TINY_BERT, "text-classification")
     adapter = {"always": True, "r": 4}
     packed = train_tiny(plan_for(tiny_profile(adapter=adapter, pack={}), job), tmp_path / "packed")
@@ -230,7 +230,7 @@ def test_micro_batches_of_any_rung_hold_every_document_once(lengths: list[int], 
     assert batch.rows == len(lengths)
 
 
-def test_flat_rows_have_no_mask_to_pay_for() -> None:
+def test_flat_rows_have_no_mask() -> None:
     """With the flash kernel a micro-batch is one row, as long as all of its documents."""
     batch = packed(rows=4, flat=True, decoder=True)(
         Step(0, 0, tuple(range(9)), 9), [{"input_ids": np.full(n, n), "labels": np.full(n, n)} for n in range(1, 10)], [1] * 9
@@ -240,7 +240,7 @@ def test_flat_rows_have_no_mask_to_pay_for() -> None:
     assert "attention_mask" not in next(batch.micro_batches())[0].inputs
 
 
-def test_the_flash_kernel_is_taken_where_it_is(tmp_path: Path) -> None:
+def test_flash_kernel_is_used_if_available(tmp_path: Path) -> None:
     from hwopt.hardware.detect import detect_host
     from hwopt.hardware.device import described
     from hwopt.plugin import Context

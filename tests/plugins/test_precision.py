@@ -57,7 +57,7 @@ def test_fp16_on_a_cpu_never_stays_fp16():
         assert decision.options[0].level == ("O1" if takes == "fp32" else "O2")
 
 
-def test_bf16_where_it_is_only_emulated():
+def test_emulated_bf16_falls_back():
     decision = decided(T4, "bf16", level="O2")
     assert (decision.kind, decision.options[0].dtype, decision.options[0].level) == ("fallback", "fp16", "O2")
     assert "needs compute capability 8.0" in decision.reason
@@ -66,7 +66,7 @@ def test_bf16_where_it_is_only_emulated():
     assert decided(P100, "fp16").options[0].dtype == "fp32"
 
 
-def test_what_the_hardware_can_is_taken_as_asked():
+def test_supported_dtype_is_kept():
     assert decided(T4, "fp16").kind == "apply"
     assert decided(AMPERE[0], "fp16", level="O2").kind == "apply"
     assert decided(T4, "fp32").kind == "apply"
@@ -174,7 +174,7 @@ def test_masters_start_from_the_unrounded_weights():
     assert all(torch.equal(exported[name], value) for name, value in start.items())
 
 
-def test_the_end_is_a_plain_fp32_model():
+def test_final_model_is_fp32():
     run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
     exported = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
     final = run.recipe.final_steps[0](run.inner_model, run)
@@ -185,7 +185,7 @@ def test_the_end_is_a_plain_fp32_model():
     assert torch.equal(final.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits), "no hook casts any more"
 
 
-def test_loading_what_was_exported_brings_the_masters_back():
+def test_exported_weights_restore_the_masters():
     run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
     exported = {name: value.clone() for name, value in run.recipe.export_steps[0](run.inner_model.state_dict(), run).items()}
     other = build(written(CPU, dtype="bf16", level="O2"), bert())
@@ -195,7 +195,7 @@ def test_loading_what_was_exported_brings_the_masters_back():
     assert all(torch.equal(p, exported[name].to(p.dtype)) for name, p in other.inner_model.named_parameters())
 
 
-def test_an_overflow_leaves_the_masters_alone():
+def test_overflow_does_not_change_the_masters():
     run = build(written(CPU, dtype="fp16", level="O2"), bert())
     before = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
     before = {name: value.clone() for name, value in before.items()}
@@ -288,14 +288,14 @@ def test_bad_options(text):
         Precision.Options.model_validate_json(text)
 
 
-def test_full_eval_says_what_to_set():
+def test_message_about_full_eval_names_the_option():
     with pytest.raises(ValidationError, match='level = "O2"'):
         Precision.Options.model_validate_json('{"full_eval": true}')
     assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
     assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "without half weights it means nothing"
 
 
-def test_evaluation_borrows_the_masters():
+def test_evaluation_uses_the_masters():
     """full_eval = false: evaluation is that of the fp32 masters under autocast; training then goes on with the same bits."""
     recipe = written(CPU, dtype="bf16", level="O2")
     run = train(recipe, bert(), steps=3)

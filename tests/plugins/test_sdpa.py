@@ -96,7 +96,7 @@ def test_bad_options(prefer):
         Sdpa.Options.model_validate_json(f'{{"prefer": {prefer}}}')
 
 
-def test_the_refusal_says_what_to_write():
+def test_message_suggests_valid_kernels():
     with pytest.raises(ValidationError, match=r"Try \['flash', 'math'\]"):
         Sdpa.Options.model_validate_json('{"prefer": ["flash"]}')
 

@@ -37,7 +37,7 @@ def test_probe(capability, kind):
         assert "fp32 products only, not bf16" in decision.reason
 
 
-def test_on_inside_and_as_found_outside():
+def test_setting_is_restored_after_the_block():
     before = settings()
     with tf32_kernels():
         assert settings()[:2] == ("tf32", "tf32")

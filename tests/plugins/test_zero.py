@@ -101,7 +101,7 @@ def folder_of_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path / "decided"))
 
 
-def test_one_device_is_told_that_spreading_saves_nothing() -> None:
+def test_reason_on_one_device_says_that_sharding_saves_nothing() -> None:
     answer = decided(stage=2, offload="none")
     assert answer.kind == "apply"
     assert "on one device that saves nothing: set offload" in answer.reason
@@ -138,7 +138,7 @@ def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("options", [{"stage": 2, "offload": "parameters"}, {"stage": 0, "offload": "optimizer"}])
-def test_what_does_not_go_together(options: dict[str, Any], tmp_path: Path) -> None:
+def test_conflicting_options_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be used with stage"):
         plan_for(tiny_profile(zero=options), tiny_job(tmp_path))
 
@@ -159,7 +159,7 @@ def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
     return api.resolve(str(folder / "mine.toml"), assignments=job, hardware="profile", cache=folder / "cache")
 
 
-def test_auto_takes_the_cheapest_that_fits_and_says_what_the_one_before_would_need(tmp_path: Path) -> None:
+def test_auto_chooses_the_cheapest_that_fits_with_the_reason(tmp_path: Path) -> None:
     chosen = {}
     for memory_gib in (4.0, 1.5, 0.6):  # in the last one nothing fits
         entry = next(e for e in resolved(tmp_path, memory_gib, "").entries if e.name == "zero")
@@ -170,7 +170,7 @@ def test_auto_takes_the_cheapest_that_fits_and_says_what_the_one_before_would_ne
     assert "on one device nothing is sharded" in chosen[1.5][1]
 
 
-def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> None:
+def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:
     plan = resolved(tmp_path, 8.0, 'stage = 2\noffload = "optimizer"\n')
     elsewhere = plan_memory(plan, tmp_path / "cache")
     assert elsewhere.host_gib == pytest.approx(18 * plan.model.parameters / 2**30, rel=1e-3)
@@ -192,7 +192,7 @@ def test_what_is_offloaded_is_held_against_the_hosts_memory(tmp_path: Path) -> N
     ],
     ids=["1", "2-offload-bf16", "3-parameters"],
 )
-def test_a_run_goes_on_with_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
     """With two parameter groups: DeepSpeed tells only those of the first where their state lies."""
     training = {"max_steps": 6, "save_steps": 3, "weight_decay": 0.1, "learning_rate": 1e-2}
     plan = plan_for(tiny_profile(zero=zero, **beside), tiny_job(tmp_path / "data", **training))

@@ -35,7 +35,7 @@ def mark_of(target: Path) -> bytes:
     return (target / "config.json").read_bytes().removeprefix(FILES["config.json"])
 
 
-def test_what_was_written_is_whole(tmp_path: Path) -> None:
+def test_written_folder_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "run folder ü" / "checkpoint-1"
     write(target, b"old")
     write(target, b"new")
@@ -88,7 +88,7 @@ def test_a_file_that_is_gone_is_named(name: str, whole: Path) -> None:
         (whole / name).write_bytes(before)
 
 
-def test_a_file_that_nobody_wrote_is_named(whole: Path) -> None:
+def test_extra_file_is_named(whole: Path) -> None:
     (whole / "pytorch_model.bin").write_bytes(b"pickle")
     try:
         assert "pytorch_model.bin is not listed" in find_corruption(whole)
@@ -107,7 +107,7 @@ def test_a_file_that_nobody_wrote_is_named(whole: Path) -> None:
         (b"[" * 100_000, "cannot be read"),
     ],
 )
-def test_a_manifest_that_says_nonsense(manifest: bytes, why: str, whole: Path) -> None:
+def test_invalid_manifest_is_reported(manifest: bytes, why: str, whole: Path) -> None:
     before = (whole / MANIFEST).read_bytes()
     (whole / MANIFEST).write_bytes(manifest)
     try:
@@ -234,7 +234,9 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     [(errno.ENOSPC, 0, "Free some space"), (errno.ENOSPC, 2**40, r"number of files \(df -i\)"), (errno.EFBIG, 0, "ulimit -f")],
     ids=["bytes", "files", "a limit of the process"],
 )
-def test_what_to_do_about_a_disk(number: int, free: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_suggests_a_remedy(
+    number: int, free: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(StorageError, match=remedy), staged(tmp_path / "folder", 2**30):
         raise OSError(number, os.strerror(number))
@@ -245,7 +247,7 @@ def test_what_to_do_about_a_disk(number: int, free: int, remedy: str, tmp_path: 
     [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, "Quota"), Exception("No space left on device (os error 28)")],
     ids=["a disk", "a quota", "tokenizers"],
 )
-def test_a_full_disk_in_other_words(error: Exception, tmp_path: Path) -> None:
+def test_full_disk_is_recognized_in_other_errors(error: Exception, tmp_path: Path) -> None:
     """Packages written in Rust raise a bare Exception; in a plugin it is no fault of the plugin."""
     with pytest.raises(StorageError, match="GiB are free"), staged(tmp_path / "folder", 0):
         raise error
@@ -262,7 +264,7 @@ def test_a_full_disk_in_other_words(error: Exception, tmp_path: Path) -> None:
     [(["run", "no-such.toml"], 2), (["run", "--no-such"], 2), (["profiles"], 6), (["--help"], 6)],
     ids=["a bad job", "a bad option", "a listing", "help"],
 )
-def test_output_that_goes_to_a_full_disk_hides_no_exit_code(arguments: list[str], code: int, unbuffered: str) -> None:
+def test_full_disk_of_stdout_keeps_the_exit_code(arguments: list[str], code: int, unbuffered: str) -> None:
     """Python ends with 120 where what it has buffered cannot be written at its end."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
