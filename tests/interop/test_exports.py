@@ -387,7 +387,7 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
         ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
         ("ddp", ["--to", "deepspeed"], "no DeepSpeed to export: add the plugin 'zero', as by --set plugins.zero.stage="),
         ("ddp", ["--to", "accelerate", "--deepspeed-config-file", "ds.json"], "add the plugin 'zero'"),
-        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it (stage 0: nothing"),
+        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it (stage 0: shards nothing"),
         ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "needs --to accelerate"),
         ("zero", ["--to", "accelerate", "--world-size", "3", "--nodes", "2"], "cannot be spread evenly"),
         ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
