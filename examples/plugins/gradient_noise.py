@@ -22,6 +22,21 @@ def add_noise(gradient: Any, deviation: float, seed: int) -> None:
     gradient.add_(torch.randn(gradient.shape, generator=generator, device=gradient.device), alpha=deviation)
 
 
+class Noise:
+    """Adds the noise of one run."""
+
+    def __init__(self, eta: float, gamma: float) -> None:
+        self.eta, self.gamma = eta, gamma
+        self.gradients = 0
+
+    def add(self, run: RunView) -> None:
+        """The event `gradients`: they are summed over the ranks and unscaled, and not clipped yet."""
+        deviation = (self.eta / (1 + run.step) ** self.gamma) ** 0.5
+        for number, (_, gradient) in enumerate(run.engine.gradients()):
+            add_noise(gradient, deviation, seed=hash((run.training.seed, run.step, number)) % 2**63)
+            self.gradients += 1
+
+
 class GradientNoise(Plugin):
     name = "gradient_noise"
     stage = Stage.LOOP
@@ -33,23 +48,14 @@ class GradientNoise(Plugin):
 
     options: Options
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.noised = 0
-
     def probe(self, context: Context) -> Decision:
         return Decision.apply(f"variance {self.options.eta:g} / (1 + step) ** {self.options.gamma:g}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["gradients"].append(self.noise)
-
-    def noise(self, run: RunView) -> None:
-        """The event `gradients`: they are summed over the ranks and unscaled, and not clipped yet."""
-        deviation = (self.options.eta / (1 + run.step) ** self.options.gamma) ** 0.5
-        for number, (_, gradient) in enumerate(run.engine.gradients()):
-            add_noise(gradient, deviation, seed=hash((run.training.seed, run.step, number)) % 2**63)
-            self.noised += 1
+        recipe.events["gradients"].append(Noise(self.options.eta, self.options.gamma).add)
 
     def evidence(self, run: RunView) -> Evidence:
-        seen = f"noise added to {self.noised} gradients in step 1"
-        return Evidence.active(seen) if self.noised == len(run.engine.parameters) else Evidence.inactive(seen)
+        owners = [getattr(event, "__self__", None) for event in run.recipe.events["gradients"]]
+        noise = next(owner for owner in owners if isinstance(owner, Noise))
+        seen = f"noise added to {noise.gradients} gradients in step 1"
+        return Evidence.active(seen) if noise.gradients == len(run.engine.parameters) else Evidence.inactive(seen)
