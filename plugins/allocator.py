@@ -10,6 +10,7 @@ Numerical effect: none.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,12 +32,21 @@ def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Capabi
     return Capability(True, "the CUDA allocator on Linux grows segments in place")
 
 
+def allocator_settings() -> str:
+    """The allocator's settings, as `PYTORCH_ALLOC_CONF` writes them; torch 2.10 cannot report them, so there the variables count."""
+    import torch
+
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return str(torch._C._accelerator_getAllocatorSettings())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 @contextmanager
 def expandable_segments() -> Iterator[None]:
     """Turn on expandable segments inside the block, and restore the previous allocator settings afterwards."""
     import torch
 
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = allocator_settings()
     torch._C._accelerator_setAllocatorSettings(f"{SETTING}:True")
     try:
         yield
