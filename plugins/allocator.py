@@ -33,7 +33,7 @@ def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Capabi
 
 
 def allocator_settings() -> str:
-    """The allocator's settings, as `PYTORCH_ALLOC_CONF` writes them; torch 2.10 cannot report them, so there the variables count."""
+    """The allocator's settings, as `PYTORCH_ALLOC_CONF` writes them. torch 2.10 cannot report them: read from the variables."""
     import torch
 
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
