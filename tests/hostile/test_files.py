@@ -338,6 +338,8 @@ def test_code_in_data_is_not_run(folder: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.filterwarnings("ignore:pickle-based deserialization:RuntimeWarning")  # pyarrow below 21 says so when it refuses
+@pytest.mark.filterwarnings("ignore:pyarrow.PyExtensionType:FutureWarning")
 def test_pickle_in_a_parquet_schema_is_not_loaded(folder: Path) -> None:
     trace = folder.parent / "was_run"
     hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Payload(trace))}

@@ -55,7 +55,7 @@ def applied(model, layers):
 
 def gradients(model):
     torch.manual_seed(1)
-    with profile() as profiler:
+    with profile(acc_events=True) as profiler:
         model.train()(input_ids=IDS).logits.square().sum().backward()
     operators = Counter({event.key: event.count for event in profiler.key_averages()})
     run = SimpleNamespace(
@@ -101,7 +101,7 @@ def test_fewer_activations_are_saved():
 def test_evidence_is_inactive_without_recomputation():
     model = applied(bert(), "all")
     model.eval()
-    with profile() as profiler, torch.no_grad():
+    with profile(acc_events=True) as profiler, torch.no_grad():
         model(input_ids=IDS)
     operators = {event.key: event.count for event in profiler.key_averages()}
     sizes = SimpleNamespace(sizes=[(3, 8)])
