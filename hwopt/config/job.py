@@ -42,6 +42,15 @@ def _typed(path: str) -> str:
     return path
 
 
+def _encoding(name: str) -> str:
+    """`name`. Raises ValueError if Python has no text encoding of that name."""
+    try:
+        "".encode(name)
+    except (LookupError, ValueError):
+        raise ValueError(f"{truncate(name)} is no text encoding of Python. Common ones: utf-8, cp1252, latin-1, utf-16") from None
+    return name
+
+
 Source = Annotated[str, AfterValidator(_typed)]
 
 
@@ -98,8 +107,14 @@ class Data(Table):
     completion: str | None = None
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    """Of text files, such as "cp1252"; default: UTF-8, or UTF-16 with a byte order mark."""
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    """Of csv and tsv files; default: guessed from the header of a csv file, a tab in a tsv file."""
     on_bad_row: Literal["skip", "stop"] = "skip"
     """Skip unusable rows and list them, or stop at the first one."""
+    max_bad_rows: float | None = Field(default=None, ge=0, le=1)
+    """Allowed fraction of unusable rows of a file; default: 0.05, and no label may occur in unusable rows only."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:

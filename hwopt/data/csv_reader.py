@@ -1,16 +1,16 @@
-"""Read delimited text row by row: csv (quoted) and tsv (not quoted)."""
+"""Read delimited text row by row: csv (quoted) and tsv (not quoted). The delimiter of a csv file is guessed from its header."""
 
 from __future__ import annotations
 
 import csv
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.rows import Rows
-from hwopt.data.text_file import INVALID_BYTE, not_utf8
+from hwopt.data.rows import ReadOptions, Rows
+from hwopt.data.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
 from hwopt.errors import DataError
 from hwopt.text import truncate
 
@@ -18,12 +18,20 @@ Record = tuple[int, list[str] | None, str]
 """(number of its first line, cells or None if they cannot be parsed, the raw text)"""
 
 
-def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, tabs: bool) -> Rows:
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
+"""Delimiters that are recognised in the header of a csv file, and their names in messages."""
+
+
+def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions) -> Rows:
     """The rows of a csv or tsv file. All cells stay strings: guessed types would change labels such as 01 or NA."""
     import pyarrow as pa
 
-    separator = "tabs" if tabs else "commas (quote a cell that contains one)"
-    records = tsv_records(lines) if tabs else csv_records(lines)
+    header = list(islice(lines, 1))
+    lines = chain(header, lines)
+    unquoted = path.suffix.lower() == ".tsv" and options.delimiter is None
+    delimiter = "\t" if unquoted else options.delimiter or guess_delimiter("".join(header))
+    separator = DELIMITERS.get(delimiter, repr(delimiter)) + ("" if unquoted else " (quote a cell that contains one)")
+    records = tsv_records(lines) if unquoted else csv_records(lines, delimiter)
     names: list[str] = []
     rows: list[list[str]] = []
     numbers: list[int] = []
@@ -31,10 +39,16 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, tabs: bo
         invalid = INVALID_BYTE.search(raw)
         if not names:
             if invalid or cells is None:
-                raise DataError(f"{path}:{number}: the header {not_utf8(invalid) if invalid else 'has an unclosed quote'}")
+                raise DataError(
+                    f"{path}:{number}: the header {undecodable(invalid, options.encoding)}. {encoding_hint(path)}"
+                    if invalid
+                    else f"{path}:{number}: the header has an unclosed quote"
+                )
             names = cells
         elif invalid:
-            bad_rows.add(number, not_utf8(invalid))
+            whole = cells is not None and len(cells) == len(names)
+            found = dict(zip(names, map(replace_invalid, cells or ()), strict=True)) if whole else None
+            bad_rows.add(number, undecodable(invalid, options.encoding), found)
         elif cells is None:
             bad_rows.add(number, f"has an unclosed quote, or a quote inside a cell: {truncate(raw.strip())}")
         elif len(cells) != len(names):
@@ -58,7 +72,13 @@ def tsv_records(lines: Iterator[str]) -> Iterator[Record]:
             yield number, content.split("\t"), line
 
 
-def csv_records(lines: Iterator[str]) -> Iterator[Record]:
+def guess_delimiter(header: str) -> str:
+    """The delimiter that splits `header` into the most cells; a comma if none splits it."""
+    cells = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in DELIMITERS}
+    return max(cells, key=lambda mark: cells[mark])  # the first one of equals
+
+
+def csv_records(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
     """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
@@ -69,7 +89,8 @@ def csv_records(lines: Iterator[str]) -> Iterator[Record]:
                 continue
             consumed = [first]
             try:
-                cells: list[str] | None = next(csv.reader(chain([first], recorded(remaining, consumed)), strict=True))
+                record = chain([first], recorded(remaining, consumed))
+                cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True))
             except csv.Error:
                 cells, remaining = None, chain(consumed[1:], remaining)
                 consumed = consumed[:1]

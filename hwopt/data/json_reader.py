@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
-from hwopt.data.text_file import INVALID_BYTE, not_utf8
+from hwopt.data.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
 from hwopt.errors import DataError
 from hwopt.text import first_line, truncate
 
@@ -35,7 +35,7 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict
     """(number from 1, row) of each object in one JSON array. Raises DataError if `text` is not valid JSON."""
     if invalid := INVALID_BYTE.search(text):
         line = text.count("\n", 0, invalid.start()) + 1
-        raise DataError(f"{path}:{line}: {not_utf8(invalid)}; save it as UTF-8")
+        raise DataError(f"{path}:{line}: {undecodable(invalid)}. {encoding_hint(path)}")
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tu
         if not line.strip():
             continue
         if invalid := INVALID_BYTE.search(line):
-            bad_rows.add(number, not_utf8(invalid))
+            bad_rows.add(number, undecodable(invalid), json_object(replace_invalid(line)))
             continue
         try:
             row = json.loads(line)
@@ -69,6 +69,15 @@ def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tu
         else:
             bad_rows.add(number, not_an_object(row))
     return found
+
+
+def json_object(line: str) -> dict[str, Any] | None:
+    """The JSON object in `line`, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def not_json(error: ValueError | RecursionError) -> str:

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ReadOptions:
+    """How to read a source."""
+
+    strict: bool = True
+    """The first bad row is an error."""
+    max_bad_rows: float | None = None
+    """Allowed fraction of bad rows; None: the default of `BadRows`."""
+    encoding: str | None = None
+    """Of a text file; None: UTF-8, or UTF-16 with a byte order mark."""
+    delimiter: str | None = None
+    """Of a csv or tsv file; None: guessed from the header of a csv file, a tab in a tsv file."""
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a source that could be read, with their places, and the bad rows."""
 

@@ -8,15 +8,16 @@ skipped, or raises DataError too (hwopt.data.bad_rows).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.csv_reader import read_delimited
 from hwopt.data.json_reader import read_json
-from hwopt.data.rows import Rows
+from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.sources import EXTENSIONS, locate
-from hwopt.data.text_file import INVALID_BYTE, not_utf8, read_lines
+from hwopt.data.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError, is_gated
 from hwopt.text import first_line, listing, nearest, truncate
 
@@ -24,33 +25,35 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def read_rows(source: str, split: str | None = None, strict: bool = True, name: str | None = None) -> Rows:
-    """The rows of `source`. If `strict`, a bad row is an error; `name` is the name of the source in messages.
+def read_rows(source: str, split: str | None = None, options: ReadOptions | None = None, name: str | None = None) -> Rows:
+    """The rows of `source`. `name` is the name of the source in messages.
 
     `source` is one of:
 
-    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. Cells of csv and tsv
-      stay strings. A txt file is one row with the column "text".
+    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
+      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text".
     * a folder made with save_to_disk() of `datasets`, or a hub name, "owner/name" or "owner/name:configuration", with `split`
       (default train).
 
     Raises DataError, with the line if there is one.
     """
     kind, path = locate(source, split)
+    options = options or ReadOptions()
     if kind == "file":
-        rows = read_file(path, strict)
+        rows = read_file(path, options)
     else:
         table = read_datasets_folder(path, split) if kind == "folder" else load_from_hub(source, split or "train")
-        rows = numbered_rows(table, name or source, strict)
+        rows = numbered_rows(table, name or source, options)
     if rows.table.num_rows == 0:
         rows.bad_rows.check([])
         raise DataError(f"{source}: has no rows; give a file with at least one sample")
     return rows
 
 
-def numbered_rows(table: pa.Table, source: str, strict: bool) -> Rows:
+def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
     """`table` with its rows numbered from 1."""
-    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), BadRows(source, "row", strict))
+    bad_rows = BadRows(source, "row", options.strict, options.max_bad_rows)
+    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), bad_rows)
 
 
 def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
@@ -96,7 +99,7 @@ def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | 
         for row, raw in enumerate(column.cast(pa.large_binary()).to_pylist()):
             text = None if raw is None else raw.decode("utf-8", "surrogateescape")
             if text is not None and (invalid := INVALID_BYTE.search(text)):
-                rows.mark_bad(row, f"{name!r} {not_utf8(invalid)}")
+                rows.mark_bad(row, f"{name!r} {undecodable(invalid)}")
                 text = ""
             found.append(text)
         return found
@@ -107,42 +110,38 @@ def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
     if name not in table.column_names:
-        only = table.column_names[0] if table.num_columns == 1 else ""
-        if separator := next((mark for mark in (";", "\t", "|") if mark in only), None):
-            raise DataError(
-                f"{source}: cells seem to be separated by {separator!r}; save it as .csv with commas, or as .tsv with tabs"
-            )
         raise DataError(
             f"{source}: has no column {name!r}.{nearest(name, table.column_names)} It has: {listing(table.column_names, 30)}"
         )
     return table[name]
 
 
-def read_file(path: Path, strict: bool) -> Rows:
+def read_file(path: Path, options: ReadOptions) -> Rows:
     """The rows of a file, by the reader for its extension."""
     suffix = path.suffix.lower()
     try:
         if suffix == ".parquet":
-            return numbered_rows(read_parquet(path), str(path), strict)
+            return numbered_rows(read_parquet(path), str(path), options)
         if suffix == ".txt":
-            return numbered_rows(read_text(path), str(path), strict)
-        bad_rows = BadRows(str(path), "line", strict)
-        lines = read_lines(path)
+            return numbered_rows(read_text(path, options), str(path), options)
+        bad_rows = BadRows(str(path), "line", options.strict, options.max_bad_rows)
+        bad_rows.hint = partial(encoding_hint, path)
+        lines = read_lines(path, options.encoding)
         if suffix in (".csv", ".tsv"):
-            return read_delimited(path, lines, bad_rows, tabs=suffix == ".tsv")
+            return read_delimited(path, lines, bad_rows, options)
         return read_json(path, lines, bad_rows)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_text(path: Path) -> pa.Table:
+def read_text(path: Path, options: ReadOptions) -> pa.Table:
     """A table of one row with the whole file as "text"; of no row if the file is blank."""
     import pyarrow as pa
 
-    lines = list(read_lines(path))
+    lines = list(read_lines(path, options.encoding))
     for number, line in enumerate(lines, 1):
         if invalid := INVALID_BYTE.search(line):
-            raise DataError(f"{path}:{number}: {not_utf8(invalid)}; save it as UTF-8")
+            raise DataError(f"{path}:{number}: {undecodable(invalid, options.encoding)}. {encoding_hint(path)}")
     text = "".join(lines)
     return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
 

@@ -1,4 +1,4 @@
-"""Read the lines of a text file: UTF-8, or UTF-16 with a byte order mark. Invalid bytes stay recognisable."""
+"""Read the lines of a text file: UTF-8, UTF-16 with a byte order mark, or a given encoding. Invalid bytes stay recognisable."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 from hwopt.errors import DataError
 
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
-"""Matches a byte that is not UTF-8, as decoded by the error handler "surrogateescape"."""
+"""Matches a byte that is not valid in the file's encoding, as decoded by the error handler "surrogateescape"."""
+
+SAMPLE_BYTES = 1 << 18
+"""Bytes of lines with other than ASCII characters from which the encoding is guessed."""
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a file, with their line ends. Bytes that are not UTF-8 match `INVALID_BYTE`."""
-    encoding = detect_encoding(path)
+def read_lines(path: Path, encoding: str | None = None) -> Iterator[str]:
+    """The lines of a file, with their line ends. Bytes that are not valid in `encoding` match `INVALID_BYTE`."""
+    encoding = encoding or detect_encoding(path)
+    errors = "strict" if codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")) else "surrogateescape"
     try:
-        with path.open(encoding=encoding, errors="surrogateescape" if encoding == "utf-8-sig" else "strict", newline="") as file:
+        with path.open(encoding=encoding, errors=errors, newline="") as file:
             yield from file
     except UnicodeError as error:
-        raise DataError(f"{path}: invalid UTF-16 ({error}); save it as UTF-8") from error
+        raise DataError(f"{path}: is not valid {encoding} ({error}). Save it as UTF-8, or set data.encoding") from error
 
 
 def detect_encoding(path: Path) -> str:
@@ -30,10 +34,36 @@ def detect_encoding(path: Path) -> str:
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     if b"\0" in start:
-        raise DataError(f"{path}: contains zero bytes: binary, or UTF-16 without a byte order mark; save it as UTF-8")
+        raise DataError(
+            f"{path}: contains zero bytes: binary, or UTF-16 without a byte order mark. "
+            "Save it as UTF-8, or set data.encoding = 'utf-16-le'"
+        )
     return "utf-8-sig"
 
 
-def not_utf8(invalid: re.Match[str]) -> str:
-    """The reason why a text is rejected, with the byte that `INVALID_BYTE` found."""
-    return f"is not UTF-8 (byte {ord(invalid.group()) - 0xDC00:#04x})"
+def undecodable(invalid: re.Match[str], encoding: str | None = None) -> str:
+    """The reason why a text is rejected, with the byte that `INVALID_BYTE` found. `encoding`: default UTF-8."""
+    return f"is not {encoding or 'UTF-8'} (byte {ord(invalid.group()) - 0xDC00:#04x})"
+
+
+def replace_invalid(text: str) -> str:
+    """`text` with U+FFFD for every byte that is not valid."""
+    return INVALID_BYTE.sub("\ufffd", text)
+
+
+def encoding_hint(path: Path) -> str:
+    """A sentence with the likely encoding of a file that is not UTF-8."""
+    import chardet
+
+    sample = b""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.isascii():
+                sample += line
+            if len(sample) >= SAMPLE_BYTES:
+                break
+    guess = chardet.detect(sample)["encoding"] if sample else None
+    if guess is None or codecs.lookup(guess).name in ("utf-8", "ascii"):
+        return "Save the file as UTF-8, or set data.encoding"
+    name = codecs.lookup(guess).name
+    return f"The file looks like {name}: set data.encoding = {name!r}, or save it as UTF-8"

@@ -117,6 +117,7 @@ class Screen(Listener):
     def started(self, run: Run) -> None:
         for note in run.notes:
             say(self.console, "data", note)
+        self.show_warnings(run)
         samples = len(run.prepared.train)
         held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
         say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
@@ -147,7 +148,13 @@ class Screen(Listener):
         self.close()
         rows = ((key, f"{value:,.4f}".rstrip("0").rstrip(".")) for key, value in summary.items())
         self.console.print(table(("summary", ""), rows))
+        self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+
+    def show_warnings(self, run: Run) -> None:
+        """Print which data is not used: at the start, and again at the end."""
+        for warning in run.prepared.warnings:
+            say(self.console, "data", warning, "bold yellow")
 
     def close(self) -> None:
         if self.live is not None:

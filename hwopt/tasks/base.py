@@ -44,14 +44,16 @@ class Prepared:
     """The name of each label number; None if labels are tokens."""
     notes: list[str] = field(default_factory=list)
     """Lines for the screen."""
+    warnings: list[str] = field(default_factory=list)
+    """Lines for the screen about data that is not used; shown at the start and again at the end."""
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
 
     def report_bad_rows(self, *sources: Rows | None) -> None:
-        """Add the bad rows of `sources` to `notes` and `bad_rows`."""
+        """Add the bad rows of `sources` to `warnings` and `bad_rows`."""
         for source in sources:
             if source is not None and source.bad_rows.reasons:
-                self.notes.append(source.bad_rows.note())
+                self.warnings.append(source.bad_rows.note())
                 self.bad_rows.append(source.bad_rows.to_dict())
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.rows import Rows
+from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.tables import read_rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 def read_sources(job: Job) -> tuple[Rows, Rows | None]:
     """(rows for training, rows for evaluation); None if the job has no evaluation source."""
-    strict = job.data.on_bad_row == "stop"
-    train = read_rows(job.data.train, job.data.split, strict)
-    if job.data.eval is not None:
-        return train, read_rows(job.data.eval, job.data.eval_split, strict)
-    if job.data.eval_split is not None:
-        return train, read_rows(job.data.train, job.data.eval_split, strict, f"{job.data.train} [{job.data.eval_split}]")
+    data = job.data
+    options = ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter)
+    train = read_rows(data.train, data.split, options)
+    if data.eval is not None:
+        return train, read_rows(data.eval, data.eval_split, options)
+    if data.eval_split is not None:
+        return train, read_rows(data.train, data.eval_split, options, f"{data.train} [{data.eval_split}]")
     return train, None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +185,29 @@ def label_order(labels: list[str], classes: list[str] | None, config: Pretrained
 
 
 def _samples(rows: Rows, job: Job) -> Samples:
-    """The rows that have a text and a label."""
+    """The rows that have a text and a label. Raises DataError if a label occurs in bad rows only, unless the job allows it."""
     texts, labels = text_columns(rows, job.data.text), read_labels(rows, job.data.label)
-    return Samples(rows.places, rows.bad_rows, texts, labels).take(rows.usable())
+    usable = rows.usable()
+    if rows.bad_rows.max_fraction is None:
+        refuse_lost_labels(rows, job.data.label, labels, usable)
+    return Samples(rows.places, rows.bad_rows, texts, labels).take(usable)
+
+
+def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Sequence[int]) -> None:
+    """Raise DataError if a label of the column `name` occurs only in rows that cannot be used. `labels`: one per table row."""
+    used = set(usable)
+    known = {labels[row] for row in used}
+    lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)
+    undecodable = Counter(str(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
+    # one damaged byte in a label makes a label that is no class; the same damage in two rows is the encoding
+    lost += Counter({label: n for label, n in undecodable.items() if label not in known and (n > 1 or "\ufffd" not in label)})
+    if lost:
+        found = listing([f"{truncate(label)} ({count:,} x)" for label, count in sorted(lost.items())])
+        raise DataError(
+            f"{rows.source}: {'this label occurs' if len(lost) == 1 else 'these labels occur'} only in rows that cannot be used: "
+            f"{found}; {rows.bad_rows.summary()}. {rows.bad_rows.advice('Fix or remove these rows')}. "
+            "To train without them, set data.max_bad_rows"
+        )
 
 
 def drop_unknown_labels(samples: Samples, names: tuple[str, ...]) -> Samples:

@@ -30,7 +30,7 @@ Cells = tuple[str, str]
 
 
 def prepare(source: str, folder: Path, **data: Any) -> Prepared:
-    job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": source, **data}})
+    job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": source, "max_bad_rows": 0.5, **data}})
     return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
 
 
@@ -115,7 +115,7 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
         assert len(found.bad_rows) == 1
         assert found.bad_rows[0]["rows"] == len(rows)
         assert [entry[unit] for entry in found.bad_rows[0]["left_out"]] == [row + first for row in bad]
-        assert [note for note in found.notes if note.startswith(f"skipped {len(bad)} of 800 rows of {source}: {unit}s ")]
+        assert [note for note in found.warnings if note.startswith(f"skipped {len(bad)} of 800 rows of {source}: {unit}s ")]
         for name in ("input_ids", "labels", "offsets"):
             assert found.train.array(name).tolist() == clean.train.array(name).tolist()
     with pytest.raises(DataError, match=r"Fix or remove it, or set data\.on_bad_row = 'skip'"):
@@ -127,7 +127,7 @@ def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:
     fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
     assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
     source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
-    with pytest.raises(DataError, match=r"train\.jsonl:150: .* The 100 rows up to here cannot be used: .* the right file"):
+    with pytest.raises(DataError, match=r"train\.jsonl:150: .* The 100 rows up to here cannot be used\. "):
         prepare(source, tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_one_measurement_among_classes(tmp_path: Path) -> None:
 
 
 def test_the_note_of_one_and_of_many() -> None:
-    bad_rows = BadRows("a.csv", "line", strict=False)
+    bad_rows = BadRows("a.csv", "line", strict=False, max_fraction=1.0)
     bad_rows.add(1_700, "has no text")
     bad_rows.add(1_700, "has no label")
     bad_rows.check([2])
@@ -175,13 +175,13 @@ def test_run_folder_lists_the_bad_rows(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "left_out.json").read_text(encoding="utf-8"))
     assert found[0]["rows"] == 41
     assert found[0]["left_out"][0]["line"] == 41
-    assert any("skipped 1 of 41 rows of" in note for note in heard.run.notes)
+    assert any("skipped 1 of 41 rows of" in note for note in heard.run.prepared.warnings)
 
 
 def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
     """Also where the tokens are made anew."""
     rows = [good(number) for number in range(80)]
-    bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 8))
+    bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 4))
     job = tiny_job(tmp_path / "data", max_steps=12, save_steps=4)
     spoilt("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
     spoilt("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
@@ -195,3 +195,48 @@ def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
         assert saved_bits(again / "checkpoint-12") == saved_bits(run / "checkpoint-12")
         (found,) = json.loads((again / "left_out.json").read_text(encoding="utf-8"))
         assert [entry["line"] for entry in found["left_out"]] == [row + 1 for row in bad]
+
+
+GERMAN = [("Das Essen war gut", "gut"), ("Sehr schön", "größer"), ("Die Straße ist laut", "öde"), ("Ein Tisch", "gut")] * 20
+
+
+def write_german(path: Path, encoding: str, delimiter: str = ",") -> str:
+    lines = [f"text{delimiter}label", *(f"{text}{delimiter}{label}" for text, label in GERMAN)]
+    path.write_bytes("\r\n".join(lines).encode(encoding))
+    return str(path)
+
+
+def test_windows_file_is_refused_with_its_encoding(tmp_path: Path) -> None:
+    source = write_german(tmp_path / "a.csv", "cp1252")
+    message = r"a\.csv: 40 of 80 rows cannot be used, more than 5%: .* looks like cp1252: set data\.encoding = 'cp1252'"
+    with pytest.raises(DataError, match=message):
+        prepare(source, tmp_path, max_bad_rows=None)
+    found = prepare(source, tmp_path, max_bad_rows=None, encoding="cp1252")
+    assert found.label_names == ("größer", "gut", "öde")
+    assert len(found.train) == 80
+    assert not found.warnings
+
+
+def test_label_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
+    lines = ["text,label", *(f"row {number},{'ab'[number % 2]}" for number in range(100)), ",c"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"this label occurs only in rows that cannot be used: 'c' \(1 x\)"):
+        prepare(str(tmp_path / "a.csv"), tmp_path, max_bad_rows=None)
+    assert prepare(str(tmp_path / "a.csv"), tmp_path, max_bad_rows=0.05).label_names == ("a", "b")
+    rare = [("Alles gut", "gut"), ("Nicht gut", "schlecht")] * 50 + [("Ein Satz", "öde")] * 2
+    (tmp_path / "b.csv").write_bytes("\n".join(["text,label", *map(",".join, rare)]).encode("cp1252"))
+    with pytest.raises(DataError, match=r"only in rows that cannot be used: '\ufffdde' \(2 x\).* cp1252"):
+        prepare(str(tmp_path / "b.csv"), tmp_path, max_bad_rows=None)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_delimiter_is_guessed_from_the_header(delimiter: str, tmp_path: Path) -> None:
+    source = write_german(tmp_path / "a.csv", "utf-8-sig", delimiter)
+    assert len(prepare(source, tmp_path).train) == 80
+    with pytest.raises(DataError, match="has no column 'text'"):
+        prepare(source, tmp_path, delimiter="," if delimiter != "," else ";")
+
+
+def test_unknown_encoding_is_refused() -> None:
+    with pytest.raises(ValueError, match="no text encoding of Python"):
+        Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": "a.csv", "encoding": "cp12520"}})

@@ -90,7 +90,7 @@ def test_datasets_folders(tmp_path: Path) -> None:
         ("a.tsv", "text\tlabel\nx\n", r"a\.tsv:2: has 1 columns, the header has 2: 'x'; separate cells by tabs"),
         ("a.csv", b"text,label\nok,1\ncaf\xe9,1\n", r"a\.csv:3: is not UTF-8 \(byte 0xe9\)"),
         ("a.csv", "text,label\nx,1\n".encode("utf-16-le"), r"a\.csv: contains zero bytes: binary, or UTF-16"),
-        ("a.csv", "text,label\nx,1\n".encode("utf-16") + b"x", r"a\.csv: invalid UTF-16"),
+        ("a.csv", "text,label\nx,1\n".encode("utf-16") + b"x", r"a\.csv: is not valid utf-16"),
         ("a.csv", b"t\xe9xt,label\nx,1\n", r"a\.csv:1: the header is not UTF-8 \(byte 0xe9\)"),
         ("a.csv", 'text,label\n"x,1\ny,0\n', r"a\.csv:2: has an unclosed quote, or a quote inside a cell: '\"x,1'"),
         ("a.csv", '"text,label\n', r"a\.csv:1: the header has an unclosed quote"),

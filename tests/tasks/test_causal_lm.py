@@ -75,10 +75,10 @@ def test_plain_text(tmp_path: Path) -> None:
 
 def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
-    _, _, prepared = prepare(source, tmp_path / "cache", text="story")
+    _, _, prepared = prepare(source, tmp_path / "cache", text="story", max_bad_rows=0.5)
     row = prepared.train.row(0)
     assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs"
-    assert prepared.notes == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
+    assert prepared.warnings == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
 
 
 def test_what_is_held_out(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl:2: has no completion after truncation: the prompt has 6 tokens"):
         prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
     for _ in range(2):  # made, and found in the cache
-        _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, **columns)
+        _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, max_bad_rows=0.5, **columns)
         assert len(prepared.train) == 1
         assert prepared.bad_rows[0]["rows"] == 2
         assert [(row["line"], row["why"][:25]) for row in prepared.bad_rows[0]["left_out"]] == [(2, "has no completion after t")]
