@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,31 @@ def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[N
     held_out = held_out_count(samples, fraction, source)
     order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split_by_label(labels: Sequence[str], fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers (train, eval), both ascending, with about the same share of each label; a pure function of the arguments.
+
+    As many rows are held out as by `split_rows`. Every label keeps at least one row for training. Shares are rounded by the
+    largest remainder. Raises DataError as `held_out_count` does.
+    """
+    import numpy as np
+
+    held_out = held_out_count(len(labels), fraction, source)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(labels))
+    _, numbers, counts = np.unique(np.asarray(labels, dtype=object), return_inverse=True, return_counts=True)
+    exact = counts * (held_out / len(labels))
+    quotas = np.minimum(np.floor(exact).astype(np.int64), counts - 1)
+    while (missing := held_out - int(quotas.sum())) > 0:
+        open_labels = np.flatnonzero(quotas < counts - 1)
+        if len(open_labels) == 0:  # as many rows as labels would be left for training
+            return split_rows(len(labels), fraction, seed, source)
+        nearest_first = open_labels[np.argsort(quotas[open_labels] - exact[open_labels], kind="stable")]
+        quotas[nearest_first[:missing]] += 1
+    by_label = np.split(order[np.argsort(numbers[order], kind="stable")], np.cumsum(counts)[:-1])
+    mask = np.zeros(len(labels), bool)
+    mask[np.concatenate([rows[:quota] for rows, quota in zip(by_label, quotas, strict=True)])] = True
+    return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
 def held_out_count(samples: int, fraction: float, source: str) -> int:

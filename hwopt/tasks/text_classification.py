@@ -13,7 +13,7 @@ from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values, text_columns
-from hwopt.data.token_store import TokenStore, fingerprint, split_rows
+from hwopt.data.token_store import TokenStore, fingerprint, split_by_label
 from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
@@ -78,8 +78,10 @@ class TextClassification(Task):
         if held_out is not None:
             held_out = drop_unknown_labels(held_out, names)
         elif job.data.eval_fraction is not None:
-            kept, held = split_rows(len(train.labels), job.data.eval_fraction, seed, rows.source)
+            kept, held = split_by_label(train.labels, job.data.eval_fraction, seed, rows.source)
             train, held_out = train.take(kept.tolist()), train.take(held.tolist())
+        if held_out is not None and (absent := set(names).difference(held_out.labels)):
+            notes.append(f"the evaluation data has no sample of {listing([truncate(name) for name in names if name in absent])}")
         texts = [text for column in train.texts for text in column]
         decoder = is_decoder(config)
         tokenizer = tokenizer_for(job, config, texts, decoder, cache)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.token_store import TokenStore, fingerprint, split_rows, write_cache_folder
+from hwopt.data.token_store import TokenStore, fingerprint, split_by_label, split_rows, write_cache_folder
 from hwopt.errors import DataError, StorageError
 
 
@@ -23,6 +23,32 @@ def test_split_is_a_partition_that_the_seed_decides(samples: int, fraction: floa
     assert len(held_out) == round(samples * fraction)
     assert (np.diff(train) > 0).all()
     assert (split_rows(samples, fraction, seed, "b.csv")[1] == held_out).all()
+
+
+@given(
+    counts=st.lists(st.integers(1, 60), min_size=2, max_size=6),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_split_by_label_keeps_the_share_of_each_label(counts: list[int], fraction: float, seed: int) -> None:
+    labels = [f"label {number}" for number, count in enumerate(counts) for _ in range(count)]
+    wanted = round(len(labels) * fraction)
+    if not 0 < wanted < len(labels):
+        with pytest.raises(DataError, match="both sides need at least one"):
+            split_by_label(labels, fraction, seed, "a.csv")
+        return
+    train, held_out = split_by_label(labels, fraction, seed, "a.csv")
+    assert sorted([*train, *held_out]) == list(range(len(labels)))
+    assert len(held_out) == wanted
+    assert (np.diff(train) > 0).all()
+    assert (split_by_label(labels, fraction, seed, "b.csv")[1] == held_out).all()
+    if len(labels) - wanted < len(counts):
+        return
+    for number, count in enumerate(counts):
+        mine = sum(labels[row] == f"label {number}" for row in held_out)
+        assert mine < count
+        if all(count * (1 - fraction) > 2 for count in counts):  # no label is limited by the row that it keeps
+            assert abs(mine - count * wanted / len(labels)) < 1
 
 
 def test_split_differs_between_seeds() -> None:

@@ -188,6 +188,16 @@ def test_a_fraction_is_held_out(tmp_path: Path) -> None:
         prepare(tmp_path, eval_fraction=0.05)
 
 
+def test_label_without_an_evaluation_sample_is_named(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}", "label": "no" if number % 4 else "yes"} for number in range(40)]
+    balanced = prepare(tmp_path, rows, eval_fraction=0.1)[2]
+    assert balanced.eval is not None
+    assert sorted(balanced.eval.array("labels").tolist()) == [0, 0, 0, 1]
+    assert balanced.notes == []
+    rare = [*rows, {"text": "rare", "label": "maybe"}]
+    assert prepare(tmp_path, rare, eval_fraction=0.1)[2].notes == ["the evaluation data has no sample of 'maybe'"]
+
+
 def test_cached_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(tmp_path)[2].train.folder
     assert prepare(tmp_path, max_length=8)[2].train.folder != first
