@@ -96,9 +96,12 @@ class Data(Table):
     """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
     eval: Source | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    test: Source | None = None
+    """Evaluated once, at the end, with the weights of `final/`."""
     split: str | None = None
     """Split of a hub name or `datasets` folder; default: train."""
     eval_split: str | None = None
+    test_split: str | None = None
     text: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = ("text",)
     """One column, or two for pairs."""
     label: str = "label"

@@ -27,7 +27,7 @@ class Lengths:
     train: NDArray[np.int32] | None
     """Tokens of each training sample; None if the data was not read."""
     longest: int
-    """Tokens of the longest training or evaluation sample."""
+    """Tokens of the longest sample, for training, evaluation or the test."""
     labels: int
     source: str
     """Where `longest` comes from, for the reader of a report."""
@@ -42,7 +42,7 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     except HwoptError as error:
         allowed = job.data.max_length or min(plan.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
         return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; the data could not be read: {error}")
-    stores = [store for store in (prepared.train, prepared.eval) if store is not None]
+    stores = prepared.stores
     longest = max(int(store.lengths.max()) for store in stores)
     cut = sum(store.meta["cut"] for store in stores)
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")

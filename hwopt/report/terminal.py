@@ -112,7 +112,6 @@ class Screen(Listener):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live: Live | None = None
-        self.last_eval: Row = {}
 
     def started(self, run: Run) -> None:
         for note in run.notes:
@@ -130,8 +129,9 @@ class Screen(Listener):
         self.console.print(table(titles, ((e.name, v.status, v.seen) for e, v in found)))
 
     def row(self, run: Run, row: Row) -> None:
-        if "eval_loss" in row:
-            self.last_eval = row
+        if "test_loss" in row:
+            self.console.print(Text(eval_line(row, "test")))
+        elif "eval_loss" in row:
             self.console.print(Text(eval_line(row)))
         elif self.live is not None:
             self.live.update(Text(line(run, row)))
@@ -183,13 +183,12 @@ def line(run: Run, row: Row) -> str:
     return "  ".join(parts)
 
 
-def eval_line(row: Row) -> str:
-    shown = {
-        key: value for key, value in row.items() if key.startswith("eval_") and "second" not in key and key != "eval_runtime"
-    }
-    return f"eval at step {int(row['step'])} (epoch {row['epoch']:.2f}): " + "  ".join(
-        f"{k[5:]} {v:.4f}" for k, v in shown.items()
-    )
+def eval_line(row: Row, prefix: str = "eval") -> str:
+    """The metrics of an evaluation, or of the test, without its speed."""
+    timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
+    shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
+    metrics = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
+    return f"{prefix} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {metrics}"
 
 
 def show_values(console: Console, plan: Plan) -> None:

@@ -58,8 +58,8 @@ class Journal(Listener):
 def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
     """Remove the rows that a resumed run writes again, and an incomplete last line.
 
-    Removes log rows after `step`, and evaluation rows after the step `evaluated`: a checkpoint saved at a signal may have skipped
-    the evaluation of its step.
+    Removes log rows after `step`, rows of the test, and evaluation rows after the step `evaluated`: a checkpoint saved at a
+    signal may have skipped the evaluation of its step.
     """
     if not path.exists():
         return
@@ -67,7 +67,8 @@ def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
-            if row["step"] <= (evaluated if any(key.startswith("eval_") for key in row) else step):
+            tested = any(key.startswith("test_") for key in row)  # the resumed run tests again at its end
+            if not tested and row["step"] <= (evaluated if any(key.startswith("eval_") for key in row) else step):
                 rows.append(line if line.endswith("\n") else f"{line}\n")
     staging = path.with_suffix(".partial")
     staging.write_text("".join(rows), encoding="utf-8")

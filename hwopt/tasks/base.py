@@ -48,6 +48,12 @@ class Prepared:
     """Lines for the screen about data that is not used; shown at the start and again at the end."""
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
+    test: TokenStore | None = None
+
+    @property
+    def stores(self) -> list[TokenStore]:
+        """The stores that the job has: training, evaluation, test."""
+        return [store for store in (self.train, self.eval, self.test) if store is not None]
 
     def report_bad_rows(self, *sources: Rows | None) -> None:
         """Add the bad rows of `sources` to `warnings` and `bad_rows`."""
@@ -137,7 +143,7 @@ class Task:
         tokenizer = prepared.tokenizer
         rows = model.get_input_embeddings().num_embeddings
         check_vocabulary(tokenizer, rows)
-        largest = max(store.meta["largest_id"] for store in (prepared.train, prepared.eval) if store is not None)
+        largest = max(store.meta["largest_id"] for store in prepared.stores)
         if largest >= rows:
             raise InputError(f"model.tokenizer: yields token {largest:,}, but the model has {rows:,} embeddings")
         if tokenizer.pad_token_id >= rows:

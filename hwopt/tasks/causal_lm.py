@@ -68,24 +68,23 @@ class CausalLM(Task):
         """
         refuse_router(config, job)
         limit = LengthLimit(job.data.max_length, max_positions)
-        rows, other = read_sources(job)
+        sources = read_sources(job)
         names = job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
-        train = _texts(rows, names)
-        held_out = None if other is None else _texts(other, names)
+        train = _texts(sources.train, names)
+        held_out, test = (None if rows is None else _texts(rows, names) for rows in (sources.eval, sources.test))
         fraction = job.data.eval_fraction
         if fraction is not None and len(train.texts[0]) == 1 and job.data.prompt is None:
             text = train.texts[0][0]
-            at = len(text) - held_out_count(len(text), fraction, rows.source)
+            at = len(text) - held_out_count(len(text), fraction, sources.train.source)
             train, held_out = replace(train, texts=[[text[:at]]]), replace(train, texts=[[text[at:]]])
         elif fraction is not None:
-            kept, held = split_rows(len(train.texts[0]), fraction, seed, rows.source)
+            kept, held = split_rows(len(train.texts[0]), fraction, seed, sources.train.source)
             train, held_out = train.take(kept.tolist()), train.take(held.tolist())
         texts = [text for column in train.texts for text in column]
         tokenizer = tokenizer_for(job, config, texts, decoder=True, cache=cache)
-        first = _store(train, tokenizer, limit, cache)
-        second = None if held_out is None else _store(held_out, tokenizer, limit, cache)
-        prepared = make_prepared(first, second, tokenizer, None, avoid_used=False)
-        prepared.report_bad_rows(rows, other)
+        stores = [None if part is None else _store(part, tokenizer, limit, cache) for part in (train, held_out, test)]
+        prepared = make_prepared(stores, tokenizer, None, avoid_used=False)
+        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:

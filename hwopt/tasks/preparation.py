@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,27 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def read_sources(job: Job) -> tuple[Rows, Rows | None]:
-    """(rows for training, rows for evaluation); None if the job has no evaluation source."""
+@dataclass(frozen=True)
+class Sources:
+    """The rows of a job's data; None for a part without a source of its own."""
+
+    train: Rows
+    eval: Rows | None
+    test: Rows | None
+
+
+def read_sources(job: Job) -> Sources:
+    """Read the data of `job`."""
     data = job.data
     options = ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter)
+
+    def held_out(source: str | None, split: str | None) -> Rows | None:
+        if source is not None:
+            return read_rows(source, split, options)
+        return None if split is None else read_rows(data.train, split, options, f"{data.train} [{split}]")
+
     train = read_rows(data.train, data.split, options)
-    if data.eval is not None:
-        return train, read_rows(data.eval, data.eval_split, options)
-    if data.eval_split is not None:
-        return train, read_rows(data.train, data.eval_split, options, f"{data.train} [{data.eval_split}]")
-    return train, None
+    return Sources(train, held_out(data.eval, data.eval_split), held_out(data.test, data.test_split))
 
 
 def add_tokenless_rows(store: TokenStore, places: Places, bad_rows: BadRows) -> None:
@@ -48,15 +61,20 @@ def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder:
 
 
 def make_prepared(
-    train: TokenStore, held_out: TokenStore | None, tokenizer: Any, names: tuple[str, ...] | None, avoid_used: bool
+    stores: Sequence[TokenStore | None], tokenizer: Any, names: tuple[str, ...] | None, avoid_used: bool
 ) -> Prepared:
-    """The Prepared of two stores, with the padding token chosen. `avoid_used`: no text may contain the padding token."""
-    stores = [(train, "")] if held_out is None else [(train, ""), (held_out, " of the evaluation data")]
-    used = {number for store, _ in stores for number in store.meta["special_ids"]} if avoid_used else set()
+    """The Prepared of the stores (training, evaluation, test), with the padding token chosen.
+
+    `avoid_used`: no text may contain the padding token.
+    """
+    train, held_out, test = stores
+    assert train is not None
+    prepared = Prepared(train, held_out, tokenizer, names, test=test)
+    used = {number for store in prepared.stores for number in store.meta["special_ids"]} if avoid_used else set()
     choose_padding(tokenizer, used)
-    notes = [
-        f"truncated {store.meta['cut']:,} of {store.meta['samples']:,} texts{which} to {store.meta['max_length']} tokens"
-        for store, which in stores
-        if store.meta["cut"]
-    ]
-    return Prepared(train, held_out, tokenizer, names, notes)
+    for store, which in ((train, ""), (held_out, " of the evaluation data"), (test, " of the test data")):
+        if store is not None and (cut := store.meta["cut"]):
+            prepared.notes.append(
+                f"truncated {cut:,} of {store.meta['samples']:,} texts{which} to {store.meta['max_length']} tokens"
+            )
+    return prepared

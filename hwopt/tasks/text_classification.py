@@ -66,15 +66,17 @@ class TextClassification(Task):
         """Prepare the data. Labels are numbered as in the model's config, else in the sorted order of the training labels."""
         refuse_router(config, job)
         limit = LengthLimit(job.data.max_length, max_positions)
-        rows, other = read_sources(job)
+        sources = read_sources(job)
+        rows = sources.train
         train = _samples(rows, job)
-        held_out = None if other is None else _samples(other, job)
+        held_out, test = (None if part is None else _samples(part, job) for part in (sources.eval, sources.test))
         names = label_order(train.labels, class_names(rows.table, job.data.label), config)
         if len(names) == 1:
             raise DataError(f"{rows.source}: every {job.data.label!r} is {names[0]!r}; classification needs at least two classes")
         notes = []
         if len(names) * 2 > len(train.labels) > 8:
             notes.append(f"{len(names):,} labels in {len(train.labels):,} samples: is {job.data.label!r} the right column?")
+        test = None if test is None else drop_unknown_labels(test, names)
         if held_out is not None:
             held_out = drop_unknown_labels(held_out, names)
         elif job.data.eval_fraction is not None:
@@ -87,12 +89,12 @@ class TextClassification(Task):
         tokenizer = tokenizer_for(job, config, texts, decoder, cache)
         types = len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
         stores = [
-            None if samples is None else _store(samples, names, tokenizer, limit, types, cache) for samples in (train, held_out)
+            None if samples is None else _store(samples, names, tokenizer, limit, types, cache)
+            for samples in (train, held_out, test)
         ]
-        assert stores[0] is not None
-        prepared = make_prepared(stores[0], stores[1], tokenizer, names, avoid_used=decoder)
+        prepared = make_prepared(stores, tokenizer, names, avoid_used=decoder)
         prepared.notes.extend(notes)
-        prepared.report_bad_rows(rows, other)
+        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:

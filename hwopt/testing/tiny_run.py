@@ -79,19 +79,23 @@ def tiny_job(
     *,
     samples: int = 40,
     config: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> JobFile:
-    """A job of a few steps with a randomly initialized model; `config` is by default TINY_BERT, or TINY_LLAMA for "causal-lm"."""
+    """A job of a few steps with a randomly initialized model; `config` is by default TINY_BERT, or TINY_LLAMA for "causal-lm".
+
+    `data`: further keys of the table [data].
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
+    table = {
         "train": str(write_samples(folder / "train.jsonl", samples)),
         "eval": str(write_samples(folder / "eval.jsonl", 12, seed=1)),
         "max_length": 32,
-    }
+    } | dict(data or {})
     settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
     config = config or (TINY_BERT if kind == "text-classification" else TINY_LLAMA)
     return make_job(
-        Document("a tiny job", {"model": {"config": dict(config)}, "data": data, "task": {"kind": kind}, "training": settings})
+        Document("a tiny job", {"model": {"config": dict(config)}, "data": table, "task": {"kind": kind}, "training": settings})
     )
 
 

@@ -14,7 +14,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.system import signals
 from hwopt.text import first_line
 from hwopt.training.listener import Row
-from hwopt.training.loaders import batches_of
+from hwopt.training.loaders import batches_of, evaluation_loader
 from hwopt.training.memory_pressure import free_memory
 from hwopt.training.run import Run
 
@@ -33,22 +33,29 @@ class Evaluation:
             return False
         return run.step % (run.training.eval_steps or run.steps_per_epoch) == 0 or run.step == run.total_steps
 
-    @torch.no_grad()
     def evaluate(self) -> Row | None:
-        """Metrics over every evaluation sample, summed on the device and read in one transfer; names begin with `eval_`.
+        """Metrics over every evaluation sample; names begin with `eval_`. Returns None if a signal came meanwhile."""
+        return self._evaluate(self.run.eval_loader, "eval", len(self.run.prepared.eval or ()))
 
-        Returns None if a signal came meanwhile.
-        """
+    def test(self) -> Row | None:
+        """Metrics over every test sample, with the current weights; names begin with `test_`. None if a signal came meanwhile."""
+        store = self.run.prepared.test
+        assert store is not None
+        return self._evaluate(evaluation_loader(self.run, store), "test", len(store))
+
+    @torch.no_grad()
+    def _evaluate(self, loader: Any, prefix: str, samples: int) -> Row | None:
+        """Metrics over every sample of `loader`, summed on the device and read in one transfer."""
         run, started = self.run, time.perf_counter()
         metrics = run.task.metrics(run.prepared, run.device)
-        batches = batches_of(run.eval_loader)
+        batches = batches_of(loader)
         with evaluating(run):
             while self._evaluate_next(batches, metrics):
                 if run.engine.all_reduce_max(signals.received() or 0):
                     return None
-        values = {f"eval_{name}": value for name, value in metrics.compute().items()}
+        values = {f"{prefix}_{name}": value for name, value in metrics.compute().items()}
         seconds = time.perf_counter() - started
-        speed = {"eval_runtime": seconds, "eval_samples_per_second": len(run.prepared.eval or ()) / seconds}
+        speed = {f"{prefix}_runtime": seconds, f"{prefix}_samples_per_second": samples / seconds}
         return {"step": run.step, "epoch": round(run.epoch, 4)} | values | speed
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from hwopt.config.aliases import option_for
 from hwopt.data.collate import Collate, StepDataset, as_is, cut_in_order
 from hwopt.data.samplers import EvalSampler, StepSampler
 from hwopt.data.step_batch import StepBatch, Widths
+from hwopt.data.token_store import TokenStore
 from hwopt.errors import PluginError, StorageError, WorkerDiedError
 from hwopt.system import signals
 from hwopt.training import randomness
@@ -45,10 +46,14 @@ def build_loaders(run: Run) -> None:
         collate = recipe.collate(collate)
     run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
     if prepared.eval is not None:
-        evaluation = EvalSampler(prepared.eval.lengths, prepared.eval.counts, sizes.eval, run.rank, run.world_size)
-        run.eval_loader = make_loader(
-            run, StepDataset(prepared.eval, make_collate(cut=cut_in_order, max_rows=sizes.eval)), evaluation
-        )
+        run.eval_loader = evaluation_loader(run, prepared.eval)
+
+
+def evaluation_loader(run: Run, store: TokenStore) -> DataLoader[StepBatch]:
+    """A loader of every sample of `store` once, over all ranks."""
+    collate = default_collate(run)(cut=cut_in_order, max_rows=run.batch.eval)
+    sampler = EvalSampler(store.lengths, store.counts, run.batch.eval, run.rank, run.world_size)
+    return make_loader(run, StepDataset(store, collate), sampler)
 
 
 def default_collate(run: Run) -> Callable[..., Collate]:

@@ -166,11 +166,23 @@ class Loop:
         if code := signalled(run):
             stop(run, code, self.checkpoints)  # before the best weights replace those of the last step
         self.best.restore()
+        tested = self.test()
         save_final(run, self.writer)
         self.checkpoints.prune(best_is_final=True)
-        summary = summarize(run, self.telemetry, seconds, self.best)
+        summary = summarize(run, self.telemetry, seconds, self.best) | tested
         run.listener.finished(run, summary)
         return summary
+
+    def test(self) -> Row:
+        """Evaluate the test data with the weights of `final/` and return the metrics; empty without test data."""
+        if self.run.prepared.test is None:
+            return {}
+        row = self.evaluation.test()
+        if row is None:  # the signal ends the run once `final/` is written
+            self.run.warn("A signal ended the run before the test data was evaluated. Evaluate it with hwopt evaluate")
+            return {}
+        self.run.listener.row(self.run, row)
+        return {name: value for name, value in row.items() if name.startswith("test_")}
 
     def batches(self) -> Iterator[StepBatch]:
         """The run's step batches on its device; telemetry counts the seconds that the loop waits for them."""

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwopt.errors import InputError, NonFiniteError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 from hwopt.training.build import build
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.loop import Loop
@@ -123,6 +124,30 @@ def test_schedule_counts_steps_and_summary_names_the_best_one(tmp_path: Path) ->
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_eval_f1"] == max(evaluations.values())
     assert evaluations[summary["best_step"]] == summary["best_eval_f1"]
+
+
+def test_test_data_is_evaluated_once_with_the_best_weights(tmp_path: Path) -> None:
+    write_samples(tmp_path / "test.jsonl", 30, seed=2)
+    job = tiny_job(
+        tmp_path / "data",
+        max_steps=8,
+        learning_rate=0.5,
+        eval_steps=1,
+        lr_scheduler_type="constant",
+        data={"test": str(tmp_path / "test.jsonl")},
+    )
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    (tested,) = [row for row in recorder.rows if "test_loss" in row]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_step"] < 8
+    assert (summary["test_loss"], summary["test_f1"]) == (tested["test_loss"], tested["test_f1"])
+    again = tiny_job(tmp_path / "again", data={"eval": str(tmp_path / "test.jsonl")}, max_steps=1)
+    with build(plan_for(tiny_profile(), again), tmp_path / "other", tmp_path / "cache") as run:
+        run.inner_model.load_state_dict(load_file(tmp_path / "run" / "final" / "model.safetensors"))
+        metrics = Evaluation(run).evaluate()
+    assert metrics is not None
+    assert metrics["eval_f1"] == tested["test_f1"]
+    assert metrics["eval_loss"] == pytest.approx(tested["test_loss"], rel=1e-6)
 
 
 def test_final_holds_the_best_weights(tmp_path: Path) -> None:
