@@ -35,7 +35,9 @@ SET = {
 def environment(before: dict[str, str], home: str) -> dict[str, str]:
     """The variables of the session, made of those that it was started with."""
     removed = {name for name in before if name in NAMES or (name.startswith(PREFIXES) and name not in KEPT)}
-    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home}
+    # DeepSpeed looks for programs on PATH, and fails at a folder of another user
+    path = os.pathsep.join(folder for folder in before.get("PATH", os.defpath).split(os.pathsep) if os.access(folder, os.X_OK))
+    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home, "PATH": path}
 
 
 def open_standard_input() -> None:

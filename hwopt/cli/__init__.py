@@ -144,22 +144,31 @@ def run_command(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
         return error.exit_code
+    except SystemExit as error:
+        if error.code not in (0, None):
+            return report(error, debug)
+        return 0  # shell completion ends so
     except click.Abort:  # click's form of KeyboardInterrupt
         from hwopt.runs.rank_errors import report_error
 
         report_error(130, ENDINGS[130])
         return 130
     except BaseException as error:
-        from hwopt.runs.rank_errors import report_error
-        from hwopt.system import signals
+        return report(error, debug)
 
-        code = signals.exit_code(error)
-        message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
-        message = printable(message)
-        if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
-            with contextlib.suppress(OSError):
-                click.echo(message, err=True)
-        return code
+
+def report(error: BaseException, debug: bool) -> int:
+    """Show what ended the command, and return the exit code."""
+    from hwopt.runs.rank_errors import report_error
+    from hwopt.system import signals
+
+    code = signals.exit_code(error)
+    message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
+    message = printable(message)
+    if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
+        with contextlib.suppress(OSError):
+            click.echo(message, err=True)
+    return code
 
 
 ENDINGS = {

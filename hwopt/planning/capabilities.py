@@ -31,7 +31,9 @@ BERT_BASE = ModelFacts(
     supports_checkpointing=True,
     attention_dropout=0.1,
     prebuilt_mask=True,
+    supports_packing=True,
 )
+"""The facts that `model_facts` finds for BertConfig(); a test compares them. Building the model here would take a second."""
 
 
 @dataclass(frozen=True)

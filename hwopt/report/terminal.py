@@ -5,11 +5,13 @@ On a terminal the line is updated in place; in a log file or a notebook each int
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -36,6 +38,9 @@ STYLES = {
 
 LEAST, USUAL = 20, 80
 """The least plausible width of a screen in columns, and the width used instead of a smaller one."""
+UNFOLDED = 1 << 20
+"""The width of output that is not a terminal."""
+TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -92,14 +97,41 @@ def say(console: Console, label: str, text: str, style: str = "bold") -> None:
     console.print(Text.assemble((f"{label}: ", style), printable(text)))
 
 
+class WithoutTrailingSpaces(io.TextIOBase):
+    """Writes to another stream, without the spaces at the end of lines that pad the last column of a table."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(TRAILING_SPACES.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return int(self.stream.fileno())
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self.stream.encoding)
+
+
 class Terminal(Console):
     """A console that ignores a closed pipe (`| head`), so that the run continues.
 
-    A COLUMNS variable below the least plausible width, such as 0, is ignored: nothing would be shown.
+    A COLUMNS variable below the least plausible width, such as 0, is ignored: nothing would be shown. Output that is not a
+    terminal is never folded: a log file or `grep` gets whole lines.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"file": sys.stdout, **options})  # the real stdout, also while a plugin's prints go to stderr
+        if not self.is_terminal and "width" not in options:
+            self.file, self.width = cast("IO[str]", WithoutTrailingSpaces(self.file)), UNFOLDED
         if self.width < LEAST:
             self.width = USUAL
 

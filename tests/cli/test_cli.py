@@ -155,6 +155,15 @@ def test_listings(tmp_path: Path) -> None:
     assert "rtx3070_8gb.toml:" in hwopt("profiles", "show", "rtx3070_8gb_batch48", cwd=tmp_path).stdout
 
 
+def test_shell_completion_ends_without_an_error(tmp_path: Path) -> None:
+    script = hwopt(cwd=tmp_path, _HWOPT_COMPLETE="bash_source")
+    assert (script.returncode, script.stderr) == (0, "")
+    assert "complete -o nosort -F _hwopt_completion hwopt" in script.stdout
+    typed = {"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt pl", "COMP_CWORD": "1"}
+    found = hwopt(cwd=tmp_path, **typed)
+    assert (found.returncode, found.stdout.split(), found.stderr) == (0, ["plain,plan", "plain,plugins"], "")
+
+
 def test_detect(tmp_path: Path) -> None:
     found = json.loads(hwopt("detect", "--format", "json", cwd=tmp_path).stdout)
     assert {"hardware", "software", "plugins"} == set(found)

@@ -419,7 +419,7 @@ def test_terminal_escapes_control_characters() -> None:
 def test_messages_are_shown_at_any_reported_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     screen = io.StringIO()
-    console = Terminal(file=screen)
+    console = Terminal(file=screen, force_terminal=True, color_system=None)
     say(console, "note", "what is said")
     assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
 

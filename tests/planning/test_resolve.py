@@ -18,7 +18,7 @@ from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.device import Hardware, described
-from hwopt.model.facts import ModelFacts
+from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
@@ -242,3 +242,9 @@ def test_a_table_from_the_command_line_finds_its_place(tmp_path: Path) -> None:
     profile = make_profile(document, ["plugins.adapter.always=true"])
     names = [entry.name for entry in plan_for(profile, tiny_job(tmp_path)).entries]
     assert names.index("adapter") < names.index("precision")
+
+
+def test_facts_of_detect_are_those_of_bert_base() -> None:
+    from transformers import BertConfig
+
+    assert model_facts(BertConfig(), "text-classification", BERT_BASE.name) == BERT_BASE

@@ -14,7 +14,7 @@ from hwopt import api
 from hwopt.cli.plan import plan as plan_command
 from hwopt.planning.plan import Plan
 from hwopt.report import memory as memory_report
-from hwopt.report.terminal import Terminal, show_values
+from hwopt.report.terminal import Terminal, show_plan, show_values
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.text import short_place
 
@@ -34,6 +34,16 @@ def test_values_come_with_the_file_and_line_that_set_them(tmp_path: Path) -> Non
     assert found["plugins.dataloader.num_workers"].endswith("decided here, instead of 'auto' (mine.toml:12)")
     assert found["plugins.dataloader.pin_memory"].rstrip().endswith("--set")
     assert found["training.seed"].rstrip().endswith("job.toml:3")
+
+
+def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    piped, shown = StringIO(), StringIO()
+    show_plan(Terminal(file=piped), tiny_plan(tmp_path))
+    show_plan(Terminal(file=shown, force_terminal=True, color_system=None), tiny_plan(tmp_path))
+    longest = max(len(line) for line in piped.getvalue().splitlines())
+    assert longest > 80 >= 2 * max(len(line) for line in shown.getvalue().splitlines())
+    assert not any(line.endswith(" ") for line in piped.getvalue().splitlines())
 
 
 @pytest.mark.parametrize(
