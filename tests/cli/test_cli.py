@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -155,13 +157,17 @@ def test_listings(tmp_path: Path) -> None:
     assert "rtx3070_8gb.toml:" in hwopt("profiles", "show", "rtx3070_8gb_batch48", cwd=tmp_path).stdout
 
 
-def test_shell_completion_ends_without_an_error(tmp_path: Path) -> None:
-    script = hwopt(cwd=tmp_path, _HWOPT_COMPLETE="bash_source")
-    assert (script.returncode, script.stderr) == (0, "")
-    assert "complete -o nosort -F _hwopt_completion hwopt" in script.stdout
-    typed = {"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt pl", "COMP_CWORD": "1"}
-    found = hwopt(cwd=tmp_path, **typed)
-    assert (found.returncode, found.stdout.split(), found.stderr) == (0, ["plain,plan", "plain,plugins"], "")
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"_HWOPT_COMPLETE": "bash_source"}, "complete -o nosort -F _hwopt_completion hwopt"),
+        ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt pl", "COMP_CWORD": "1"}, "plain,plan\nplain,plugins"),
+    ],
+)
+def test_shell_completion_ends_without_an_error(variables: dict[str, str], shown: str) -> None:
+    found = subprocess.run([sys.executable, "-m", "hwopt"], env=os.environ | variables, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert shown in found.stdout
 
 
 def test_detect(tmp_path: Path) -> None:
