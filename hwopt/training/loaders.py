@@ -58,7 +58,7 @@ def evaluation_loader(run: Run, store: TokenStore) -> DataLoader[StepBatch]:
 
 def default_collate(run: Run) -> Callable[..., Collate]:
     """The constructor of the default collate for `run`; `cut` and `max_rows` are still to be given."""
-    attention = getattr(run.inner_model.config, "_attn_implementation", None)
+    attention = getattr(getattr(run.inner_model, "config", None), "_attn_implementation", None)
     mask: Literal["attention_mask", "prebuilt_mask"] = "attention_mask"
     if run.plan.model.prebuilt_mask and attention == "sdpa":
         mask = "prebuilt_mask"
