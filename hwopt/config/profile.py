@@ -77,6 +77,8 @@ class Content(Table):
     name: str = Field(max_length=80)
     summary: str = ""
     extends: str | None = None
+    benchmark: bool = False
+    """A baseline or a variant for comparisons; `hwopt profiles` lists it with --all."""
     card: Card = Card()
     tuned_for: TunedFor = TunedFor()
     data: DataDefaults = DataDefaults()

@@ -148,7 +148,11 @@ def test_plan_for_a_described_card(tmp_path: Path) -> None:
 
 def test_listings(tmp_path: Path) -> None:
     profiles = json.loads(hwopt("profiles", "list", "--format", "json", cwd=tmp_path).stdout)
-    assert {"rtx3070_8gb", "cpu"} <= {row["name"] for row in profiles}
+    names = {row["name"] for row in profiles}
+    assert {"rtx3070_8gb", "cpu"} <= names
+    assert not any(name.endswith("_before") for name in names)
+    everything = json.loads(hwopt("profiles", "--all", "--format", "json", cwd=tmp_path).stdout)
+    assert {"rtx3070_8gb_before", "rtx3070_8gb_batch48"} <= {row["name"] for row in everything} - names
     plugins = json.loads(hwopt("plugins", "list", "--format", "json", cwd=tmp_path).stdout)
     assert all(row["distribution"].startswith("hwopt") for row in plugins if row["name"] in ("length_batching", "tf32"))
     shown = hwopt("plugins", "show", "optimizer", cwd=tmp_path).stdout
