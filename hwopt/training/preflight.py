@@ -24,6 +24,6 @@ def try_training(run: Run, accumulation: Accumulation) -> None:
         accumulation.accumulate(batch, "with the longest samples")
     finally:
         for tried in range(rung + 1, backoff.rung + 1):
-            run.listener.ran_out_of_memory(run, max(1, run.batch.train >> tried))
+            run.listener.on_out_of_memory(run, max(1, run.batch.train >> tried))
     run.engine.zero_grad()
     accumulation.telemetry.reset_to(mark)

@@ -78,9 +78,9 @@ SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a pa
     [
         (r'a = "C:\Users\x"', f"job.toml:1: .*{SINGLE}"),
         (r'a = 1%b = "D:\data\x"', f"job.toml:2: .*{SINGLE}"),
-        ("a = True", r"job.toml:1: is not valid TOML: Invalid value \(column 5\); true and false are written in small letters$"),
-        ("a = [1,% None]", r"job.toml:2: .*\(column 2\); TOML has no word for nothing; leave the key out$"),
-        ("a = null", "leave the key out$"),
+        ("a = True", r"job.toml:1: is not valid TOML: Invalid value \(column 5\); write true and false in lower case$"),
+        ("a = [1,% None]", r"job.toml:2: .*\(column 2\); TOML has no null; omit the key$"),
+        ("a = null", "omit the key$"),
         ("model:%  name: x", r"job.toml:1: .*\(column 6\); it looks like YAML, and hwopt reads TOML"),
         ("---%model:", "it looks like YAML"),
         ('%{%"model": {}}', "it looks like JSON"),

@@ -70,8 +70,8 @@ class Steps(Recorder):
         super().__init__()
         self.samples: list[list[int]] = []
 
-    def started(self, run: Run) -> None:
-        super().started(run)
+    def on_start(self, run: Run) -> None:
+        super().on_start(run)
         finish = run.engine.finish
 
         def watched() -> None:
@@ -79,8 +79,8 @@ class Steps(Recorder):
 
         run.engine.finish = watched
 
-    def row(self, run: Run, row: Any) -> None:
-        super().row(run, row)
+    def on_log(self, run: Run, row: Any) -> None:
+        super().on_log(run, row)
         if "loss" in row and run.last_step_batch is not None:
             self.samples.append(sorted(run.last_step_batch.samples))
 

@@ -309,7 +309,7 @@ def test_signal_saves_on_all_ranks(
     figures(
         "SIGTERM/SIGINT at random moments",
         f"2 ranks: {len(cases)} of {len(cases)} to a rank, the launcher or the group, of `--processes 2` and of "
-        "`accelerate launch`: saved at one step by all, 143/130 in status.json, nobody left, resume exact",
+        "`accelerate launch`: saved at one step by all, 143/130 in status.json, no process left, resume exact",
     )
 
 
@@ -356,7 +356,7 @@ def test_hung_or_killed_process_ends_the_run(work: Work, undisturbed: Path, pair
     figures(
         "worker or rank killed or hung",
         f"{len(pairs)} data-loading workers and {len(pairs)} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
-        f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), nobody left, resume exact",
+        f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), no process left, resume exact",
     )
 
 

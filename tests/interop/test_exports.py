@@ -310,7 +310,7 @@ def test_edited_json_is_refused(folder: Path) -> None:
     file = "ACCELERATE_DEEPSPEED_CONFIG_FILE=changed.json"
     assert [line.partition(". Change")[0] for line in lines] == [
         f"{file}: zero_optimization.stage is 3, which contradicts the plan, in which it is 2",
-        f"{file}: optimizer.type is 'Lion', which contradicts the plan, in which there is no such thing",
+        f"{file}: optimizer.type is 'Lion', which contradicts the plan, in which this key does not exist",
     ]
     Path("changed.json").write_text(exported(plan, "deepspeed"))
     refuse(environment, plan)

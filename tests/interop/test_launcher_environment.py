@@ -117,8 +117,8 @@ def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Pat
     [
         ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage is 3, which contradicts the plan, in which it is 2"),
         ('{"bf16": {"enabled": false}}', "bf16.enabled is False, .* in which it is true"),
-        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* there is no such thing"),
-        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* there is no such thing"),
+        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* this key does not exist"),
+        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* this key does not exist"),
         ("[]", "cannot be read as JSON .expected a JSON object"),
         ("{", "cannot be read as JSON"),
         (None, "cannot be read as JSON .*no such file"),

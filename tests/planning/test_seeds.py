@@ -45,13 +45,13 @@ def gemma_job(folder: Path, **training: Any) -> JobFile:
 class Frozen(Recorder):
     """Remembers the weights before the first step, and which of them differ after the last one."""
 
-    def started(self, run: Any) -> None:
-        super().started(run)
+    def on_start(self, run: Any) -> None:
+        super().on_start(run)
         self.before = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
         self.changed: set[str] = set()
 
-    def row(self, run: Any, row: Row) -> None:
-        super().row(run, row)
+    def on_log(self, run: Any, row: Row) -> None:
+        super().on_log(run, row)
         if row["step"] == run.total_steps:
             now = run.inner_model.named_parameters()
             self.changed = {name for name, p in now if not torch.equal(p, self.before[name])}

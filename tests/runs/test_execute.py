@@ -34,8 +34,8 @@ class Failing(Recorder):
         super().__init__()
         self.what = what
 
-    def row(self, run: Any, row: Any) -> None:
-        super().row(run, row)
+    def on_log(self, run: Any, row: Any) -> None:
+        super().on_log(run, row)
         if row["step"] == 2 and "loss" in row:
             if isinstance(self.what, BaseException):
                 raise self.what

@@ -128,7 +128,7 @@ def test_interrupted_evaluation_is_repeated_once(then: str, whole: Path, tmp_pat
             cut_short_again()
     else:
         killed = Recorder()
-        monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
+        monkeypatch.setattr(killed, "on_log", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
         with pytest.raises(Killed):
             api.execute(make_plan(whole), run, killed, **options)
     assert resume.list_checkpoints(run)[0].name == "checkpoint-5"
@@ -342,8 +342,8 @@ def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
     assert storage.find_corruption(again / "final") == ""
 
     class Damaging(Recorder):
-        def row(self, run: Any, row: Any) -> None:
-            super().row(run, row)
+        def on_log(self, run: Any, row: Any) -> None:
+            super().on_log(run, row)
             if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
                 path.write_bytes(path.read_bytes()[:-1] + b"x")
 
@@ -364,7 +364,7 @@ def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
     most = 0
 
     class Counting(Recorder):
-        def row(self, run: Any, row: Any) -> None:
+        def on_log(self, run: Any, row: Any) -> None:
             nonlocal most
             most = max(most, len(resume.best_folders(run.folder)))
 
@@ -422,7 +422,7 @@ def test_resume_without_a_checkpoint_starts_at_step_1(whole: Path, tmp_path: Pat
     said: list[str] = []
 
     class Listening(Recorder):
-        def said(self, run: Any, message: str) -> None:
+        def on_message(self, run: Any, message: str) -> None:
             said.append(message)
 
     api.execute(make_plan(whole), tmp_path / "run", Listening(), cache=whole / "cache", resume=True)
@@ -562,8 +562,8 @@ def test_signal_at_the_end_loses_no_step(moment: str, whole: Path, tmp_path: Pat
         patched.setattr(signals, "received", lambda: 143)
 
     class AtTheEnd(Recorder):
-        def row(self, run: Any, row: Any) -> None:
-            super().row(run, row)
+        def on_log(self, run: Any, row: Any) -> None:
+            super().on_log(run, row)
             if moment == "before" and "eval_loss" in row and row["step"] == LAST:
                 signal_comes()
 
@@ -594,7 +594,7 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, whole: Path, tmp_path: 
     assert before == [signal.SIG_IGN if ignored else signal.default_int_handler, signal.SIG_DFL]
 
     class Ending(Recorder):
-        def row(self, run: Any, row: Any) -> None:
+        def on_log(self, run: Any, row: Any) -> None:
             if row["step"] == 4:
                 os.kill(os.getpid(), number)
 
