@@ -35,10 +35,10 @@ def test_no_module_of_the_core_names_a_plugin() -> None:
 
 
 @pytest.mark.parametrize("text", ["plugins.batch.train", "[plugins.cut]", "the plugin `compile`", "plugin 'zero'"])
-def test_the_pattern_finds_names_of_plugins(text: str) -> None:
+def test_pattern_finds_plugin_names(text: str) -> None:
     assert AS_PLUGIN.search(text)
 
 
 @pytest.mark.parametrize("text", ["plugins.NAME.OPTION", "the optimizer", "plugin 'x'", "batch['train']"])
-def test_the_pattern_leaves_other_words_alone(text: str) -> None:
+def test_pattern_ignores_other_words(text: str) -> None:
     assert not AS_PLUGIN.search(text)

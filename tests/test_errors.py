@@ -5,7 +5,7 @@ from __future__ import annotations
 from hwopt.errors import DataError, exit_code_of, worker_death
 
 
-def test_a_death_is_known_wherever_it_is_noticed() -> None:
+def test_worker_or_rank_death_is_recognized_in_any_error() -> None:
     """torch raises that of a worker from a signal handler: in a collective, or in what cleans up after another error."""
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")

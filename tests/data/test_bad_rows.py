@@ -137,7 +137,7 @@ def test_file_without_good_rows_is_an_error(tmp_path: Path) -> None:
         prepare(str(tmp_path / "a.jsonl"), tmp_path)
 
 
-def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
+def test_rows_over_several_lines_are_numbered_by_their_first_line(tmp_path: Path) -> None:
     """A quoted cell may hold line ends; a quote that is not closed takes only its own line."""
     source = tmp_path / "a.csv"
     source.write_text('text,label\n"two\nlines",a\n\n"open,b\nlast,b\nx,y,z\n"more\n\nlines",a\n,a\n', encoding="utf-8")
@@ -147,7 +147,7 @@ def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
     assert texts == ["[CLS] two lines [SEP]", "[CLS] last [SEP]", "[CLS] more lines [SEP]"]
 
 
-def test_one_measurement_among_classes(tmp_path: Path) -> None:
+def test_float_label_among_classes_is_a_bad_row(tmp_path: Path) -> None:
     source = tmp_path / "a.csv"
     source.write_text("text,label\n" + "".join(f"t{n},{n % 2}\n" for n in range(20)) + "x,0.37\n", encoding="utf-8")
     found = prepare(str(source), tmp_path)
@@ -155,7 +155,7 @@ def test_one_measurement_among_classes(tmp_path: Path) -> None:
     assert found.bad_rows[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement, not a class: '0.37'"}]
 
 
-def test_the_note_of_one_and_of_many() -> None:
+def test_note_lists_up_to_five_lines_and_counts_reasons() -> None:
     bad_rows = BadRows("a.csv", "line", strict=False, max_fraction=1.0)
     bad_rows.add(1_700, "has no text")
     bad_rows.add(1_700, "has no label")

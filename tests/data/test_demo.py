@@ -24,7 +24,7 @@ def library(folder: Path, packages: int = 10, samples: int = 80) -> Path:
     return folder
 
 
-def test_samples(tmp_path: Path) -> None:
+def test_demo_samples_are_distinct_and_from_eight_packages(tmp_path: Path) -> None:
     train, held_out = demo_samples(library(tmp_path))
     texts = [text for text, _ in train + held_out]
     assert len(set(texts)) == len(texts) == sum(80 + package for package in range(2, 10))
@@ -34,14 +34,14 @@ def test_samples(tmp_path: Path) -> None:
     assert (train, held_out) == demo_samples(tmp_path)
 
 
-def test_no_sources(tmp_path: Path) -> None:
+def test_demo_without_sources_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0 docstrings of 0 packages.*no sources of its standard library"):
         demo_samples(tmp_path / "python311.zip")
     with pytest.raises(DataError, match=r"602 docstrings of 3 packages; the demo needs 400 docstrings of 8 packages"):
         demo_samples(library(tmp_path, 2, 300))
 
 
-def test_the_job_is_an_ordinary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_job_is_read_like_any_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library(tmp_path / "lib")))
     document = demo_document(tmp_path / "cache")
     job = make_job(document).job
@@ -52,7 +52,7 @@ def test_the_job_is_an_ordinary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert make_job(document, ["training.max_steps=3"]).job.training.max_steps == 3
 
 
-def test_this_python_has_enough(tmp_path: Path) -> None:
+def test_this_python_has_enough_docstrings_for_the_demo(tmp_path: Path) -> None:
     job = make_job(demo_document(tmp_path)).job
     train = Path(job.data.train).read_text(encoding="utf-8").splitlines()
     assert 1_500 < len(train) < 10_000

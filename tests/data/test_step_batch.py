@@ -37,7 +37,7 @@ def test_ranks_share_every_epoch_exactly(samples: int, rows: int, world: int, ep
 
 
 @given(st.integers(1, 60), st.integers(1, 16), st.integers(1, 40), st.data())
-def test_starting_later_yields_the_same_rest(samples: int, rows: int, steps: int, data: st.DataObject) -> None:
+def test_sampler_started_later_yields_the_same_remaining_steps(samples: int, rows: int, steps: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, steps))
     whole = list(sampler(samples, rows, steps))
     assert list(sampler(samples, rows, steps, start=start)) == whole[start:]
@@ -107,7 +107,7 @@ def test_fixed_widths_and_multiples() -> None:
     assert [width for _, width in batch.sizes] == [8, 16, 24]  # type: ignore[attr-defined]
 
 
-def test_a_prebuilt_mask_has_four_dimensions() -> None:
+def test_prebuilt_mask_has_four_dimensions() -> None:
     _, batch = batch_of([2, 4], 2, mask="prebuilt_mask")
     (micro_batch, last), *_ = batch.micro_batches()  # type: ignore[attr-defined]
     assert micro_batch.inputs["attention_mask"].shape == (2, 1, 1, 4)
@@ -139,7 +139,7 @@ def test_step_batches_pickle() -> None:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 6), st.booleans(), st.data())
-def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
+def test_finer_splits_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
     _, batch = batch_of(lengths, rows, causal)
     samples = make_samples(lengths, causal)
     first = data.draw(st.sampled_from([0, *(m.end_row for m, _ in batch.micro_batches(rung))]))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20))
-def test_the_floor_is_the_first_rung_of_single_rows(lengths: list[int], rows: int) -> None:
+def test_finest_rung_is_the_first_one_with_single_rows(lengths: list[int], rows: int) -> None:
     _, batch = batch_of(lengths, rows)
     floor = batch.finest_rung  # type: ignore[attr-defined]
     assert all(len(m.targets) == 1 for m, _ in batch.micro_batches(floor))  # type: ignore[attr-defined]

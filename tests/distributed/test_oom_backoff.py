@@ -194,7 +194,7 @@ def checkpointed(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def test_checkpointing_is_the_last_rung_and_keeps_the_result(tmp_path: Path) -> None:
+def test_checkpointing_is_the_last_resort_and_keeps_the_result(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", never, train=1)
 
     class Watched(Shortage):
@@ -212,7 +212,7 @@ def test_checkpointing_is_the_last_rung_and_keeps_the_result(tmp_path: Path) -> 
     assert heard.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
+def test_disabled_plugin_is_not_an_oom_plugin(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(checkpointing={"enabled": False}), tiny_job(tmp_path))
     assert plan.oom_plugins == ()
     assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).oom_plugins] == ["checkpointing"]
@@ -234,7 +234,7 @@ def test_chosen_batch_is_probed_without_changing_the_result(tmp_path: Path) -> N
     assert recorded_limit(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
 
 
-def test_two_consecutive_signs_are_memory_pressure() -> None:
+def test_two_consecutive_signs_warn_of_memory_pressure() -> None:
     pressure = MemoryPressure(torch.device("cpu"))
     assert pressure.message() is None
     assert [pressure.judge(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
@@ -258,7 +258,7 @@ def heard_by(said: list[str]) -> Iterator[OomBackoff]:
     yield OomBackoff("Training", "plugins.batch.train", said.append)
 
 
-def test_growing_back_with_hysteresis() -> None:
+def test_backoff_recovers_with_hysteresis() -> None:
     said: list[str] = []
     with heard_by(said) as backoff:
         backoff.reduce(3, "here", "no room")

@@ -254,7 +254,7 @@ def test_name_of_a_built_in_plugin_is_refused(folder: Path, monkeypatch: pytest.
     assert DISTRIBUTION in message
 
 
-def test_prints_of_a_plugin_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud(ThirdParty):
         def probe(self, context: Context) -> Decision:
             print("hear me")
@@ -270,7 +270,7 @@ def test_prints_of_a_plugin_stay_out_of_stdout(folder: Path, monkeypatch: pytest
     assert message.count("me\n") >= 2
 
 
-def test_prints_during_the_run_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_during_the_run_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loud(what: str) -> Callable[..., Any]:
         def step(model: Any, *_: Any) -> Any:
             print(what)

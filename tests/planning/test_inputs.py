@@ -66,7 +66,7 @@ def test_checking_does_not_create_the_demo(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_given_as_a_profile_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):

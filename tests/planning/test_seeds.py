@@ -72,14 +72,14 @@ def test_dora_on_a_decoder_changes_adapter_and_head_only(tmp_path: Path) -> None
     assert (final / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_an_adapter_skips_itself_under_500_million_parameters(tmp_path: Path) -> None:
+def test_adapter_is_skipped_below_500_million_parameters(tmp_path: Path) -> None:
     plan = plan_for(load_profile("rtx3090_24gb", profile_files()), gemma_job(tmp_path))
     entry = next(entry for entry in plan.entries if entry.name == "adapter")
     assert entry.decision == "skip"
     assert "500" in entry.reason
 
 
-def test_a_decoder_pools_at_the_last_real_token(tmp_path: Path) -> None:
+def test_decoder_pools_at_the_last_real_token(tmp_path: Path) -> None:
     """What final/ answers for a text alone is what it answers in a padded batch."""
     plan = plan_for(tiny_profile(), gemma_job(tmp_path, max_steps=5))
     train_tiny(plan, tmp_path)
@@ -105,7 +105,7 @@ def test_half_weights_are_saved_as_their_masters(dtype: str, tmp_path: Path) -> 
         assert not rounded, "the bits below half precision are there"
 
 
-def test_a_language_model_learns_and_generates(tmp_path: Path) -> None:
+def test_language_model_learns_and_generates(tmp_path: Path) -> None:
     text = tmp_path / "rhyme.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 120)
     config = {
@@ -133,7 +133,7 @@ def test_a_language_model_learns_and_generates(tmp_path: Path) -> None:
     assert "fox" in made
 
 
-def test_every_seed_profile_runs_here(tmp_path: Path) -> None:
+def test_every_seed_profile_trains_on_this_machine(tmp_path: Path) -> None:
     """Without a GPU each still trains, and says why what is not on is not on."""
     for name in (
         "rtx3070_8gb",

@@ -49,7 +49,7 @@ def test_built_ins_come_through_entry_points() -> None:
         assert registry.distribution(name).startswith("hwopt ")
 
 
-def test_unknown_names_offer_the_nearest() -> None:
+def test_unknown_plugin_name_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="profile.toml:4: no plugin 'optimiser'.*Did you mean 'optimizer'"):
         Registry().plugin("optimiser", "profile.toml:4")
 

@@ -134,7 +134,7 @@ def test_language_models_keep_their_head_frozen():
     assert plugin.evidence(trained(model)).status == "active"
 
 
-def test_named_targets():
+def test_only_named_target_modules_get_adapters():
     plugin, recipe = Adapter(Adapter.Options(target_modules=("q_proj", "v_proj"))), Recipe()
     plugin.apply(recipe, context())
     model = recipe.model_steps[0](llama(), None)
@@ -157,7 +157,7 @@ def test_small_models_get_an_adapter_only_with_always():
     assert Adapter(Adapter.Options()).probe(context()).kind == "apply"
 
 
-def test_without_peft_and_with_dropout():
+def test_reasons_name_missing_peft_and_slow_dropout():
     assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
     assert "slower path" in Adapter(Adapter.Options(kind="dora", lora_dropout=0.1)).probe(context()).reason
     assert Adapter.preserves == "method"

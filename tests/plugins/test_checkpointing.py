@@ -118,13 +118,13 @@ def test_evidence_is_unknown_in_compiled_code():
     assert "cannot be counted" in Checkpointing(Checkpointing.Options()).evidence(run).seen
 
 
-def test_every_nth_and_no_cache():
+def test_every_nth_layer_is_checkpointed_without_cache():
     model = applied(bert(), 3)
     assert [layer.gradient_checkpointing for layer in repeated_layers(model)] == [True, False, False, True]
     assert model.config.use_cache is False
 
 
-def test_decisions():
+def test_decision_depends_on_model_and_layers():
     plugin = Checkpointing(Checkpointing.Options())
     assert plugin.probe(context()).kind == "apply"
     assert plugin.probe(context(supports_checkpointing=False)).kind == "skip"
@@ -136,7 +136,7 @@ def test_decisions():
     assert "adapter" in Checkpointing.after
 
 
-def test_a_model_without_such_layers_is_refused():
+def test_model_without_checkpointable_layers_is_refused():
     with pytest.raises(PluginError, match="no GradientCheckpointingLayer"):
         applied(SimpleNamespace(modules=list, config=SimpleNamespace()), "all")
 

@@ -80,11 +80,11 @@ def compiled_run(scope):
 
 
 @pytest.mark.parametrize(("limit", "widths"), [(16, (16,)), (32, (32,)), (100, (32, 64, 96, 100)), (192, (32, 64, 96, 128, 192))])
-def test_fixed_widths(limit, widths):
+def test_fixed_widths_end_at_the_limit(limit, widths):
     assert fixed_widths(limit) == widths
 
 
-def test_fixed_widths_without_a_limit():
+def test_fixed_widths_without_a_limit_end_at_4096():
     assert fixed_widths(None)[-1] == 4096
 
 
@@ -95,7 +95,7 @@ def test_auto_widths_end_at_the_shorter_limit():
     assert decided(CPU).kind == "apply"
 
 
-def test_widths_that_are_too_narrow():
+def test_too_narrow_widths_are_extended():
     decision = decided(CPU, widths=(64, 96))
     assert (decision.kind, decision.options[0].widths) == ("fallback", (64, 96, 128))
     assert "128 tokens" in decision.reason
@@ -103,7 +103,7 @@ def test_widths_that_are_too_narrow():
     assert decided(CPU, widths=(64, 128)).kind == "apply"
 
 
-def test_skips():
+def test_missing_compiler_or_old_card_is_skipped():
     assert "needs a C++ compiler" in decided(replace(CPU, compiler=None)).reason
     old = decided(described("P100", (6, 0), 16.0))
     assert old.kind == "skip"
@@ -114,13 +114,13 @@ def test_skips():
     assert decided(H100).kind == "apply", "the card is elsewhere, and so is its software"
 
 
-def test_blocks():
+def test_repeated_blocks_are_found():
     model = Tiny()
     assert repeated_blocks(model) == list(model.blocks)
     assert repeated_blocks(torch.nn.Linear(2, 2)) == []
 
 
-def test_limits_are_put_back():
+def test_recompile_limit_is_restored():
     from torch._dynamo import config
 
     before = config.recompile_limit

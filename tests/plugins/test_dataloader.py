@@ -40,7 +40,7 @@ def test_ranks_on_one_machine_share_its_cores():
     assert cores_of_a_rank(replace(T4, count=4, cpu_cores=2), world_size=4) == 1
 
 
-def test_auto_on_a_card_and_on_a_cpu():
+def test_auto_pins_memory_only_for_a_card():
     card, cpu = decided(T4), decided(CPU)
     assert (card.kind, card.options[0].num_workers, card.options[0].pin_memory) == ("apply", 4, True)
     assert (cpu.kind, cpu.options[0].num_workers, cpu.options[0].pin_memory) == ("apply", 4, False)
@@ -48,13 +48,13 @@ def test_auto_on_a_card_and_on_a_cpu():
     assert "0 worker(s) for 2 core(s)" in decided(replace(CPU, cpu_cores=2)).reason
 
 
-def test_more_workers_than_cores():
+def test_workers_are_limited_to_the_cores():
     decision = decided(replace(T4, cpu_cores=2), num_workers=8)
     assert (decision.kind, decision.options[0].num_workers) == ("fallback", 2)
     assert "8 workers need 8 cores, a rank has 2" in decision.reason
 
 
-def test_pinning_without_cuda():
+def test_pinning_without_cuda_falls_back():
     decision = decided(CPU, num_workers=2, pin_memory=True)
     assert (decision.kind, decision.options[0].pin_memory) == ("fallback", False)
     assert "needs a CUDA device, found a CPU" in decision.reason

@@ -91,7 +91,7 @@ def distance(a, b):
     factor=st.sampled_from([1.0, 0.013, -3.0]),
     seed=st.integers(0, 2**31),
 )
-def test_loss_and_gradients(dtype, tolerance, tokens, size, words, chunks, bias, kept, factor, seed):
+def test_loss_and_gradients_match_those_with_logits(dtype, tolerance, tokens, size, words, chunks, bias, kept, factor, seed):
     *tensors, targets = samples(tokens, size, words, bias, dtype, seed, kept)
     wanted = with_gradients(plain(targets), *tensors, factor=factor)
     found = with_gradients(fused(targets, chunks), *tensors, factor=factor)
@@ -102,7 +102,7 @@ def test_loss_and_gradients(dtype, tolerance, tokens, size, words, chunks, bias,
         assert distance(fused(targets, chunks)(*tensors), wanted[0]) <= tolerance
 
 
-def test_large_logits_and_batches_without_a_label():
+def test_large_logits_and_batches_without_a_label_are_exact():
     hidden, weight, bias, targets = samples(9, 4, 12, True, torch.float32)
     wanted = with_gradients(plain(targets), 1e3 * hidden, weight, bias)
     for ours, theirs in zip(with_gradients(fused(targets, 4), 1e3 * hidden, weight, bias), wanted, strict=True):
@@ -166,7 +166,7 @@ def test_frozen_weights_get_no_gradient():
     assert sum(counts.get(name, 0) for name in ("aten::mm", "aten::addmm", "aten::addmm_")) == 6, "two products a chunk"
 
 
-def test_a_second_backward_is_refused():
+def test_second_backward_is_refused():
     hidden, weight, _, targets = samples(6, 4, 10, False, torch.float32)
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, None, targets, chunks=2)
     loss.backward()
@@ -268,7 +268,7 @@ def test_checkpoints_hold_the_whole_model(tmp_path):
     assert "forward" not in vars(ours.run.inner_model.get_output_embeddings())
 
 
-def test_prompts_with_length_batching(tmp_path):
+def test_masked_prompts_work_with_length_batching(tmp_path):
     """Masked prompts, and as many chunks as tokens: more than some micro-batches have."""
     job = job_of(tmp_path / "data")
     data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
@@ -333,7 +333,7 @@ def test_tied_weights_get_both_gradients():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_evidence():
+def test_evidence_counts_fused_and_whole_losses():
     plugin, run = attached(tiny(TINY_LLAMA), chunks=10)
     run.last_step_batch = SimpleNamespace(sizes=[(4, 32), (4, 20)])
     ran = {"FusedLinearCrossEntropy": 2, "aten::scatter_add_": 20}
@@ -356,7 +356,7 @@ def test_evidence():
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
-def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
+def test_adapter_on_the_output_layer_is_refused(targets, tmp_path):
     tables = {"adapter": {"always": True, "r": 4, "target_modules": list(targets)}, "fused_loss": {}}
     with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
@@ -396,7 +396,7 @@ def test_backend_is_chosen_by_hardware_and_software():
     assert decided(vocab_size=10).options[0].chunks == 1
 
 
-def test_skips():
+def test_unsupported_task_or_logit_transform_is_skipped():
     assert "text-classification" in decided(kind="text-classification").reason
     assert decided(kind="text-classification").kind == "skip"
     capped = decided(logit_transform="its logits are changed")

@@ -25,7 +25,7 @@ def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(1, 64), st.integers(0, 5), st.floats(0, 1))
-def test_every_sample_once(lengths, rows, epoch, noise):
+def test_every_sample_is_used_once(lengths, rows, epoch, noise):
     assert sorted(grouped(lengths, 0, epoch, rows, noise=noise)) == list(range(len(lengths)))
 
 
@@ -44,7 +44,7 @@ def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, sampl
     assert groups == sorted(line[at : at + rows] for at in range(0, len(line), rows))
 
 
-def test_the_same_seed_and_epoch_give_the_same_order_another_epoch_another_one():
+def test_order_is_fixed_by_seed_and_epoch():
     lengths = long_tailed(500)
     assert (grouped(lengths, 3, 1, 16) == grouped(lengths, 3, 1, 16)).all()
     assert (grouped(lengths, 3, 1, 16) != grouped(lengths, 3, 2, 16)).any()
@@ -74,7 +74,7 @@ def test_padding_is_reduced():
     assert sum(lengths) / computed(random) < 0.35
 
 
-def test_in_a_run(tmp_path: Path) -> None:
+def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
     heard = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
     evidence = {entry.name: evidence for entry, evidence in heard.found}["group_lengths"]

@@ -120,7 +120,7 @@ def test_every_reason_is_reported():
     assert "takes adamw_torch, the last candidate" in decision.reason
 
 
-def test_what_a_cpu_lacks():
+def test_unsupported_optimizer_on_a_cpu_names_what_is_missing():
     assert "found a CPU" in decided(CPU, "paged_adamw_8bit", "adamw_torch").reason
     assert "needs a C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
 
@@ -178,7 +178,7 @@ def test_bad_options(text):
         Optimizer.Options.model_validate_json(text)
 
 
-def test_a_name_that_stands_among_the_fallbacks_too_is_tried_once():
+def test_name_repeated_in_the_fallbacks_is_tried_once():
     """As where `--set plugins.optimizer.name=…` meets a profile's fallbacks."""
     decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
     assert decision.kind == "apply"

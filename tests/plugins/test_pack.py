@@ -144,7 +144,7 @@ def test_leak_between_documents_is_refused(tmp_path: Path) -> None:
         ("deberta-v2", ENCODER, "text-classification", "does not accept position ids and a mask per document"),
     ],
 )
-def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
+def test_unsupported_model_is_skipped_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path, model_type, config, kind))
     entry = next(entry for entry in plan.entries if entry.name == "pack")
     assert entry.decision == "skip"
@@ -152,7 +152,7 @@ def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str
 
 
 @pytest.mark.parametrize("model_type", ["albert", "mpnet"])
-def test_refused_when_its_outputs_show_it(model_type: str, tmp_path: Path) -> None:
+def test_model_whose_outputs_leak_is_refused(model_type: str, tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, ENCODER, "text-classification"))
     with pytest.raises(PluginError, match="does not support packed documents"):
         train_tiny(plan, tmp_path)
@@ -177,7 +177,7 @@ def test_every_document_once_and_no_row_too_long(lengths: list[int], width: int)
     assert max(sum(lengths[index] for index in row) for row in rows) <= width
 
 
-def test_a_document_longer_than_a_row() -> None:
+def test_document_longer_than_a_row_is_an_error() -> None:
     from hwopt_plugins.pack import pack_rows
 
     with pytest.raises(ValueError, match="longer than 10 tokens"):

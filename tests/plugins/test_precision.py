@@ -45,7 +45,7 @@ def written(hardware, **options):
     ("hardware", "dtype"),
     [(T4, "fp16"), (V100, "fp16"), (P100, "fp32"), *((card, "bf16") for card in AMPERE), (CPU, "fp32"), (AMX, "bf16")],
 )
-def test_auto(hardware, dtype):
+def test_auto_chooses_the_dtype_of_the_hardware(hardware, dtype):
     decision = decided(hardware)
     assert (decision.kind, decision.options[0].dtype) == ("apply", dtype)
 
@@ -72,7 +72,7 @@ def test_supported_dtype_is_kept():
     assert decided(T4, "fp32").kind == "apply"
 
 
-def test_what_is_written():
+def test_settings_of_each_level_are_written_to_the_recipe():
     o1 = written(T4, dtype="fp16")
     assert o1.accelerator["mixed_precision"] == "fp16"
     assert o1.batch == {"pad_to_multiple_of": 8}
@@ -256,7 +256,7 @@ def observed(run, **matmuls):
     return run
 
 
-def test_evidence():
+def test_evidence_reads_dtypes_of_weights_and_operators():
     o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
     half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
     assert o2.evidence(observed(half, c10_BFloat16=40)).status == "active"

@@ -73,7 +73,7 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
+def test_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
     """It opens on the model that it was trained on, and has the keys of an adapter of a plain base."""
     plan = plan_for(tables(kind, 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
     train_tiny(plan, tmp_path)
@@ -92,7 +92,7 @@ def test_the_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> Non
     assert any("lora_B" in name and bool(p.any()) for name, p in opened.named_parameters())
 
 
-def test_half_weights_around_packed_ones(tmp_path: Path) -> None:
+def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     plan = plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job_of(tmp_path, TINY_LLAMA))
     heard = train_tiny(plan, tmp_path)
     assert {evidence.status for _, evidence in heard.found} == {"active"}, heard.found
@@ -115,19 +115,19 @@ def test_packed_weights_take_half_a_byte(tmp_path: Path) -> None:
     assert seen["bytes"] * 2 == sum(seen["weights"])
 
 
-def test_without_an_adapter_there_is_nothing_to_train(tmp_path: Path) -> None:
+def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
     with pytest.raises(PluginError, match="which is skipped: .* unless always = true"):
         plan_for(tiny_profile(adapter={}, quantize={}), tiny_job(tmp_path, "causal-lm"))
 
 
-def test_its_place_among_the_tables(tmp_path: Path) -> None:
+def test_quantize_above_the_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"move the table \[plugins.quantize\] below \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}, adapter={"always": True}), tiny_job(tmp_path, "causal-lm"))
 
 
-def test_a_small_card_trains_a_model_of_seven_billion_by_plan(tmp_path: Path) -> None:
+def test_plan_of_a_7b_model_fits_in_8_gib_with_4_bit_weights(tmp_path: Path) -> None:
     """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not without its 4 bit."""
     from hwopt import api
 

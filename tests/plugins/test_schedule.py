@@ -39,7 +39,7 @@ def test_apply_sets_the_ratio():
     assert recipe.training == {"warmup_ratio": 0.1}
 
 
-def test_the_jobs_own_warmup_wins():
+def test_warmup_of_the_job_overrides_the_plugin():
     for key, value in (("warmup_steps", 0), ("warmup_ratio", 0.1)):
         decision = Schedule(Schedule.Options()).probe(context(**{key: value}))
         assert decision.kind == "apply"
@@ -52,7 +52,7 @@ def test_warmup_steps_round_up(ratio, total, steps):
     assert warmup_steps(ratio, total) == steps
 
 
-def test_evidence():
+def test_evidence_compares_the_learning_rate_with_the_warmup():
     plugin = Schedule(Schedule.Options())
     assert plugin.evidence(run_after(1, 100, 0.06)).status == "active"
     assert plugin.evidence(run_after(1, 10, 0.06)).status == "unknown"

@@ -54,12 +54,12 @@ def observed(dropout, kernels):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
-def test_all_kernels_from_ampere(capability):
+def test_all_kernels_apply_from_ampere_on(capability):
     assert decided(capability).kind == "apply"
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
-def test_older_cards_keep_what_they_can(capability):
+def test_older_cards_fall_back_to_their_kernels(capability):
     decision = decided(capability)
     assert (decision.kind, decision.options[0].prefer) == ("fallback", ("efficient", "math"))
     assert "needs compute capability 8.0" in decision.reason
@@ -67,7 +67,7 @@ def test_older_cards_keep_what_they_can(capability):
     assert decided(capability, "efficient", "math").kind == "apply"
 
 
-def test_cpu():
+def test_cpu_order_depends_on_dropout():
     assert decided(None).options[0].prefer == ("flash", "math")
     assert decided(None, "cudnn", "math").options[0].prefer == ("flash", "math")
     dropout = decided(None, attention_dropout=0.1)
@@ -76,13 +76,13 @@ def test_cpu():
     assert decided(None, "math", "flash", attention_dropout=0.1).kind == "apply"
 
 
-def test_what_is_left_is_never_one_alone_and_valid():
+def test_remaining_kernels_are_valid_options():
     options = decided((7, 5), "flash", "math").options[0]
     assert options.prefer == ("efficient", "math")
     assert Sdpa.Options.model_validate_json(options.model_dump_json()) == options
 
 
-def test_model_without_sdpa():
+def test_model_without_sdpa_is_skipped():
     decision = decided((8, 0), supports_sdpa=False)
     assert decision.kind == "skip"
     assert "BertForSequenceClassification" in decision.reason
@@ -114,7 +114,7 @@ def test_evidence_of_a_kernel_in_place_of_eager_attention():
     assert evidence.status == "inactive"
 
 
-def test_eager_is_never_one_of_several():
+def test_eager_with_other_kernels_is_refused():
     with pytest.raises(ValidationError, match=r'Use \["eager"\], or remove eager'):
         Sdpa.Options.model_validate_json('{"prefer": ["eager", "math"]}')
 
@@ -124,7 +124,7 @@ def test_profile_of_the_baseline_uses_eager_attention():
     assert dict(profile.plugin_tables())["sdpa"] == {"prefer": ["eager"]}
 
 
-def test_apply_and_the_order_is_put_back():
+def test_kernel_order_is_restored_after_the_block():
     recipe = Recipe()
     Sdpa(Sdpa.Options(prefer=("math", "flash"))).apply(recipe, context((8, 0)))
     assert recipe.model_kwargs == {"attn_implementation": "sdpa"}
@@ -149,7 +149,7 @@ def test_evidence_where_dropout_ruled_the_fused_kernel_out():
     assert told.status == "active"
 
 
-def test_evidence_of_eager_attention_and_of_nothing():
+def test_evidence_of_eager_attention_is_inactive():
     run = observed(0.0, ("flash", "math"))
     run.inner_model.config._attn_implementation = "eager"
     assert Sdpa(Sdpa.Options()).evidence(run).status == "inactive"

@@ -63,7 +63,7 @@ def test_half_weights_keep_fp32_masters(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_are_merged_and_saved_as_ever(stage: int, tmp_path: Path) -> None:
+def test_adapters_are_merged_and_saved_as_without_zero(stage: int, tmp_path: Path) -> None:
     adapter = {"always": True, "r": 4, "kind": "dora"}
     ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "fp32", adapter=adapter)
@@ -75,7 +75,7 @@ def test_adapters_are_merged_and_saved_as_ever(stage: int, tmp_path: Path) -> No
     )
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path) -> None:
+def test_nonfinite_gradient_ends_the_run_before_the_update(tmp_path: Path) -> None:
     from hwopt.errors import NonFiniteError
 
     job = tiny_job(tmp_path / "data", max_steps=4, learning_rate=1e30)
@@ -120,16 +120,16 @@ def test_reason_on_one_device_says_that_sharding_saves_nothing() -> None:
         (1, {"stage": 1, "offload": "auto"}, [(1, "none"), (1, "optimizer")]),
     ],
 )
-def test_candidates_the_cheapest_first(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
+def test_candidates_are_ordered_by_cost(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
     assert [(o.stage, o.offload) for o in decided(ranks, **options).options] == wanted
 
 
-def test_without_deepspeed_it_is_skipped_with_the_line_to_type() -> None:
+def test_missing_deepspeed_is_skipped_with_the_install_command() -> None:
     answer = decided(installed=False)
     assert (answer.kind, "pip install 'hwopt[deepspeed]'" in answer.reason) == ("skip", True)
 
 
-def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_makes_missing_deepspeed_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hwopt.testing import tiny_run
 
     monkeypatch.setattr(tiny_run, "detect_software", dict)

@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) -> None:
+def test_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) -> None:
     path = whole / name
     before = path.read_bytes()
     if not before:
@@ -67,7 +67,7 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_short_is_found(whole: Path, name: str, place: float) -> None:
+def test_truncated_file_is_found(whole: Path, name: str, place: float) -> None:
     path = whole / name
     before = path.read_bytes()
     kept = before[: int(place * len(before))]
@@ -79,7 +79,7 @@ def test_a_file_that_was_cut_short_is_found(whole: Path, name: str, place: float
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_file_that_is_gone_is_named(name: str, whole: Path) -> None:
+def test_missing_file_is_named(name: str, whole: Path) -> None:
     before = (whole / name).read_bytes()
     (whole / name).unlink()
     try:
@@ -146,13 +146,13 @@ def killed_at(target: Path, call: int) -> int:
     return subprocess.run(command, check=False, capture_output=True).returncode
 
 
-def test_a_process_that_dies_leaves_a_whole_folder(tmp_path: Path) -> None:
+def test_dying_process_leaves_a_complete_folder(tmp_path: Path) -> None:
     """At every third call; at every one in the long form."""
     every_call_of_a_process_that_dies(tmp_path, range(1, 200, 3))
 
 
 @pytest.mark.soak
-def test_a_process_that_dies_at_any_call_leaves_a_whole_folder(tmp_path: Path) -> None:
+def test_process_dying_at_any_call_leaves_a_complete_folder(tmp_path: Path) -> None:
     every_call_of_a_process_that_dies(tmp_path, range(1, 200))
 
 
@@ -200,7 +200,7 @@ def message_of(target: Path) -> str:
     return ""
 
 
-def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
+def test_disk_failing_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
     for call in range(1, 100):
         target = tmp_path / str(call) / "checkpoint-1"
         write(target, b"old")
@@ -217,7 +217,7 @@ def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
     pytest.fail("it never came to its end")
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_json_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_json(path, {"exit_code": 0})
     before = path.read_bytes()

@@ -129,7 +129,7 @@ def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
                 torch.testing.assert_close(found, expected)
 
 
-def test_a_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
+def test_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
     with tiny_run(tmp_path, "text-classification", "float64") as run:
         sampler = run.train_loader.sampler
         steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))

@@ -89,7 +89,7 @@ def test_host_syncs_per_step(name: str, tmp_path: Path) -> None:
         assert counted_step(run).syncs == expected
 
 
-def test_a_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> None:
+def test_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> None:
     """A bare loop has forward, backward, clipping and the optimizer's step."""
     plan = plan_for(tiny_profile(**FUSED), tiny_job(tmp_path / "data", max_steps=4, logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
@@ -243,7 +243,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_failed_step_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
     """For example, a worker dies between two micro-batches. The resumed run repeats this step."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
