@@ -18,13 +18,13 @@ from hwopt.testing import TINY_BERT, write_samples
 
 def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What the command line does in the folder `cwd`, in this process."""
-    said, message = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(message):
+    output, message = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(output), redirect_stderr(message):
         patched.chdir(cwd)
         for name, value in {"COLUMNS": "200", **environment}.items():
             patched.setenv(name, value)
         code = run_command(list(arguments))
-    return subprocess.CompletedProcess(arguments, code, said.getvalue(), message.getvalue())
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), message.getvalue())
 
 
 def write_job(folder: Path, extra: str = "", **training: object) -> Path:

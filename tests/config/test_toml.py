@@ -74,7 +74,7 @@ SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a pa
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "expected"),
     [
         (r'a = "C:\Users\x"', f"job.toml:1: .*{SINGLE}"),
         (r'a = 1%b = "D:\data\x"', f"job.toml:2: .*{SINGLE}"),
@@ -98,9 +98,9 @@ SINGLE = r"column \d+\); in double quotes a backslash begins an escape; put a pa
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["Linux", "Windows"])
-def test_message_suggests_the_probable_fix(raw: str, said: str, end: str) -> None:
+def test_message_suggests_the_probable_fix(raw: str, expected: str, end: str) -> None:
     text = message(raw.replace("%", end).encode())
-    assert re.search(said, text, re.MULTILINE), text
+    assert re.search(expected, text, re.MULTILINE), text
     assert not re.search(r"line \d", text)
 
 
@@ -197,17 +197,17 @@ class Alternatives(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "problem"),
     [
         ({"rows": "many"}, "rows: expected 'auto', or a valid integer, got 'many'."),
         ({"rows": 0}, "rows: expected greater than 0, got 0."),
         ({"level": 3}, "level: expected 'auto', or 0, 1 or 2, got 3."),
     ],
 )
-def test_wrong_value_of_a_union_type_is_one_problem(table: dict[str, object], said: str) -> None:
+def test_wrong_value_of_a_union_type_is_one_problem(table: dict[str, object], problem: str) -> None:
     with pytest.raises(InputError) as caught:
         validate(Alternatives, Document("here", table))
-    assert str(caught.value).splitlines() == [f"here: {said}"]
+    assert str(caught.value).splitlines() == [f"here: {problem}"]
 
 
 def test_utf_16_file_is_refused() -> None:

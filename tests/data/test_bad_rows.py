@@ -66,7 +66,7 @@ JSONL = [
 ]
 
 
-def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
+def write_rows(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
     """A file of `rows`, those of `bad` spoilt in the ways of the `kind` in turn, or left away where it is to be `clean`."""
     if kind == "parquet":
         texts: list[bytes | None] = [text.encode() for text, _ in rows]
@@ -106,8 +106,8 @@ def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool
 def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share: float, tmp_path: Path) -> None:
     rows = [good(number) for number in range(800)]
     bad = sorted(random.Random(kind).sample(range(1, len(rows) - 1), int(share * len(rows))))
-    source = spoilt(kind, tmp_path / f"train.{kind}", rows, bad)
-    clean = prepare(spoilt(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
+    source = write_rows(kind, tmp_path / f"train.{kind}", rows, bad)
+    clean = prepare(write_rows(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
     unit, first = ("row", 1) if kind == "parquet" else ("line", 1 if kind == "jsonl" else 2)
     assert clean.bad_rows == []
     for _ in range(2):  # made, and found in the cache
@@ -124,9 +124,9 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
 
 def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:
     rows = [good(number) for number in range(400)]
-    fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
+    fine = write_rows("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
     assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
-    source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
+    source = write_rows("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
     with pytest.raises(DataError, match=r"train\.jsonl:150: .* The 100 rows up to here cannot be used\. "):
         prepare(source, tmp_path)
 
@@ -171,11 +171,11 @@ def test_run_folder_lists_the_bad_rows(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data")
     with open(tmp_path / "data" / "train.jsonl", "a", encoding="utf-8") as file:
         file.write("{\n")
-    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
     found = json.loads((tmp_path / "run" / "left_out.json").read_text(encoding="utf-8"))
     assert found[0]["rows"] == 41
     assert found[0]["left_out"][0]["line"] == 41
-    assert any("skipped 1 of 41 rows of" in note for note in heard.run.prepared.warnings)
+    assert any("skipped 1 of 41 rows of" in note for note in recorder.run.prepared.warnings)
 
 
 def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
     rows = [good(number) for number in range(80)]
     bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 4))
     job = tiny_job(tmp_path / "data", max_steps=12, save_steps=4)
-    spoilt("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
-    spoilt("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
+    write_rows("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
+    write_rows("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
     plan = plan_for(tiny_profile(), job)
     run = tmp_path / "run"
     api.execute(plan, run, cache=tmp_path / "cache")

@@ -96,9 +96,9 @@ def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: 
     config = TINY_BERT | {"hidden_dropout_prob": dropout}
     job = tiny_job(folder / "data", config=config, max_steps=5, eval_steps=2)
     profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
-    heard = Steps()
-    api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
-    return heard
+    recorder = Steps()
+    api.execute(plan_for(profile, job, registry), folder / "run", recorder, cache=folder / "cache")
+    return recorder
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -139,19 +139,19 @@ def test_oom_at_any_forward_keeps_the_result(examples: int, tmp_path_factory: py
     @given(st.integers(1, 24), st.booleans())
     @settings(deadline=None, max_examples=examples)
     def check(at: int, in_backward: bool) -> None:
-        heard = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
-        assert heard.samples == plain.samples
-        assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
-        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (heard, plain)]
+        recorder = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
+        assert recorder.samples == plain.samples
+        assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
+        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (recorder, plain)]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
 
     check()
 
 
 def test_evaluation_has_its_own_backoff(tmp_path: Path) -> None:
-    heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
-    assert any("Evaluation ran out of memory" in warning for warning in heard.warnings)
-    assert not any("Training" in warning for warning in heard.warnings)
+    recorder = trained(tmp_path, lambda rows, call, backward: rows == 6)
+    assert any("Evaluation ran out of memory" in warning for warning in recorder.warnings)
+    assert not any("Training" in warning for warning in recorder.warnings)
 
 
 def test_oom_with_single_rows_stops_the_run(tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_checkpointing_is_the_last_resort_and_keeps_the_result(tmp_path: Path) -
             return super().watch(model, run)
 
     Watched.when = staticmethod(lambda rows, call, backward: Watched.model.training and not checkpointed(Watched.model))
-    heard = run_with(tmp_path / "short", Watched)
+    recorder = run_with(tmp_path / "short", Watched)
     assert checkpointed(Watched.model)
-    assert any("recomputed instead of stored" in warning for warning in heard.warnings)
-    assert heard.samples == plain.samples
-    assert heard.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert any("recomputed instead of stored" in warning for warning in recorder.warnings)
+    assert recorder.samples == plain.samples
+    assert recorder.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
 def test_disabled_plugin_is_not_an_oom_plugin(tmp_path: Path) -> None:
@@ -254,13 +254,13 @@ ANY_TEXT = AnyText()
 
 
 @contextmanager
-def heard_by(said: list[str]) -> Iterator[OomBackoff]:
-    yield OomBackoff("Training", "plugins.batch.train", said.append)
+def backoff_reporting_to(messages: list[str]) -> Iterator[OomBackoff]:
+    yield OomBackoff("Training", "plugins.batch.train", messages.append)
 
 
 def test_backoff_recovers_with_hysteresis() -> None:
-    said: list[str] = []
-    with heard_by(said) as backoff:
+    messages: list[str] = []
+    with backoff_reporting_to(messages) as backoff:
         backoff.reduce(3, "here", "no room")
         for _ in range(QUIET_STEPS):
             assert backoff.rung == 1
@@ -272,12 +272,12 @@ def test_backoff_recovers_with_hysteresis() -> None:
             backoff.step_succeeded()
         assert backoff.rung == 0
         assert backoff.oom_count == 2
-        assert len(said) == 4
+        assert len(messages) == 4
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
 def test_rung_stays_between_zero_and_the_floor(shortages: list[bool], floor: int) -> None:
-    with heard_by([]) as backoff:
+    with backoff_reporting_to([]) as backoff:
         for short in shortages:
             if short and backoff.rung < floor:
                 backoff.reduce(floor, "here", "no room")

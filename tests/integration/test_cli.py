@@ -167,9 +167,9 @@ def test_closed_pipe_does_not_end_the_command(command: str, tmp_path: Path) -> N
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        said = process.stderr.read().decode()
-    assert process.returncode == 0, said
-    assert "Traceback" not in said
+        errors = process.stderr.read().decode()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
     if command == "run":
         status = next((tmp_path / "runs").glob("*/status.json"))
         assert json.loads(status.read_text())["exit_code"] == 0

@@ -142,12 +142,12 @@ def test_one_rank_recovers_from_oom_with_correct_weights(precision: str, limit: 
     # 2 micro-batches a step on each rank: call 4 is the last one of step 2, while the other rank is done with its own
     cases = {"late": Case("backward", 1, 4, 5), "early": Case("forward", 0, 1, 2), "eval": Case("evaluation", 1, 1, 2)}
     for name, case in cases.items():
-        codes, said = train(tmp_path, name, case)
+        codes, output = train(tmp_path, name, case)
         folder = tmp_path / "runs" / name
-        assert codes == [0, 0], said[-3000:]
+        assert codes == [0, 0], output[-3000:]
         assert status(tmp_path, name) == 0
         what = "Evaluation" if name == "eval" else "Training"
-        assert f"{what} ran out of memory{' on rank 1:' if case.unlucky else ' at step '}" in said
+        assert f"{what} ran out of memory{' on rank 1:' if case.unlucky else ' at step '}" in output
         assert losses(folder) == pytest.approx(losses(tmp_path / "runs" / "plain"), rel=max(limit, 1e-5))
         assert (weights(folder) - expected).norm() <= limit * expected.norm()
 
@@ -163,9 +163,9 @@ def test_one_rank_recovers_from_oom_with_correct_weights(precision: str, limit: 
 )
 def test_rank_that_cannot_recover_ends_both(where: str, begin: int, warm: None, tmp_path: Path) -> None:
     write_all(tmp_path, 'dtype = "fp32"')
-    codes, said = train(tmp_path, "short", Case(where, 1, begin, 10_000))
-    assert "not even row by row" in said
-    assert "rank 1 ended with exit code 7" in said
+    codes, output = train(tmp_path, "short", Case(where, 1, begin, 10_000))
+    assert "not even row by row" in output
+    assert "rank 1 ended with exit code 7" in output
     assert (codes, status(tmp_path, "short")) == ([7, 7], 7)
 
 
@@ -173,6 +173,6 @@ def test_rank_that_cannot_recover_ends_both(where: str, begin: int, warm: None, 
 def test_other_failure_of_a_rank_ends_both(how: str, code: int, warm: None, tmp_path: Path) -> None:
     """The other rank reports that it is alone; under a launcher, the launcher's own report takes the place of that."""
     write_all(tmp_path, 'dtype = "fp32"')
-    codes, said = train(tmp_path, how, Case("forward", 1, 3, 4, how))
-    assert (codes, status(tmp_path, how)) == ([9, code], 1 if how == "broken" else 9), said[-3000:]
-    assert ("a bug on one rank" in said) == (how == "broken")
+    codes, output = train(tmp_path, how, Case("forward", 1, 3, 4, how))
+    assert (codes, status(tmp_path, how)) == ([9, code], 1 if how == "broken" else 9), output[-3000:]
+    assert ("a bug on one rank" in output) == (how == "broken")

@@ -60,14 +60,16 @@ def test_profiles_are_shown_under_a_limited_locale(locale: dict[str, str], folde
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their names of files are Unicode")
 def test_non_utf8_names_are_refused_or_escaped(folder: Path) -> None:
-    odd = folder.parent / os.fsdecode(b"\xff\xfe")
+    unencodable = folder.parent / os.fsdecode(b"\xff\xfe")
     (folder / "jöb.toml").rename(folder / "job.toml")
     (folder / "träin.csv").rename(folder / "train.csv")
     job = folder / "job.toml"
     job.write_text(job.read_text(encoding="utf-8").replace("träin", "train"), encoding="utf-8")
-    folder.rename(odd)
-    planned = finished([sys.executable, "-m", "hwopt", "plan", os.fsencode(odd / "job.toml"), "--profile", "prof 🦜.toml"], odd)
+    folder.rename(unencodable)
+    planned = finished(
+        [sys.executable, "-m", "hwopt", "plan", os.fsencode(unencodable / "job.toml"), "--profile", "prof 🦜.toml"], unencodable
+    )
     assert planned.returncode == 0, planned.stderr
     assert "BertForSequenceClassification" in planned.stdout
     with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': the name is not UTF-8; use another name"):
-        run_folder(Path(odd.name), None, "run")
+        run_folder(Path(unencodable.name), None, "run")

@@ -62,12 +62,12 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and stderr, in which the launcher has nothing to say."""
     try:
-        _, said = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     for foreign in ("Traceback", "CalledProcessError", "ChildFailedError", "torch.distributed", "SIGTERM"):
-        assert foreign not in said, said
-    return process.returncode, said
+        assert foreign not in errors, errors
+    return process.returncode, errors
 
 
 def status(folder: Path, name: str) -> int | None:
@@ -93,11 +93,11 @@ def weights(folder: Path) -> torch.Tensor:
 
 
 def read_terminal(descriptor: int) -> str:
-    said = b""
+    received = b""
     with contextlib.suppress(OSError):  # how Linux says that the other side is closed
         while part := os.read(descriptor, 65536):
-            said += part
-    return said.decode()
+            received += part
+    return received.decode()
 
 
 def test_two_processes_match_one_process(
@@ -146,16 +146,16 @@ def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
     until_step(killed)
     ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(killed.pid).children()}
     ranks["1"].kill()
-    code, said = end(killed)
-    assert (code, status(folder, "killed")) == (9, 9), said
-    assert said.startswith("error: rank 1 was killed (SIGKILL)")
-    assert len(said.splitlines()) == 1
+    code, errors = end(killed)
+    assert (code, status(folder, "killed")) == (9, 9), errors
+    assert errors.startswith("error: rank 1 was killed (SIGKILL)")
+    assert len(errors.splitlines()) == 1
     assert not running(" killed ", folder), "nor its data-loading workers"
 
-    code, said = end(diverged)
-    assert (code, status(folder, "diverged")) == (5, 5), said
-    assert said.startswith("error: a gradient was not finite")
-    assert len(said.splitlines()) == 1
+    code, errors = end(diverged)
+    assert (code, status(folder, "diverged")) == (5, 5), errors
+    assert errors.startswith("error: a gradient was not finite")
+    assert len(errors.splitlines()) == 1
 
 
 LONG = ["--set", "training.max_steps=100000"]
@@ -175,9 +175,9 @@ def test_signal_reaches_all_ranks_once(folder: Path) -> None:
     for name, (number, _) in cases.items():
         os.killpg(processes[name].pid, number)  # as a terminal does
     for name, (_, code) in cases.items():
-        found, said = end(processes[name])
-        assert (found, status(folder, name)) == (code, code), said
-        first, *rest = said.splitlines()
+        found, errors = end(processes[name])
+        assert (found, status(folder, name)) == (code, code), errors
+        first, *rest = errors.splitlines()
         assert first == "Stopping after this step, then saving. Signal again to exit now."
         assert rest in ([], [name])
         assert not running(f" {name} ", folder)
@@ -201,6 +201,6 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
         print(broadcast_folder(Path(f"runs/job-{rank}"), None, 0)[0].name)
         dist.destroy_process_group()
 
-    said = tmp_path / "said"
-    assert [ended(pid) for pid in forked_ranks(agree, 2, tmp_path, said)] == [0, 0]
-    assert said.read_text().split() == ["job-0", "job-0"]
+    output = tmp_path / "output"
+    assert [ended(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
+    assert output.read_text().split() == ["job-0", "job-0"]

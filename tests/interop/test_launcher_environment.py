@@ -98,7 +98,7 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "content",
     [
         {},
         CONFIG,
@@ -107,8 +107,8 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
         {"zero_optimization": {"stage": 2, "round_robin_gradients": False}},
     ],
 )
-def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(said))
+def test_matching_deepspeed_file_is_accepted(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(content))
     refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
 
 

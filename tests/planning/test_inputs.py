@@ -127,7 +127,7 @@ def special(kind: str, path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/null").exists(), reason="needs pipes and /dev")
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("folder", "is a folder"),
         ("pipe", "is not a regular file"),
@@ -136,10 +136,10 @@ def special(kind: str, path: Path) -> None:
         ("device", "is not a regular file"),
     ],
 )
-def test_special_job_file_is_refused(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_job_file_is_refused(kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     special(kind, Path("job.toml"))
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         Inputs().job_or_demo(None, [], tmp_path / "cache")
     assert "job.toml" in str(caught.value)
 

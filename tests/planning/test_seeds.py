@@ -60,11 +60,11 @@ class Frozen(Recorder):
 def test_dora_on_a_decoder_changes_adapter_and_head_only(tmp_path: Path) -> None:
     profile = load_profile("rtx3090_24gb", profile_files(), ["plugins.adapter.always=true", "plugins.dataloader.num_workers=0"])
     plan = plan_for(profile, gemma_job(tmp_path, max_steps=100, learning_rate=3e-3, logging_steps=1, eval_steps=50))
-    heard = Frozen()
-    api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
-    assert sum(heard.losses[-10:]) < 0.7 * sum(heard.losses[:10])
-    assert heard.changed
-    assert all("lora_" in name or "score" in name for name in heard.changed)
+    recorder = Frozen()
+    api.execute(plan, tmp_path / "run", recorder, cache=tmp_path / "cache")
+    assert sum(recorder.losses[-10:]) < 0.7 * sum(recorder.losses[:10])
+    assert recorder.changed
+    assert all("lora_" in name or "score" in name for name in recorder.changed)
     final = tmp_path / "run" / "final"
     merged = AutoModelForSequenceClassification.from_pretrained(final)
     assert not any("lora" in name for name, _ in merged.named_parameters())
@@ -124,8 +124,8 @@ def test_language_model_learns_and_generates(tmp_path: Path) -> None:
         "task": {"kind": "causal-lm"},
         "training": {"max_steps": 60, "learning_rate": 5e-3},
     }
-    heard = train_tiny(plan_for(tiny_profile(), make_job(Document("rhyme", document))), tmp_path)
-    assert heard.rows[-1]["eval_perplexity"] < 1.5
+    recorder = train_tiny(plan_for(tiny_profile(), make_job(Document("rhyme", document))), tmp_path)
+    assert recorder.rows[-1]["eval_perplexity"] < 1.5
     final = tmp_path / "run" / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     prompt = tokenizer("the quick brown", return_tensors="pt", return_token_type_ids=False)
@@ -144,7 +144,7 @@ def test_every_seed_profile_trains_on_this_machine(tmp_path: Path) -> None:
         "t4_16gb",
     ):
         profile = load_profile(name, profile_files(), ["plugins.dataloader.num_workers=0"])
-        heard = train_tiny(plan_for(profile, tiny_job(tmp_path / name / "data"), Registry()), tmp_path / name)
-        assert len(heard.losses) == 3
-        for entry, evidence in heard.found:
+        recorder = train_tiny(plan_for(profile, tiny_job(tmp_path / name / "data"), Registry()), tmp_path / name)
+        assert len(recorder.losses) == 3
+        for entry, evidence in recorder.found:
             assert evidence.status != "inactive", (name, entry.name, evidence.seen)

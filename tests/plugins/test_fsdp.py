@@ -43,16 +43,16 @@ def test_one_rank_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({}, "over 4 ranks; layers gathered for forward and backward, gradients reduced once per micro-batch"),
         ({"reshard_after_forward": False, "reduce": "step"}, "gathered once per micro-batch, gradients reduced once per step"),
     ],
 )
-def test_decision_for_several_ranks_shows_the_sharding(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_decision_for_several_ranks_shows_the_sharding(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     kind, reason = decision(planned(tmp_path, 4, fsdp=options))
     assert kind == "apply"
-    assert said in reason
+    assert expected in reason
 
 
 @pytest.mark.parametrize(

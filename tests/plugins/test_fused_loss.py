@@ -207,12 +207,12 @@ def both(folder, config=TINY_LLAMA, options=None, training=None, **tables):
     return [train_tiny(plan_for(profile, job), folder / name) for name, profile in profiles.items()]
 
 
-def eval_losses(heard):
-    return [row["eval_loss"] for row in heard.rows if "eval_loss" in row]
+def eval_losses(recorder):
+    return [row["eval_loss"] for row in recorder.rows if "eval_loss" in row]
 
 
-def evidence_of(heard):
-    return next(evidence for entry, evidence in heard.found if entry.name == "fused_loss")
+def evidence_of(recorder):
+    return next(evidence for entry, evidence in recorder.found if entry.name == "fused_loss")
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ def test_padding_is_reduced():
 
 def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
-    heard = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
-    evidence = {entry.name: evidence for entry, evidence in heard.found}["group_lengths"]
+    recorder = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
+    evidence = {entry.name: evidence for entry, evidence in recorder.found}["group_lengths"]
     assert evidence.status == "active", evidence
-    lengths = heard.run.train_loader.sampler.lengths
-    seen = [sample for step in heard.run.train_loader.sampler for sample in step.samples][:40]
+    lengths = recorder.run.train_loader.sampler.lengths
+    seen = [sample for step in recorder.run.train_loader.sampler for sample in step.samples][:40]
     assert sorted(seen) == list(range(40))
     assert np.std([lengths[sample] for sample in seen[:8]]) < np.std(lengths)
 

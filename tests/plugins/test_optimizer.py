@@ -93,8 +93,8 @@ def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
 @pytest.mark.usefixtures("broken")
 def test_run_with_a_package_that_cannot_be_imported(tmp_path):
     options = {"name": "adamw_bnb_8bit", "fallback": ["adamw_torch_fused"]}
-    heard = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
-    assert type(heard.run.optimizer).__module__.startswith("torch.optim")
+    recorder = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
+    assert type(recorder.run.optimizer).__module__.startswith("torch.optim")
 
 
 def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
         return trained
 
     plan.recipe.final_steps.append(look)
-    heard = train_tiny(plan, tmp_path)
+    recorder = train_tiny(plan, tmp_path)
     from transformers import AutoModelForCausalLM
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float32)
@@ -67,9 +67,9 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
         again = saved(input_ids=tokens).logits
     # LLM.int8() rounds the activations too, in training alone
     assert torch.allclose(again, kept["logits"], atol=1e-5 if bits == 4 else 0.05), (again - kept["logits"]).abs().max()
-    statuses = {entry.name: evidence for entry, evidence in heard.found}
+    statuses = {entry.name: evidence for entry, evidence in recorder.found}
     assert statuses["quantize"].status == statuses["adapter"].status == "active", statuses
-    assert heard.losses[-1] < heard.losses[0]
+    assert recorder.losses[-1] < recorder.losses[0]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -94,9 +94,9 @@ def test_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
 
 def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     plan = plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job_of(tmp_path, TINY_LLAMA))
-    heard = train_tiny(plan, tmp_path)
-    assert {evidence.status for _, evidence in heard.found} == {"active"}, heard.found
-    dtypes = {p.dtype for p in heard.run.inner_model.parameters()}
+    recorder = train_tiny(plan, tmp_path)
+    assert {evidence.status for _, evidence in recorder.found} == {"active"}, recorder.found
+    dtypes = {p.dtype for p in recorder.run.inner_model.parameters()}
     assert dtypes == {torch.float32}, "restored and dequantized at the end"
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
 

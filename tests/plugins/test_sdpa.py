@@ -103,8 +103,10 @@ def test_message_suggests_valid_kernels():
 
 def test_eager_attention_calls_no_kernel(tmp_path):
     """The baseline: evidence from a real run, in which no attention kernel of torch is called."""
-    heard = train_tiny(plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
-    ((entry, evidence),) = [each for each in heard.found if each[0].name == "sdpa"]
+    recorder = train_tiny(
+        plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path
+    )
+    ((entry, evidence),) = [each for each in recorder.found if each[0].name == "sdpa"]
     assert (entry.decision, evidence.status) == ("apply", "active")
     assert evidence.seen == "attn_implementation eager; 0 calls of attention kernels in step 1"
 
@@ -145,8 +147,8 @@ def test_evidence_where_dropout_ruled_the_fused_kernel_out():
     evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).evidence(observed(0.1, ("flash", "math")))
     assert evidence.status == "inactive"
     assert "math 2" in evidence.seen
-    told = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
-    assert told.status == "active"
+    evidence = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
+    assert evidence.status == "active"
 
 
 def test_evidence_of_eager_attention_is_inactive():

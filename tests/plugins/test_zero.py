@@ -36,30 +36,30 @@ def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> A
     job = tiny_job(folder / "data", kind, samples=41, max_steps=8, eval_steps=3)
     tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
     plan = plan_for(tiny_profile(**tables, length_batching={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
-    heard = train_tiny(plan, folder / name)
-    return load_file(folder / name / "run" / "final" / "model.safetensors"), heard
+    recorder = train_tiny(plan, folder / name)
+    return load_file(folder / name / "run" / "final" / "model.safetensors"), recorder
 
 
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 def test_one_device_trains_the_same_model(stage: int, offload: str, tmp_path: Path) -> None:
-    ours, heard = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
+    ours, recorder = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
     theirs, plain = trained(tmp_path, "plain", "text-classification", "fp32")
     assert apart(ours, theirs) <= 1e-6
-    assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert {entry.name: evidence.status for entry, evidence in heard.found}["zero"] == "active"
-    assert all(evidence.status == "active" for _, evidence in heard.found), heard.found
+    assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert {entry.name: evidence.status for entry, evidence in recorder.found}["zero"] == "active"
+    assert all(evidence.status == "active" for _, evidence in recorder.found), recorder.found
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_half_weights_keep_fp32_masters(stage: int, tmp_path: Path) -> None:
     """The initial weights are not rounded, and what is saved is fp32."""
-    ours, heard = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
+    ours, recorder = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "bf16")
     assert {value.dtype for value in ours.values()} == {torch.float32}
     assert apart(ours, theirs) <= 3e-3
     rounded = sum(bool((value.bfloat16().float() == value).all()) for value in ours.values())
     assert rounded <= 1  # a norm whose weights stayed 1
-    assert {entry.name: evidence.status for entry, evidence in heard.found}["precision"] == "active"
+    assert {entry.name: evidence.status for entry, evidence in recorder.found}["precision"] == "active"
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -44,15 +44,15 @@ def test_written_folder_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("damage") / "checkpoint-1"
     write(target)
     return target
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) -> None:
-    path = whole / name
+def test_flipped_byte_is_found(complete: Path, name: str, place: float, flip: int) -> None:
+    path = complete / name
     before = path.read_bytes()
     if not before:
         return
@@ -60,40 +60,40 @@ def test_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) 
     path.write_bytes(before[:at] + bytes([before[at] ^ flip]) + before[at + 1 :])
     try:
         # changed white space in the manifest has no effect
-        assert find_corruption(whole) or (name == MANIFEST and before[at : at + 1].isspace())
+        assert find_corruption(complete) or (name == MANIFEST and before[at : at + 1].isspace())
     finally:
         path.write_bytes(before)
-    assert find_corruption(whole) == ""
+    assert find_corruption(complete) == ""
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True))
-def test_truncated_file_is_found(whole: Path, name: str, place: float) -> None:
-    path = whole / name
+def test_truncated_file_is_found(complete: Path, name: str, place: float) -> None:
+    path = complete / name
     before = path.read_bytes()
     kept = before[: int(place * len(before))]
     path.write_bytes(kept)
     try:
-        assert find_corruption(whole) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
+        assert find_corruption(complete) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
     finally:
         path.write_bytes(before)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_missing_file_is_named(name: str, whole: Path) -> None:
-    before = (whole / name).read_bytes()
-    (whole / name).unlink()
+def test_missing_file_is_named(name: str, complete: Path) -> None:
+    before = (complete / name).read_bytes()
+    (complete / name).unlink()
     try:
-        assert name in find_corruption(whole)
+        assert name in find_corruption(complete)
     finally:
-        (whole / name).write_bytes(before)
+        (complete / name).write_bytes(before)
 
 
-def test_extra_file_is_named(whole: Path) -> None:
-    (whole / "pytorch_model.bin").write_bytes(b"pickle")
+def test_extra_file_is_named(complete: Path) -> None:
+    (complete / "pytorch_model.bin").write_bytes(b"pickle")
     try:
-        assert "pytorch_model.bin is not listed" in find_corruption(whole)
+        assert "pytorch_model.bin is not listed" in find_corruption(complete)
     finally:
-        (whole / "pytorch_model.bin").unlink()
+        (complete / "pytorch_model.bin").unlink()
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_extra_file_is_named(whole: Path) -> None:
         (b"[" * 100_000, "cannot be read"),
     ],
 )
-def test_invalid_manifest_is_reported(manifest: bytes, why: str, whole: Path) -> None:
-    before = (whole / MANIFEST).read_bytes()
-    (whole / MANIFEST).write_bytes(manifest)
+def test_invalid_manifest_is_reported(manifest: bytes, why: str, complete: Path) -> None:
+    before = (complete / MANIFEST).read_bytes()
+    (complete / MANIFEST).write_bytes(manifest)
     try:
-        assert why in find_corruption(whole)
+        assert why in find_corruption(complete)
     finally:
-        (whole / MANIFEST).write_bytes(before)
+        (complete / MANIFEST).write_bytes(before)
 
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "fsync")
@@ -206,9 +206,9 @@ def test_disk_failing_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
         write(target, b"old")
         with pytest.MonkeyPatch.context() as patched:
             counted = failing(call, OSError(28, "No space left on device"), patched)
-            said = message_of(target)
-        assert not said or f"{target} could not be written: No space left on device (needs " in said
-        assert not said or "GiB are free" in said
+            message = message_of(target)
+        assert not message or f"{target} could not be written: No space left on device (needs " in message
+        assert not message or "GiB are free" in message
         repair_interrupted_write(target)
         assert mark_of(target) in (b"old", b"new")
         if counted[0] < call:

@@ -44,11 +44,11 @@ def test_first_signal_raises_and_is_remembered(
 def test_first_signal_is_deferred_inside_the_block(
     number: signal.Signals, code: int, error: type[BaseException], handlers: None
 ) -> None:
-    heard: list[int] = []
-    with signals.deferred(heard.append):
+    received: list[int] = []
+    with signals.deferred(received.append):
         signal.raise_signal(number)
         signal.raise_signal(number)  # the copy that a launcher forwards
-    assert (heard, signals.received()) == ([number], code)
+    assert (received, signals.received()) == ([number], code)
     with pytest.raises(error):
         signal.raise_signal(number)
 

@@ -66,9 +66,9 @@ def test_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     assert "loss scale 0.5" in str(error)
     _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1)
     assert "the loss was not finite at or before step 1" in str(error)
-    said, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
+    messages, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
     assert error is None
-    assert "the loss of 1 micro-batch(es) was not finite" in said[0]
+    assert "the loss of 1 micro-batch(es) was not finite" in messages[0]
 
 
 def test_long_lists_of_steps_are_shortened() -> None:
@@ -97,8 +97,8 @@ def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, 
         with pytest.raises(NonFiniteError, match=r"the loss rose to [\d.e+]+ at step \d+; the median of .*diverged"):
             train_tiny(plan, tmp_path)
         return
-    heard = train_tiny(plan, tmp_path)
-    assert sum("the loss rose to" in line for line in heard.warnings) == (1 if follows == "warn" else 0), heard.losses
+    recorder = train_tiny(plan, tmp_path)
+    assert sum("the loss rose to" in line for line in recorder.warnings) == (1 if follows == "warn" else 0), recorder.losses
 
 
 def spiking_schedule(run: Any) -> Any:

@@ -127,12 +127,12 @@ def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: 
         plan.recipe.final_steps.append(average.final)
         return plan
 
-    heard = train_tiny(averaging(), tmp_path)
+    recorder = train_tiny(averaging(), tmp_path)
     run = tmp_path / "run"
     if resumed:
         run = gone_back(run, tmp_path / "again", 4)
         api.execute(averaging(), run, cache=tmp_path / "cache", resume=True)
-    losses = {int(row["step"]): row["eval_f1"] for row in heard.rows if "eval_f1" in row}
+    losses = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
     best = max(losses, key=lambda step: (losses[step], -step))
     assert best < 6, "the test needs a best step before the last one"
     saved = load_file(run / "final" / "model.safetensors")

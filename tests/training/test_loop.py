@@ -116,10 +116,10 @@ def test_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> N
 
 def test_schedule_counts_steps_and_summary_names_the_best_one(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", max_steps=10, learning_rate=1e-2, eval_steps=2, lr_scheduler_type="linear")
-    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
-    rates = [row["learning_rate"] for row in heard.rows if "loss" in row]
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    rates = [row["learning_rate"] for row in recorder.rows if "loss" in row]
     assert rates == pytest.approx([1e-2 * (1 - (n + 1) / 10) for n in range(10)])
-    evaluations = {int(row["step"]): row["eval_f1"] for row in heard.rows if "eval_f1" in row}
+    evaluations = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
     assert list(evaluations) == [2, 4, 6, 8, 10]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_eval_f1"] == max(evaluations.values())
@@ -156,11 +156,11 @@ def test_final_holds_the_best_weights(tmp_path: Path) -> None:
 
     job = tiny_job(tmp_path / "data", max_steps=8, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant")
     plan = plan_for(tiny_profile(), job)
-    heard = train_tiny(plan, tmp_path)
-    losses = {int(row["step"]): row["eval_loss"] for row in heard.rows if "eval_loss" in row}
+    recorder = train_tiny(plan, tmp_path)
+    losses = {int(row["step"]): row["eval_loss"] for row in recorder.rows if "eval_loss" in row}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
-    run = heard.run
+    run = recorder.run
     run.inner_model.load_state_dict(saved.state_dict())
     metrics = Evaluation(run).evaluate()
     assert metrics is not None
