@@ -1,4 +1,4 @@
-"""The core names no plugin: aliases, advice and launcher settings are declared by the plugin that they concern."""
+"""The core names no plugin: each plugin declares its own aliases, advice and launcher settings."""
 
 from __future__ import annotations
 

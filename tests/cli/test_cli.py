@@ -1,4 +1,4 @@
-"""The command line as a person types it, in this process; tests/integration/test_cli.py starts processes."""
+"""The command line, called in this process; tests/integration/test_cli.py starts processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwopt.testing import TINY_BERT, write_samples
 
 
 def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What the command line does in the folder `cwd`, in this process."""
+    """Run the command line in this process, in the folder `cwd`. Returns its exit code and output."""
     output, message = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(output), redirect_stderr(message):
         patched.chdir(cwd)

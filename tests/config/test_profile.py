@@ -82,7 +82,7 @@ def test_unknown_profile_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("name", profile_files())
 def test_every_shipped_profile_is_valid(name: str) -> None:
-    """Its name is its file's, its plugins and their options exist, and its claims are made against a profile."""
+    """The name is that of the file, plugins and options exist, and every claim names a profile to compare with."""
     files, registry = profile_files(), Registry()
     profile = load_profile(name, files)
     assert profile.name == name

@@ -1,4 +1,4 @@
-"""Bad rows: each is counted once, by its line in the file, and the others are trained on exactly."""
+"""Bad rows: each is counted once, by its line in the file, and the others are trained on unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ JSONL = [
 
 
 def write_rows(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
-    """A file of `rows`, those of `bad` spoilt in the ways of the `kind` in turn, or left away where it is to be `clean`."""
+    """Write `rows` to a file. The rows in `bad` are corrupted in the ways of `kind` in turn, or omitted if `clean`."""
     if kind == "parquet":
         texts: list[bytes | None] = [text.encode() for text, _ in rows]
         labels: list[str | None] = [label for _, label in rows]
@@ -82,7 +82,9 @@ def write_rows(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: 
                 labels[row] = ""
         kept = [row for row in range(len(rows)) if not (clean and row in bad)]
         binary = pa.array([texts[row] for row in kept], pa.binary())
-        strings = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers(), binary.null_count)  # nothing is checked
+        strings = pa.Array.from_buffers(
+            pa.string(), len(binary), binary.buffers(), binary.null_count
+        )  # pyarrow does not check the bytes
         pyarrow.parquet.write_table(pa.table({"text": strings, "label": [labels[row] for row in kept]}), path)
         return str(path)
     ways: list[Callable[[Cells], bytes]] = {"csv": CSV, "tsv": TSV, "jsonl": JSONL}[kind]
@@ -110,7 +112,7 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
     clean = prepare(write_rows(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
     unit, first = ("row", 1) if kind == "parquet" else ("line", 1 if kind == "jsonl" else 2)
     assert clean.bad_rows == []
-    for _ in range(2):  # made, and found in the cache
+    for _ in range(2):  # first built, then loaded from the cache
         found = prepare(source, tmp_path)
         assert len(found.bad_rows) == 1
         assert found.bad_rows[0]["rows"] == len(rows)
@@ -138,7 +140,7 @@ def test_file_without_good_rows_is_an_error(tmp_path: Path) -> None:
 
 
 def test_rows_over_several_lines_are_numbered_by_their_first_line(tmp_path: Path) -> None:
-    """A quoted cell may hold line ends; a quote that is not closed takes only its own line."""
+    """A quoted cell may contain line ends. An unclosed quote spoils only its own line."""
     source = tmp_path / "a.csv"
     source.write_text('text,label\n"two\nlines",a\n\n"open,b\nlast,b\nx,y,z\n"more\n\nlines",a\n,a\n', encoding="utf-8")
     found = prepare(str(source), tmp_path)
@@ -179,7 +181,7 @@ def test_run_folder_lists_the_bad_rows(tmp_path: Path) -> None:
 
 
 def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
-    """Also where the tokens are made anew."""
+    """Also if the token cache is rebuilt."""
     rows = [good(number) for number in range(80)]
     bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 4))
     job = tiny_job(tmp_path / "data", max_steps=12, save_steps=4)

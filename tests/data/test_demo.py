@@ -15,7 +15,7 @@ def library(folder: Path, packages: int = 10, samples: int = 80) -> Path:
     for package in range(packages):
         inside = folder / f"package{package}"
         (inside / "tests").mkdir(parents=True)
-        (inside / "tests" / "test_it.py").write_text('"""A docstring that nobody wants."""')
+        (inside / "tests" / "test_it.py").write_text('"""A docstring that is not used."""')
         code = [f'def f{number}():\n    """Function {number} of package {package}."""\n' for number in range(samples + package)]
         code += ['def g():\n    """The same everywhere."""\n', 'def h():\n    """Too short."""\n']
         (inside / "code.py").write_text("".join(code))
@@ -28,7 +28,7 @@ def test_demo_samples_are_distinct_and_from_eight_packages(tmp_path: Path) -> No
     train, held_out = demo_samples(library(tmp_path))
     texts = [text for text, _ in train + held_out]
     assert len(set(texts)) == len(texts) == sum(80 + package for package in range(2, 10))
-    assert {label for _, label in train} == {f"package{package}" for package in range(2, 10)}  # the eight with the most
+    assert {label for _, label in train} == {f"package{package}" for package in range(2, 10)}  # those with most docstrings
     assert len(held_out) == pytest.approx(len(texts) / 5, abs=1)
     assert all(f"package {label.removeprefix('package')}." in text for text, label in train)
     assert (train, held_out) == demo_samples(tmp_path)
@@ -47,7 +47,7 @@ def test_demo_job_is_read_like_any_job(tmp_path: Path, monkeypatch: pytest.Monke
     job = make_job(document).job
     rows = [json.loads(line) for line in Path(job.data.train).read_text().splitlines()]
     assert set(rows[0]) == {"text", "label"}
-    monkeypatch.setattr(demo, "demo_samples", None)  # read once
+    monkeypatch.setattr(demo, "demo_samples", None)  # the samples are read once
     assert demo_document(tmp_path / "cache").data == document.data
     assert make_job(document, ["training.max_steps=3"]).job.training.max_steps == 3
 

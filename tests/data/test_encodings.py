@@ -1,4 +1,4 @@
-"""Names, texts and screens in any encoding: real processes under locales that know little, and files as editors write them."""
+"""Names and terminals in any encoding. tests/integration/test_encodings.py runs processes under limited locales."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def write(path: Path, content: str | bytes) -> str:
 def test_csv_with_a_bom_quotes_and_windows_lines(tmp_path: Path) -> None:
     source = write(tmp_path / "a.csv", b'\xef\xbb\xbftext,label\r\n"two, ""quoted""\r\nlines",01\r\nNA,true\r\n')
     table = read_table(source)
-    assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # nothing is guessed
+    assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # no types are guessed
 
 
 def test_tsv_keeps_quotes_as_text(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_broken_file_is_refused_with_its_line(tmp_path: Path, name: str, content
 
 
 def test_utf_16_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    """As Excel writes "Unicode text"."""
+    """Excel's "Unicode text" is UTF-16 with a byte order mark."""
     for name in ("utf-16", "utf-16-be"):
         mark = "\ufeff" if name == "utf-16-be" else ""
         source = write(tmp_path / "a.tsv", f"{mark}text\tlabel\r\ncafé €\t1\r\n".encode(name))

@@ -106,7 +106,7 @@ def test_store_is_cached_and_rebuilt_if_broken(tmp_path: Path) -> None:
         made.append(1)
         return make([2, 3], False)
 
-    (tmp_path / "tokens" / ".s.left-over").mkdir(parents=True)  # of a run that was killed
+    (tmp_path / "tokens" / ".s.left-over").mkdir(parents=True)  # left by a killed run
     for _ in range(2):
         assert len(TokenStore.cached(folder, counted)) == 2
     assert len(made) == 1

@@ -121,7 +121,7 @@ def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
     tokenizer.pad_token, tokenizer.unk_token = "<|endoftext|>", None
     choose_padding(tokenizer, {tokenizer.eos_token_id})
     assert tokenizer.pad_token == "<|pad|>"
-    assert len(tokenizer) == size  # it has that one already
+    assert len(tokenizer) == size  # this tokenizer has a padding token already
 
 
 def test_planned_config_sets_a_vocabulary_size_only_if_absent() -> None:
@@ -134,7 +134,7 @@ def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None
     tokenizer = encoder(tmp_path)
     size = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
-    check_vocabulary(tokenizer, size)  # an added token may lie beyond
+    check_vocabulary(tokenizer, size)  # the id of an added token may exceed the embedding
     with pytest.raises(InputError, match=f"has {size:,} tokens, but the model has {size - 1:,} embeddings"):
         check_vocabulary(tokenizer, size - 1)
 

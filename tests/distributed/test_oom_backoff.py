@@ -1,4 +1,4 @@
-"""Out of memory: no sample lost or repeated, and no trace of it but the cut."""
+"""Out of memory: no sample is lost or repeated, and only the split into micro-batches changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Decide = Callable[[int, int, bool], bool]
 
 
 class Shortage(Plugin):
-    """Raises torch's own out-of-memory error from inside the model, in forward or in backward, where `when` says so."""
+    """Raises torch's out-of-memory error inside the model, in forward or in backward, if `when` returns true."""
 
     name = "shortage"
     stage = Stage.MODEL
@@ -64,7 +64,7 @@ class Shortage(Plugin):
 
 
 class Steps(Recorder):
-    """Remembers which samples each optimizer step used, in which cut."""
+    """Records the samples of each optimizer step and their micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_oom_writes_a_report(tmp_path: Path) -> None:
 
 
 def test_oom_message_lists_changes_that_save_memory(tmp_path: Path) -> None:
-    """Not fewer rows: the backoff has been at single ones."""
+    """The message does not suggest fewer rows: the backoff has tried single rows."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
     registry = Registry()
     registry.add(plugin)
@@ -228,7 +228,7 @@ def test_chosen_batch_is_probed_without_changing_the_result(tmp_path: Path) -> N
     assert "with the longest samples" in short.warnings[-1]
     assert short.samples == fixed.samples
     plan, cache = short.run.plan, tmp_path / "short" / "cache"
-    assert recorded_limit(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
+    assert recorded_limit(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card starts with this size
     smaller = replace(plan, batch=replace(plan.batch, train=6))
     assert recorded_limit(smaller, lengths_of(plan, cache), cache) == 4
     assert recorded_limit(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
@@ -266,7 +266,7 @@ def test_backoff_recovers_with_hysteresis() -> None:
             assert backoff.rung == 1
             backoff.step_succeeded()
         assert backoff.rung == 0
-        backoff.reduce(3, "here", "no room")  # at once again: growing back was too early
+        backoff.reduce(3, "here", "no room")  # out of memory again: the backoff waits twice as long
         for _ in range(2 * QUIET_STEPS):
             assert backoff.rung == 1
             backoff.step_succeeded()

@@ -32,11 +32,11 @@ FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distr
 
 
 class Boom(BaseException):
-    """Not an Exception: most handlers do not catch it."""
+    """A BaseException, which most handlers do not catch."""
 
 
 class ThirdParty(Plugin):
-    """Does nothing; the tests derive from it."""
+    """A plugin without effect. Tests derive from it."""
 
     name = "third_party"
     stage = Stage.LOOP
@@ -320,7 +320,7 @@ def test_generator_exit_is_a_plugin_error() -> None:
 
 
 def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin's KeyboardInterrupt cannot be told from the user's, so it ends the run in the same way."""
+    """hwopt cannot distinguish a plugin's KeyboardInterrupt from the user's, so both end the run in the same way."""
     install(monkeypatch, variant(probe=raising(KeyboardInterrupt())))
     assert outcome(*EXPORT)[0] == 130
 

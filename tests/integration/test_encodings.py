@@ -1,4 +1,4 @@
-"""Interpreters under locales that know few letters."""
+"""hwopt under locales with few characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A job, a profile and data, named and filled with what not every encoding has; lines end as on Windows."""
+    """A job, a profile and data with non-ASCII names and contents and Windows line ends."""
     found = tmp_path / "sp ace é 🦜"
     found.mkdir()
     rows = "".join(f"wörd {number} 🦜,{('böse', 'gut')[number % 2]}\r\n" for number in range(24))

@@ -1,6 +1,6 @@
-"""`hwopt run --processes 2`: the real launcher and real ranks over gloo, in processes of their own.
+"""`hwopt run --processes 2`: the real launcher and real ranks over gloo, in separate processes.
 
-What costs time here is imports, so what can run side by side does.
+Imports take most of the time, so independent launches run at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from integration.forks import ended, forked_ranks
+from integration.forks import exit_code_of, forked_ranks
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
@@ -52,7 +52,7 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
         env={**os.environ, "COLUMNS": "150", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         text=True,
-        # a shell's background job ignores SIGINT, and so would what it starts
+        # a background job of a shell ignores SIGINT, and its child processes inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
@@ -60,7 +60,7 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and stderr, in which the launcher has nothing to say."""
+    """The exit code and stderr, which must not contain messages of torch's launcher."""
     try:
         _, errors = process.communicate(timeout=240)
     finally:
@@ -76,7 +76,7 @@ def status(folder: Path, name: str) -> int | None:
 
 
 def running(word: str, folder: Path) -> list[str]:
-    """The command lines in which `word` stands, of processes in `folder`: other tests' runs may have the same names."""
+    """The command lines with `word` of the processes whose working folder is `folder`. Other tests may use the same names."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -88,13 +88,13 @@ def running(word: str, folder: Path) -> list[str]:
 
 def weights(folder: Path) -> torch.Tensor:
     found = load_file(folder / "final" / "model.safetensors")
-    # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
+    # the gradient of key.bias is 0 in exact arithmetic; Adam turns its rounding noise into full steps
     return torch.cat([value.flatten().double() for name, value in sorted(found.items()) if not name.endswith("key.bias")])
 
 
 def read_terminal(descriptor: int) -> str:
     received = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other side is closed
+    with contextlib.suppress(OSError):  # Linux raises it when the other side is closed
         while part := os.read(descriptor, 65536):
             received += part
     return received.decode()
@@ -103,7 +103,7 @@ def read_terminal(descriptor: int) -> str:
 def test_two_processes_match_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the screen of one: on a terminal in colour, and as wide as that is."""
+    """The terminal output is that of one process: in colour, in the width of the terminal."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -114,13 +114,13 @@ def test_two_processes_match_one_process(
     assert end(process) == (0, "")
     assert "\x1b[" in screen
     assert max(len(line) for line in screen.splitlines() if line.startswith("batch ")) > 100
-    assert screen.count("evidence") == 1, "one rank speaks"
+    assert screen.count("evidence") == 1, "only rank 0 prints"
     assert status(folder, "job-ranks") == 0
     assert json.loads((folder / "runs" / "job-ranks" / "plan.json").read_text())["world_size"] == 2
 
     monkeypatch.chdir(folder)
     assert run_command([*RUN, "--set", "data.max_length=31", "--processes", "1"]) == 0, capsys.readouterr().err
-    expected = weights(folder / "runs" / "job-ranks-2")  # the name that was free
+    expected = weights(folder / "runs" / "job-ranks-2")  # the next free name
     assert (weights(folder / "runs" / "job-ranks") - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -140,7 +140,7 @@ def test_bad_input_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
-    """A gradient that is not finite, which all ranks see, and a rank that is killed, which leaves no word."""
+    """Two causes: a non-finite gradient, which all ranks report, and a killed rank, which reports nothing."""
     diverged = start(folder, *RUN, "--name", "diverged", "--set", "training.learning_rate=1e30")
     killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.num_workers=1")
     until_step(killed)
@@ -185,7 +185,7 @@ def test_signal_reaches_all_ranks_once(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_signal_while_ranks_start(folder: Path) -> None:
-    """They have no handlers yet."""
+    """The ranks have no signal handlers yet."""
     process = start(folder, *RUN, "--name", "early")
     while process.poll() is None and len(running(" early ", folder)) < 3:
         time.sleep(0.05)
@@ -202,5 +202,5 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
     output = tmp_path / "output"
-    assert [ended(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
+    assert [exit_code_of(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
     assert output.read_text().split() == ["job-0", "job-0"]

@@ -1,4 +1,4 @@
-"""Data-loading workers, however they are started: what is sent to them pickles, and what they make has the same bits."""
+"""Data-loading workers with every start method: their arguments are picklable, and the weights have the same bits."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ ZERO = {"stage": 2, "offload": "none"}
 
 
 def planned(folder: Path, *, max_grad_norm: float = 1.0, **options: Any) -> Plan:
-    """The plan of a tiny job. Options that are dicts are plugin tables; the others go to `plan_for`."""
+    """The plan of a tiny job. Dict options are plugin tables; `plan_for` gets the other options."""
     tables = {name: options.pop(name) for name in list(options) if isinstance(options[name], Mapping)}
     return plan_for(tiny_profile(**tables), tiny_job(folder / "data", max_grad_norm=max_grad_norm), **options)
 
@@ -214,7 +214,7 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
     theirs, ours = FullyShardedDataParallelPlugin(), FullyShardedDataParallelPlugin(**fields)
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if name in os.environ and name not in before:
-            monkeypatch.delenv(name)  # Accelerate set the second one
+            monkeypatch.delenv(name)  # the second variable was set by Accelerate
     assert {key: value for key, value in vars(theirs).items() if key != "param_init_fn"} == {
         key: value for key, value in vars(ours).items() if key != "param_init_fn"
     }

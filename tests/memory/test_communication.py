@@ -106,7 +106,7 @@ def test_volume_stays_below_its_limit_and_splits_by_node(spec: MemorySpec, over:
         if not scheme.in_node:
             limit = volume(scheme, spec, Ranks(1 << 40), micro_batches).sent
             assert sent.sent < limit or limit == 0
-            # the link out of a node carries as much as any other
+            # a link between nodes carries as much as any other link
             assert sent.between * over.per_node == pytest.approx(sent.sent if over.nodes > 1 else 0)
 
 

@@ -1,4 +1,4 @@
-"""Plans: order, precedence, conflicts, and the golden plans of the seeds' profiles (tests/golden, read by eye).
+"""Plans: order, precedence, conflicts, and the golden plans of the seeds' profiles (tests/golden, reviewed by hand).
 
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/planning/test_resolve.py` rewrites the golden plans; read the difference before you commit.
 """
@@ -103,7 +103,7 @@ def test_golden_plans(profile: str) -> None:
 
 
 class One(Plugin):
-    """Does nothing; the tests derive from it."""
+    """A plugin without effect. Tests derive from it."""
 
     name = "one"
     stage = Stage.MODEL
@@ -205,7 +205,7 @@ def test_job_overrides_the_profile() -> None:
     plan = plan_of(profile, CARDS["rtx3070"], job_file=job(learning_rate=1e-3, warmup_steps=7))
     assert plan.training.learning_rate == 1e-3
     assert plan.training.warmup_steps == 7
-    assert plan.training.warmup_ratio is None, "the other way to say the same goes too"
+    assert plan.training.warmup_ratio is None, "warmup_steps of the job also removes warmup_ratio of the profile"
     assert plan.training.num_train_epochs == 5
     assert plan.provenance["training.num_train_epochs"].endswith(
         ":" + plan.provenance["training.num_train_epochs"].split(":")[-1]
@@ -237,7 +237,7 @@ def test_plan_is_serializable_as_json() -> None:
 
 
 def test_command_line_table_is_sorted_by_stage(tmp_path: Path) -> None:
-    """`--set plugins.adapter.always=true` cannot say that it comes before the profile's precision."""
+    """A table from `--set` has no position in the profile. Its stage puts the adapter before precision."""
     document = Document("a profile", {"name": "short", "plugins": {"precision": {}, "batch": {}}})
     profile = make_profile(document, ["plugins.adapter.always=true"])
     names = [entry.name for entry in plan_for(profile, tiny_job(tmp_path)).entries]

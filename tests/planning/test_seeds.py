@@ -1,4 +1,4 @@
-"""The seeds' recipes from end to end on a small scale: what each is about must be seen in the running thing."""
+"""The seed profiles end to end on a small scale: the effect of each must be visible in a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gemma_job(folder: Path, **training: Any) -> JobFile:
 
 
 class Frozen(Recorder):
-    """Remembers the weights before the first step, and which of them differ after the last one."""
+    """Records the weights before the first step and the names of those that differ after the last one."""
 
     def on_start(self, run: Any) -> None:
         super().on_start(run)
@@ -80,7 +80,7 @@ def test_adapter_is_skipped_below_500_million_parameters(tmp_path: Path) -> None
 
 
 def test_decoder_pools_at_the_last_real_token(tmp_path: Path) -> None:
-    """What final/ answers for a text alone is what it answers in a padded batch."""
+    """final/ gives the same logits for a single text as for the text in a padded batch."""
     plan = plan_for(tiny_profile(), gemma_job(tmp_path, max_steps=5))
     train_tiny(plan, tmp_path)
     final = tmp_path / "run" / "final"
@@ -134,7 +134,7 @@ def test_language_model_learns_and_generates(tmp_path: Path) -> None:
 
 
 def test_every_seed_profile_trains_on_this_machine(tmp_path: Path) -> None:
-    """Without a GPU each still trains, and says why what is not on is not on."""
+    """Without a GPU every profile trains, and each skipped plugin has a reason."""
     for name in (
         "rtx3070_8gb",
         "rtx3070_8gb_batch16",

@@ -128,7 +128,7 @@ BASE = "[plugins.batch]\ntrain = 64\neval = 128\ngradient_accumulation_steps = 2
     ],
 )
 def test_changing_one_size_keeps_the_rows_of_a_step(changes: list[str], train: int, rows: int, tmp_path: Path) -> None:
-    """On the command line and in a profile that extends; another effective batch must be asked for."""
+    """On the command line and in a profile with a parent. The effective batch changes only if it is set."""
     by_command = profile_of(tmp_path, BASE, *(f"plugins.batch.{change}" for change in changes))
     (tmp_path / "base.toml").write_text('name = "base"\n' + BASE)
     child = "\n".join(change.replace("=", " = ") for change in changes)

@@ -1,4 +1,4 @@
-"""What plugins write, found without declarations."""
+"""The recipe fields that plugins write are found by calling apply, without declarations."""
 
 from __future__ import annotations
 

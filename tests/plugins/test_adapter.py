@@ -1,4 +1,4 @@
-"""Real adapters by PEFT: only adapter and head learn, the merged model is the trained one, small models are left alone."""
+"""Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ IDS = torch.arange(1, 25).reshape(3, 8)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

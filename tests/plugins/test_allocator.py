@@ -1,4 +1,4 @@
-"""The setting is on inside and as found outside; a skip where the platform cannot grow blocks."""
+"""The setting is on inside the block and restored after it; platforms without expandable segments are skipped."""
 
 from dataclasses import replace
 from types import SimpleNamespace

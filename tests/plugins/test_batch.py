@@ -1,4 +1,4 @@
-"""What each way of saying it writes, and how the rows of a step are read back."""
+"""The batch sizes that each combination of options writes, and the evidence from a step."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Equal gradients in every form, dropout included, behind PEFT too; and that layers really run twice."""
+"""Checkpointing gives equal gradients, also with dropout and PEFT, and each layer runs twice."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ IDS = torch.arange(24).reshape(3, 8)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -113,7 +113,7 @@ def test_evidence_is_unknown_in_compiled_code():
     model = applied(bert(), "all")
     model._compiled_call_impl = model._call_impl
     sizes = SimpleNamespace(sizes=[(3, 8)])
-    operators = {"aten::scaled_dot_product_attention": 2}  # of the tracing
+    operators = {"aten::scaled_dot_product_attention": 2}  # raised by tracing
     run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
     assert "cannot be counted" in Checkpointing(Checkpointing.Options()).evidence(run).seen
 

@@ -15,16 +15,18 @@ from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeat
 
 CPU = described("CPU", None, 32.0)
 H100 = described("H100", (9, 0), 80.0)
-OWN_WARNINGS = pytest.mark.filterwarnings(  # torch's about its own code: a deprecated import, and dynamo looking at `.grad`
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore::UserWarning:torch._dynamo",
+OWN_WARNINGS = (
+    pytest.mark.filterwarnings(  # warnings of torch about its own code: a deprecated import, and dynamo's access to `.grad`
+        "ignore:.*torch.jit.script_method:DeprecationWarning",
+        "ignore:The .grad attribute of a Tensor:UserWarning",
+        "ignore::UserWarning:torch._dynamo",
+    )
 )
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -111,7 +113,7 @@ def test_missing_compiler_or_old_card_is_skipped():
     detected = replace(H100, source="detected")
     assert "triton is not installed" in decided(detected).reason
     assert decided(detected, software=("triton",)).kind == "apply"
-    assert decided(H100).kind == "apply", "the card is elsewhere, and so is its software"
+    assert decided(H100).kind == "apply", "a described card: its software is unknown"
 
 
 def test_repeated_blocks_are_found():
@@ -145,7 +147,7 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     evidence = plugin.evidence(run)
     assert evidence.status == "active", (evidence.seen, run.warnings)
     assert "3 module(s) compiled (Block)" in evidence.seen
-    # the first block's input needs no gradient, the others' do: two graphs a width, whatever the number of rows
+    # two graphs per width for any number of rows: only the first block's input needs no gradient
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert run.warnings == []
     assert not any("_orig_mod" in name for name in run.inner_model.state_dict())
@@ -163,7 +165,7 @@ def test_failing_compiler_falls_back_to_eager_with_a_warning():
         recipe.prepared_steps[0](run)
         out = run.inner_model(x)
         out.sum().backward()
-    assert torch.equal(out, wanted), "the same step goes on"
+    assert torch.equal(out, wanted), "the failing step continues in eager mode"
     assert len(run.warnings) == 1
     assert "InductorError" in run.warnings[0]
     assert plugin.evidence(run).status == "inactive"

@@ -16,7 +16,7 @@ from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_profile
 
-OPTIONS = {  # for plugins that do nothing to see with their defaults
+OPTIONS = {  # for plugins whose defaults have no visible effect
     "adapter": {"always": True, "r": 4},
     "batch": {"train": 4, "gradient_accumulation_steps": 2},
     "compile": {"scope": "block", "widths": [32]},
@@ -26,7 +26,7 @@ OPTIONS = {  # for plugins that do nothing to see with their defaults
     "zero": {"stage": 2, "offload": "none"},
 }
 KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # for plugins that skip a classification
-BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another one
+BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another plugin
 CARD = described("a card", (8, 6), 24.0)
 DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
 """Plugins that some machines cannot run -> hardware on which they apply."""

@@ -1,4 +1,4 @@
-"""Workers from the cores, pinning only with CUDA, and settings that a real loader takes, by spawn too."""
+"""Workers follow the cores, pinning needs CUDA, and a real DataLoader accepts the settings, also with spawn."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The loss without logits is the loss with them: value, every gradient, whole runs; and the logits are never there."""
+"""The fused loss equals the loss with logits in value, gradients and whole runs, and logits are never materialized."""
 
 import math
 import sys
@@ -37,7 +37,7 @@ BF16, O2 = {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "bf16", "le
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def samples(tokens, size, words, bias, dtype, seed=0, kept=0.7):
 
 
 def with_gradients(loss, *tensors, factor=1.0):
-    """The loss, and its gradients by `tensors` times `factor`."""
+    """The loss and its gradients with respect to `tensors`, times `factor`."""
     leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
     found = loss(*leaves)
     found.backward(torch.tensor(factor, dtype=found.dtype))
@@ -76,7 +76,7 @@ def fused(targets, chunks, **more):
 
 
 def distance(a, b):
-    """Of a from b, by b's norm."""
+    """The distance of a and b relative to the norm of b."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
@@ -119,7 +119,7 @@ def test_half_precision_error_is_at_most_that_with_logits(dtype, halves, on_card
     stored = [x.to(dtype) if halves else x for x in tensors]
     truth = with_gradients(plain(targets), *(x.to(dtype).double() for x in tensors), factor=0.01)
 
-    def head(hidden, weight, bias):  # what autocast does, or half weights
+    def head(hidden, weight, bias):  # as under autocast, or with half weights
         scores = linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
         return cross_entropy(scores.float(), targets, ignore_index=-100, reduction="sum")
 
@@ -175,7 +175,7 @@ def test_second_backward_is_refused():
 
 
 def test_liger_is_called_by_its_public_signature(monkeypatch):
-    """The call, against liger's public signature; its kernels need a GPU (tests/gpu)."""
+    """The call matches liger's public signature. Its kernels need a GPU (tests/gpu)."""
     asked = {}
 
     class LigerFusedLinearCrossEntropyLoss:
@@ -248,7 +248,7 @@ def test_run_with_fused_loss_matches_the_run_without(config, tables, tolerance, 
     folders = [tmp_path / name / "run/final" for name in ("with", "without")]
     first, second = (load_file(folder / "model.safetensors") for folder in folders)
     assert {name: x.dtype for name, x in first.items()} == {name: x.dtype for name, x in second.items()}
-    # Adam makes steps of the learning rate out of noise where a gradient is about 0
+    # Adam turns the rounding noise of gradients near 0 into full steps
     apart = math.sqrt(sum(float((first[name] - second[name]).square().sum()) for name in first))
     assert apart <= (1e-4 if tolerance < 1e-4 else 3e-2) * math.sqrt(sum(float(x.square().sum()) for x in second.values()))
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
@@ -269,7 +269,7 @@ def test_checkpoints_hold_the_whole_model(tmp_path):
 
 
 def test_masked_prompts_work_with_length_batching(tmp_path):
-    """Masked prompts, and as many chunks as tokens: more than some micro-batches have."""
+    """Masked prompts, with more chunks than some micro-batches have tokens."""
     job = job_of(tmp_path / "data")
     data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
     object.__setattr__(job.job, "data", data)
@@ -280,7 +280,7 @@ def test_masked_prompts_work_with_length_batching(tmp_path):
 
 
 class Widest(TorchDispatchMode):
-    """The most rows of a tensor that is as wide as the vocabulary."""
+    """Records the largest number of rows of a tensor with the width of the vocabulary."""
 
     def __init__(self, words):
         super().__init__()
@@ -344,9 +344,9 @@ def test_evidence_counts_fused_and_whole_losses():
     run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
     assert "liger chose" in plugin.evidence(run).seen
     run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
-    assert plugin.evidence(run).status == "inactive", "somebody makes whole logits after all"
+    assert plugin.evidence(run).status == "inactive", "a cross-entropy on whole logits also ran"
     run.observation = Observation(operators={"FusedLinearCrossEntropy": 1})
-    assert plugin.evidence(run).status == "inactive", "a micro-batch went another way"
+    assert plugin.evidence(run).status == "inactive", "one micro-batch used another loss"
     run.observation = Observation()
     assert plugin.evidence(run).status == "unknown"
     run.recipe.final_steps[0](run.inner_model, run)
@@ -447,7 +447,7 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
             predicted = scaled.at(16, 64).peak().bytes
             # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
             with torch.backends.mkldnn.flags(enabled=False):
-                # the profiler loses a release now and then, so that memory seems to stay: of two measurements the smaller one
+                # the profiler sometimes misses a release, so the smaller of two measurements counts
                 real = min(measure_peak(plan, Shape(16, 64), 2, what) for _ in range(2))
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)

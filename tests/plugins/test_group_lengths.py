@@ -31,7 +31,7 @@ def test_every_sample_is_used_once(lengths, rows, epoch, noise):
 
 @given(st.integers(2, 40), st.integers(1, 400))
 def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, samples):
-    """Only the smaller group at the end may have been taken out of the line."""
+    """Only the last, smaller group may be out of order."""
     lengths = long_tailed(samples)
     order = grouped(lengths, 0, 0, rows, noise=0.0)
     line = sorted(lengths)
@@ -54,13 +54,13 @@ def test_order_is_fixed_by_seed_and_epoch():
 
 
 def test_neighbouring_steps_do_not_correlate():
-    """Mega-batches that are sorted whole make waves: there the correlation is near 1."""
+    """Sorted mega-batches would correlate neighbouring steps with about 1."""
     lengths = long_tailed(64 * 400)
     found = []
     for seed in range(5):
         means = lengths[grouped(lengths, seed, 0, 64)].reshape(400, 64).mean(1)
         found.append(np.corrcoef(means[:-1], means[1:])[0, 1])
-    assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of what is uncorrelated
+    assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of uncorrelated steps
 
 
 def test_padding_is_reduced():

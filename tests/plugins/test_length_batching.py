@@ -1,4 +1,4 @@
-"""Laws of cutting (every row once, never over the budget, never worse than the plain cut)."""
+"""Properties of the cut: every row once, never over the budget, never more costly than the plain cut."""
 
 import pickle
 from itertools import pairwise

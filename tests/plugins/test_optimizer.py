@@ -1,4 +1,4 @@
-"""The fallback chain on each machine, the real optimizers on a CPU, and that the groups' own settings are theirs."""
+"""The fallback chain on each machine, real optimizers on a CPU, and the settings of parameter groups."""
 
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -179,6 +179,6 @@ def test_bad_options(text):
 
 
 def test_name_repeated_in_the_fallbacks_is_tried_once():
-    """As where `--set plugins.optimizer.name=…` meets a profile's fallbacks."""
+    """For example `--set plugins.optimizer.name=…` with a name among the profile's fallbacks."""
     decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
     assert decision.kind == "apply"

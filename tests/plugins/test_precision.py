@@ -1,4 +1,4 @@
-"""Which dtype each machine gets, O2 with masters against fp32 training, and that nothing is lost on the way out and in."""
+"""The dtype on each machine, O2 with masters compared with fp32 training, and lossless export and restore."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,7 +101,7 @@ def batches(steps):
 
 
 def build(recipe, model):
-    """What hwopt.training.build does, as far as this plugin is concerned."""
+    """Apply the recipe to the model as hwopt.training.build does, limited to what this plugin uses."""
     for step in recipe.model_steps:
         model = step(model, None)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -116,7 +116,7 @@ def build(recipe, model):
 
 
 def train(recipe, model, steps=30):
-    """The loop: collect gradients, unscale, clip, step, publish."""
+    """Train like the loop: backward, unscale, clip, step, copy masters to the weights."""
     run = build(recipe, model)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     for ids, labels in batches(steps):
@@ -218,7 +218,7 @@ def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
     model = add_adapter(model, dora=True, r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task="SEQ_CLS")
     recipe = Recipe()
-    recipe.final_steps.append(save_and_merge)  # the adapter's step is there first
+    recipe.final_steps.append(save_and_merge)  # the adapter's export step comes first
     Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))
     run = train(recipe, model, steps=5)
     stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -296,7 +296,7 @@ def test_message_about_full_eval_names_the_option():
 
 
 def test_evaluation_uses_the_masters():
-    """full_eval = false: evaluation is that of the fp32 masters under autocast; training then goes on with the same bits."""
+    """With full_eval = false the fp32 masters are evaluated under autocast. Training then continues with the same bits."""
     recipe = written(CPU, dtype="bf16", level="O2")
     run = train(recipe, bert(), steps=3)
     run.device = torch.device("cpu")

@@ -46,12 +46,12 @@ def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize(("kind", "bits"), [("lora", 4), ("dora", 4), ("lora", 8)])
 def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, kind: str, bits: int, tmp_path: Path) -> None:
-    """What is saved computes what was trained: the packed base and its adapter, without a second rounding."""
+    """The saved model gives the outputs of the trained one: packed base and adapter, without a second rounding."""
     plan = plan_for(tables(kind, bits, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
     kept: dict[str, Any] = {}
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
 
-    def look(trained: Any, run: Any) -> Any:  # the last step of all runs first
+    def look(trained: Any, run: Any) -> Any:  # the last final step runs first
         trained.eval()
         with torch.no_grad():
             kept["logits"] = trained(input_ids=tokens).logits.clone()
@@ -65,7 +65,7 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
     saved.eval()
     with torch.no_grad():
         again = saved(input_ids=tokens).logits
-    # LLM.int8() rounds the activations too, in training alone
+    # LLM.int8() also rounds activations, but only in training
     assert torch.allclose(again, kept["logits"], atol=1e-5 if bits == 4 else 0.05), (again - kept["logits"]).abs().max()
     statuses = {entry.name: evidence for entry, evidence in recorder.found}
     assert statuses["quantize"].status == statuses["adapter"].status == "active", statuses
@@ -74,7 +74,7 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
-    """It opens on the model that it was trained on, and has the keys of an adapter of a plain base."""
+    """The adapter loads on its base model and has the keys of an adapter without quantization."""
     plan = plan_for(tables(kind, 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
     train_tiny(plan, tmp_path)
     folder = tmp_path / "run" / "final" / "adapter"
@@ -128,7 +128,7 @@ def test_quantize_above_the_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_plan_of_a_7b_model_fits_in_8_gib_with_4_bit_weights(tmp_path: Path) -> None:
-    """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not without its 4 bit."""
+    """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not fit without 4-bit weights."""
     from hwopt import api
 
     config = (

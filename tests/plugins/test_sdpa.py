@@ -23,7 +23,7 @@ FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 3
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def decided(capability, *prefer, **facts):
 
 
 def observed(dropout, kernels):
-    """A run of a tiny BERT in which the forward and backward pass of one step really happened."""
+    """A run of a tiny BERT after a real forward and backward pass of one step."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
@@ -102,7 +102,7 @@ def test_message_suggests_valid_kernels():
 
 
 def test_eager_attention_calls_no_kernel(tmp_path):
-    """The baseline: evidence from a real run, in which no attention kernel of torch is called."""
+    """The baseline: in a real run, eager attention calls no attention kernel of torch."""
     recorder = train_tiny(
         plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path
     )

@@ -1,4 +1,4 @@
-"""Both switches on inside, as found outside, and a skip where the card has no TF32."""
+"""Both switches are on inside the block and restored after it; cards without TF32 are skipped."""
 
 from types import SimpleNamespace
 

@@ -44,7 +44,7 @@ def one_thread() -> Any:
 
 
 def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
-    """Dropout, three micro-batches a step, a checkpoint after every step."""
+    """A plan with dropout, three micro-batches a step, and a checkpoint after every step."""
     settings = {
         "max_steps": LAST,
         "learning_rate": 1e-2,
@@ -63,7 +63,7 @@ def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: An
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     api.execute(make_plan(folder), folder / "run", cache=folder / "cache")
     return folder
 
@@ -84,7 +84,7 @@ def same(ours: Path, theirs: Path) -> bool:
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
 def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path, tmp_path: Path) -> None:
-    """In the middle of an epoch, at its end (4, 8, 12), after an evaluation (5), in a log interval (1, 3, 5, 11)."""
+    """Steps in an epoch, at its end (4, 8, 12), after an evaluation (5), and in a log interval (1, 3, 5, 11)."""
     resumed_from(uninterrupted, step, tmp_path / "run")
     assert same(tmp_path / "run", uninterrupted / "run")
     for key in ("step", "loss", "eval_loss", "learning_rate"):
@@ -280,9 +280,7 @@ def test_plugin_state_is_restored(tmp_path: Path) -> None:
 
     def counting() -> tuple[Counter, Plan]:
         counter = Counter()
-        plan = make_plan(
-            tmp_path, {"eval_steps": LAST}
-        )  # the best weights, whose state is restored at the end, are the last ones
+        plan = make_plan(tmp_path, {"eval_steps": LAST})  # the last step is the best, and its state is restored at the end
         plan.recipe.state.append(counter)
         plan.recipe.events["step_end"].append(counter.updated)
         return counter, plan
@@ -297,7 +295,7 @@ def test_plugin_state_is_restored(tmp_path: Path) -> None:
 
 
 def test_timed_checkpoints_are_written_and_pruned(uninterrupted: Path, tmp_path: Path) -> None:
-    """Every so many minutes; the newest are kept."""
+    """With save_minutes, checkpoints are written by the clock, and only the newest are kept."""
     training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
     api.execute(make_plan(uninterrupted, training), tmp_path / "run", cache=uninterrupted / "cache")
     assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
@@ -365,7 +363,7 @@ def weights_of(checkpoint: Path) -> dict[str, str]:
 
 
 def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
-    """Also in a run without checkpoints."""
+    """Old best weights are deleted, also in a run without checkpoints."""
     plan = make_plan(tmp_path, {"eval_steps": 1, "save_steps": None, "save_minutes": 0})
     most = 0
 
@@ -396,7 +394,7 @@ def test_repeated_steps_of_a_complete_run_are_reported(uninterrupted: Path, tmp_
 
 
 def test_run_with_only_corrupt_checkpoints_does_not_restart(uninterrupted: Path, tmp_path: Path) -> None:
-    """Also on the second attempt, as scripts retry."""
+    """The second attempt is refused too, because scripts retry."""
     run = gone_back(uninterrupted / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
@@ -450,7 +448,7 @@ def test_resume_from_a_checkpoint_of_another_folder(uninterrupted: Path, tmp_pat
     run = tmp_path / "run"
     api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=uninterrupted / "run" / "checkpoint-6")
     assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(uninterrupted / "run" / f"checkpoint-{LAST}")
-    assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
+    assert (run / "checkpoint-6").is_dir()  # saved before its first step, so that a run killed there can --resume
 
 
 def test_best_weights_are_copied_from_another_folder(tmp_path: Path) -> None:
@@ -471,7 +469,7 @@ def test_older_checkpoint_is_refused_in_its_own_folder(uninterrupted: Path, tmp_
 
 
 def test_corrupt_resume_from_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
-    """In its own folder and in another one; the checkpoint is not renamed."""
+    """A corrupt --resume-from is refused in its own folder and in another one. The checkpoint is not renamed."""
     run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
     for target in (run, tmp_path / "other"):
@@ -518,7 +516,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
 
 
 def add_payload(checkpoint: Path) -> None:
-    """A payload that torch.load would run."""
+    """Add a payload that torch.load would run."""
     (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
     (checkpoint / "model.safetensors").unlink()
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, by enumerating the places where writing them can fail or end."""
+"""Folders are complete or absent: every operation of a write fails, or ends the process, once."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def killed_at(target: Path, call: int) -> int:
 
 
 def test_dying_process_leaves_a_complete_folder(tmp_path: Path) -> None:
-    """At every third call; at every one in the long form."""
+    """The process dies at every third call; in the long form at every call."""
     every_call_of_a_process_that_dies(tmp_path, range(1, 200, 3))
 
 
@@ -170,12 +170,12 @@ def every_call_of_a_process_that_dies(folder: Path, calls: range) -> None:
             break
         assert code == 9
     else:
-        pytest.fail("it never came to its end")
+        pytest.fail("the write still failed at call 99")
     assert marks == {b"old", b"new"}
 
 
 def failing(call: int, error: OSError, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The `call`-th operation of the disk, and all behind it, raise `error`. Returns a counter."""
+    """Make the `call`-th disk operation and all later ones raise `error`. Returns a counter."""
     counted = [0]
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def test_disk_failing_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
         if counted[0] < call:
             assert mark_of(target) == b"new"
             return
-    pytest.fail("it never came to its end")
+    pytest.fail("the write still failed at call 99")
 
 
 def test_json_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_disk_error_suggests_a_remedy(
     ids=["a disk", "a quota", "tokenizers"],
 )
 def test_full_disk_is_recognized_in_other_errors(error: Exception, tmp_path: Path) -> None:
-    """Packages written in Rust raise a bare Exception; in a plugin it is no fault of the plugin."""
+    """Packages written in Rust raise a bare Exception for a full disk. It is a StorageError, not an error of the plugin."""
     with pytest.raises(StorageError, match="GiB are free"), staged(tmp_path / "folder", 0):
         raise error
     with pytest.raises(StorageError, match=r"^plugin 'x': its step: .*\. Free some space"):
@@ -265,7 +265,7 @@ def test_full_disk_is_recognized_in_other_errors(error: Exception, tmp_path: Pat
     ids=["a bad job", "a bad option", "a listing", "help"],
 )
 def test_full_disk_of_stdout_keeps_the_exit_code(arguments: list[str], code: int, unbuffered: str) -> None:
-    """Python ends with 120 where what it has buffered cannot be written at its end."""
+    """Python exits with 120 if it cannot flush its buffers at exit."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [sys.executable, "-m", "hwopt", *arguments],

@@ -119,14 +119,14 @@ def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: P
     _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
     assert prepared.notes == ["truncated 1 of 2 texts to 6 tokens"]
     labels = prepared.train.row(0)["labels"]
-    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last one is predicted from the sixth token
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last character is predicted from the sixth token
     with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, more than .* limit of 20; set data\.max_length = 20"):
         prepare(source, tmp_path / "cache", config, 20, **columns)
     prepare(source, tmp_path / "cache", config, 26, **columns)
     source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
     with pytest.raises(DataError, match=r"b\.jsonl:2: has no completion after truncation: the prompt has 6 tokens"):
         prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
-    for _ in range(2):  # made, and found in the cache
+    for _ in range(2):  # first built, then loaded from the cache
         _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, max_bad_rows=0.5, **columns)
         assert len(prepared.train) == 1
         assert prepared.bad_rows[0]["rows"] == 2
@@ -163,7 +163,7 @@ def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> N
     parts = [task.loss(model(input_ids=row["input_ids"]), row["labels"]) for row in rows]
     assert int(count) == sum(int(part[1]) for part in parts) == prepared.train.counts.sum()
     torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
-    # the same as the model's own loss, which shifts by itself
+    # equal to the model's own loss, which shifts the labels
     row = rows[1]
     tokens = torch.cat([row["input_ids"], row["labels"][:, -1:]], 1)
     own = torch.cat([torch.full((1, 1), IGNORED), row["labels"]], 1)

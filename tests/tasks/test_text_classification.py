@@ -42,7 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 def prepare(
     folder: Path, rows: Any = ROWS, config: Any = None, positions: int | None = None, **data: Any
 ) -> tuple[Job, Task, Prepared]:
-    """A job over `rows`, prepared under `folder`; `data` are keys of its data table, lists become files."""
+    """A job over `rows`, prepared under `folder`. `data` has the keys of its data table; lists become files."""
     if isinstance(data.get("eval"), list):
         data["eval"] = write(folder / "eval.jsonl", data["eval"])
     source = rows if isinstance(rows, str) else write(folder / "train.jsonl", rows)
@@ -59,7 +59,7 @@ def load(job: Job, task: Task, prepared: Prepared, **model_kwargs: Any) -> Any:
 
 
 def padded(prepared: Prepared, rows: list[int]) -> dict[str, torch.Tensor]:
-    """As the collator does it: padding on the right."""
+    """The inputs of `rows`, padded on the right like the collator."""
     found = [prepared.train.row(row)["input_ids"] for row in rows]
     width = max(map(len, found))
     ids = torch.full((len(rows), width), prepared.tokenizer.pad_token_id)
@@ -107,7 +107,7 @@ def test_text_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:2: has \d+ tokens, more than .* limit of 8; set data\.max_length = 8"):
         prepare(tmp_path, positions=8)
     prepare(tmp_path, positions=32)
-    with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens are those of a model that takes more
+    with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens belong to a model with a larger limit
         prepare(tmp_path, positions=8)
     with pytest.raises(InputError, match="40 exceeds the model.s limit of 32 tokens"):
         prepare(tmp_path, positions=32, max_length=40)
@@ -211,7 +211,7 @@ def test_tokens_are_cached_until_data_or_options_change(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_eos: bool) -> None:
-    """Also where the tokenizer pads with the end of text and a text ends with it."""
+    """Also if the padding token is the end of text and a text ends with it."""
     rows = [dict(row) for row in ROWS]
     rows[2]["text"] += "<|endoftext|>"
     config = DECODERS[kind]
@@ -238,7 +238,7 @@ def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_
 
 
 def test_padding_token_is_added_if_no_other_is_free(tmp_path: Path) -> None:
-    """A trained model whose tokenizer has only an end of text, which stands in the texts."""
+    """A trained model whose tokenizer has only an end-of-text token, which the texts contain."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -250,7 +250,7 @@ def test_padding_token_is_added_if_no_other_is_free(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "trained")
     tokenizer.save_pretrained(tmp_path / "trained")
     job, task, prepared = prepare(tmp_path, config={"name": str(tmp_path / "trained")})
-    assert prepared.tokenizer.pad_token == "<|endoftext|>"  # free here
+    assert prepared.tokenizer.pad_token == "<|endoftext|>"  # these texts do not contain it
     assert load(job, task, prepared).get_input_embeddings().num_embeddings == 257
     rows = [{**row, "text": row["text"] + "<|endoftext|>"} for row in ROWS]
     job, task, prepared = prepare(tmp_path, rows, {"name": str(tmp_path / "trained")})
@@ -284,7 +284,7 @@ def test_new_model_keeps_a_given_vocabulary_size(tmp_path: Path) -> None:
 
 
 def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> None:
-    """With another number of labels, the head is new and the rest is kept; the saved model opens by itself."""
+    """With another number of labels only the head is new. The saved model loads without hwopt."""
     job, task, prepared = prepare(tmp_path)
     model = load(job, task, prepared)
     model.save_pretrained(tmp_path / "trained")

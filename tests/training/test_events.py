@@ -39,7 +39,7 @@ def test_gradients_event_sees_named_unscaled_unclipped_gradients(tmp_path: Path)
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for dtype, level in (("fp32", "O1"), ("fp16", "O2")):
         plan = planned(tmp_path, {"precision": {"dtype": dtype, "level": level}}, max_steps=1, max_grad_norm=1e-3)
-        if dtype == "fp16":  # a CPU takes no fp16 plan: the recipe as on a card
+        if dtype == "fp16":  # a CPU plan has no fp16, so the test uses the recipe of a card
             plan = with_fp16(plan)
         found = seen.setdefault(dtype, {})
         plan.recipe.events["gradients"].append(
