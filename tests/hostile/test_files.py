@@ -420,8 +420,8 @@ def test_messages_are_shown_at_any_reported_width(columns: str, width: int, monk
     monkeypatch.setenv("COLUMNS", columns)
     screen = io.StringIO()
     console = Terminal(file=screen, force_terminal=True, color_system=None)
-    say(console, "note", "what is said")
-    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
+    say(console, "note", "a plain message")
+    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "a", "plain", "message"])
 
 
 def test_data_errors_escape_control_characters(folder: Path) -> None:
