@@ -16,7 +16,7 @@ def preflight(run: Run, accumulation: Accumulation, evaluation: Evaluation) -> N
 
 
 def try_training(run: Run, accumulation: Accumulation) -> None:
-    """Forward and backward with the longest samples; the listener hears how many rows fit."""
+    """Forward and backward with the longest samples; `on_out_of_memory` gets the rows that fit."""
     batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
     mark, backoff = accumulation.telemetry.mark(), accumulation.backoff
     rung = backoff.rung

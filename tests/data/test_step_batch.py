@@ -89,7 +89,7 @@ def test_micro_batches_hold_every_row_as_it_was(lengths: list[int], rows: int, c
             if mask is not None:
                 assert mask[number].tolist() == [1] * length + [0] * (ids.shape[1] - length)
             else:
-                assert length == ids.shape[1], "no mask only where nothing is padded"
+                assert length == ids.shape[1], "no mask only without padding"
             if causal:
                 assert micro_batch.targets[number, :length].tolist() == samples[row]["labels"].tolist()
                 assert (micro_batch.targets[number, length:] == -100).all()

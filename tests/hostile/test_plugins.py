@@ -257,7 +257,7 @@ def test_name_of_a_built_in_plugin_is_refused(folder: Path, monkeypatch: pytest.
 def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud(ThirdParty):
         def probe(self, context: Context) -> Decision:
-            print("hear me")
+            print("probe me")
             return super().probe(context)
 
         def apply(self, recipe: Recipe, context: Context) -> None:

@@ -90,7 +90,7 @@ def test_only_adapter_and_head_train(build, heads, kind):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     untouched = run_of(model, torch.optim.AdamW(model.parameters()))
     assert plugin.evidence(untouched).status == "inactive", "no gradient yet"
-    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "one step is enough to see it"
+    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
     run = trained(model)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed

@@ -255,7 +255,7 @@ def test_run_with_fused_loss_matches_the_run_without(config, tables, tolerance, 
     ids = torch.arange(1, 13)[None]
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in models]
-    assert logits[0].shape == (1, 12, 300), "the output layer is itself again"
+    assert logits[0].shape == (1, 12, 300), "the output layer is restored"
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-3 if tolerance < 1e-4 else 3e-2)
 
 

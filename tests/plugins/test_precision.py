@@ -292,7 +292,7 @@ def test_message_about_full_eval_names_the_option():
     with pytest.raises(ValidationError, match='level = "O2"'):
         Precision.Options.model_validate_json('{"full_eval": true}')
     assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
-    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "without half weights it means nothing"
+    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "full_eval needs half weights"
 
 
 def test_evaluation_uses_the_masters():

@@ -252,7 +252,7 @@ def test_best_weights_survive_a_resume(tmp_path: Path) -> None:
     best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
     assert best < LAST
     again = gone_back(tmp_path / "run", tmp_path / "again", best + 1)
-    assert (again / f"best-{best}").is_dir(), "a checkpoint speaks of it"
+    assert (again / f"best-{best}").is_dir(), "a checkpoint refers to it"
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     assert same(again, tmp_path / "run")
 
