@@ -132,7 +132,7 @@ def test_cut_that_loses_a_row_fails_an_assertion() -> None:
         Collate(lambda lengths, rows: [[0]], 2, pad_id=0)(Step(0, 0, (0, 1), 2), make_samples([3, 4], False), [1, 1])
 
 
-def test_step_batches_pickle() -> None:
+def test_step_batches_are_picklable() -> None:
     _, batch = batch_of([2, 4, 3], 2)
     again = pickle.loads(pickle.dumps(batch))
     assert again.sizes == batch.sizes  # type: ignore[attr-defined]

@@ -134,7 +134,7 @@ def test_several_ranks_match_one_rank(ranks: int, fsdp: str, encoder: Folder, re
     check_equal(ours, one)
 
 
-def test_resume_from_shards(encoder: Folder) -> None:
+def test_resume_from_shards_gives_the_same_bits(encoder: Folder) -> None:
     """A resume on the same number of ranks gives the same bits. One rank resumes without sharding."""
     through = encoder.run("through", 2, save_steps=10)
     last = through / "checkpoint-20"

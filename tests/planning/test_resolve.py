@@ -95,7 +95,7 @@ def golden_text(profile: str) -> str:
 
 
 @pytest.mark.parametrize("profile", SEEDS)
-def test_golden_plans(profile: str) -> None:
+def test_plans_match_the_golden_files(profile: str) -> None:
     path, made = GOLDEN / f"{profile}.txt", golden_text(profile)
     if os.environ.get("HWOPT_UPDATE_GOLDEN"):
         path.write_text(made, encoding="utf-8")

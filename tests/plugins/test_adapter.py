@@ -184,6 +184,6 @@ def test_evidence_is_inactive_if_other_weights_train():
         '{"lora_alpha": 0.5}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Adapter.Options.model_validate_json(text)

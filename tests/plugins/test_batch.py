@@ -61,7 +61,7 @@ def test_fewer_samples_than_ranks_are_refused():
         '{"size": 8}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Batch.Options.model_validate_json(text)
 

@@ -142,6 +142,6 @@ def test_model_without_checkpointable_layers_is_refused():
 
 
 @pytest.mark.parametrize("text", ['{"layers": 0}', '{"layers": "some"}', '{"layers": 1.5}', '{"reentrant": true}'])
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Checkpointing.Options.model_validate_json(text)

@@ -191,6 +191,6 @@ def test_error_of_the_model_is_raised():
         '{"widths": "all"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Compile.Options.model_validate_json(text)

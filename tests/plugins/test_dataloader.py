@@ -30,7 +30,7 @@ def loader_settings(options):
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 2), (4, 3), (5, 4), (64, 4)])
-def test_auto_workers(cores, workers):
+def test_auto_workers_follow_the_cores(cores, workers):
     assert auto_workers(cores) == workers
 
 
@@ -60,7 +60,7 @@ def test_pinning_without_cuda_falls_back():
     assert "needs a CUDA device, found a CPU" in decision.reason
 
 
-def test_windows_cannot_fork():
+def test_fork_falls_back_to_spawn_on_windows():
     decision = decided(replace(T4, system="Windows"), num_workers=2, multiprocessing_context="fork")
     assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
 
@@ -103,6 +103,6 @@ def test_evidence_is_inactive_for_another_loader():
         '{"multiprocessing_context": "thread"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Dataloader.Options.model_validate_json(text)

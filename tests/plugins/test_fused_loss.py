@@ -459,7 +459,7 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
 @pytest.mark.parametrize(
     "text", ['{"backend": "triton"}', '{"chunks": 0}', '{"chunks": "all"}', '{"backend": "liger", "chunks": 4}', '{"chunk": 4}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         FusedLoss.Options.model_validate_json(text)
 

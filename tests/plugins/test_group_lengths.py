@@ -86,6 +86,6 @@ def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noise", [-0.1, 1.5, "much"])
-def test_bad_options(noise, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(noise, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"plugins\.group_lengths\.noise"):
         plan_for(tiny_profile(group_lengths={"noise": noise}), tiny_job(tmp_path))

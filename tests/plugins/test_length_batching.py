@@ -106,6 +106,6 @@ def test_evidence_compares_computed_tokens_with_the_plain_cut():
 
 
 @pytest.mark.parametrize("text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"budget": 9}'])
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         LengthBatching.Options.model_validate_json(text)

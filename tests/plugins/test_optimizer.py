@@ -173,7 +173,7 @@ def test_evidence_where_every_tensor_is_too_small():
 @pytest.mark.parametrize(
     "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"fallback": ["adamw_torch", "adamw_torch"]}', '{"lr": 0.1}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Optimizer.Options.model_validate_json(text)
 

@@ -283,7 +283,7 @@ def test_evidence_reads_dtypes_of_weights_and_operators():
         '{"opt": "O1"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Precision.Options.model_validate_json(text)
 

@@ -32,7 +32,7 @@ def run_after(step, total, ratio):
     return SimpleNamespace(training=training, total_steps=total, optimizer=optimizer, scheduler=scheduler, step=step)
 
 
-def test_apply_sets_the_ratio():
+def test_apply_sets_the_warmup_ratio():
     plugin, recipe = Schedule(Schedule.Options(warmup_ratio=0.1)), Recipe()
     assert plugin.probe(context()).kind == "apply"
     plugin.apply(recipe, context())
@@ -67,6 +67,6 @@ def test_evidence_compares_the_learning_rate_with_the_warmup():
 @pytest.mark.parametrize(
     "text", ['{"warmup_ratio": 1.0}', '{"warmup_ratio": -0.1}', '{"warmup_ratio": "0.1"}', '{"warmup": 0.1}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Schedule.Options.model_validate_json(text)

@@ -91,7 +91,7 @@ def test_model_without_sdpa_is_skipped():
 @pytest.mark.parametrize(
     "prefer", ['["flash"]', '["math"]', '["flash", "efficient"]', '["flash", "math", "flash"]', "[]", '["xformers", "math"]']
 )
-def test_bad_options(prefer):
+def test_invalid_options_are_refused(prefer):
     with pytest.raises(ValidationError):
         Sdpa.Options.model_validate_json(f'{{"prefer": {prefer}}}')
 

@@ -79,7 +79,7 @@ def counted_step(run: Run, steps: int = 3) -> Calls:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_host_syncs_per_step(name: str, tmp_path: Path) -> None:
+def test_host_syncs_per_step_match_their_causes(name: str, tmp_path: Path) -> None:
     tables, reads = READS[name]
     kind = "causal-lm" if name == "decoder" else "text-classification"
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", kind, max_steps=4, logging_steps=4))
