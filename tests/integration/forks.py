@@ -44,7 +44,7 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
         os._exit(code)
 
 
-def exit_code_of(pid: int, within: float = 120.0) -> int:
+def wait_for_exit(pid: int, within: float = 120.0) -> int:
     """Wait for a child process and return its exit code: minus the signal number if a signal killed it."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -88,4 +88,4 @@ def run_ranks(
         sys.stdout.flush()
         os._exit(code)
 
-    return [exit_code_of(pid) for pid in forked_ranks(work, ranks, folder, output)]
+    return [wait_for_exit(pid) for pid in forked_ranks(work, ranks, folder, output)]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from integration.forks import exit_code_of, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -106,7 +106,7 @@ def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]
             raise
 
     output = folder / f"{name}.out"
-    codes = [exit_code_of(pid) for pid in forked_ranks(work, 2, folder, output)]
+    codes = [wait_for_exit(pid) for pid in forked_ranks(work, 2, folder, output)]
     return codes, output.read_text()
 
 

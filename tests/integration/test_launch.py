@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from integration.forks import exit_code_of, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
@@ -202,5 +202,5 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
     output = tmp_path / "output"
-    assert [exit_code_of(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
+    assert [wait_for_exit(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
     assert output.read_text().split() == ["job-0", "job-0"]

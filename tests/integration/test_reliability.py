@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.forks import exit_code_of, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 
 from hwopt import api
 from hwopt.cli.options import quiet_transformers
@@ -80,7 +80,7 @@ class Work:
         self.run(name, rank, **options)
 
     def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
-        return [exit_code_of(pid) for pid in self.started(name, disturb, **options)]
+        return [wait_for_exit(pid) for pid in self.started(name, disturb, **options)]
 
 
 def bits(run: Path) -> dict[str, str]:
@@ -141,7 +141,7 @@ def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, run_seconds: 
             if not in_save:
                 time.sleep(chance.uniform(0.05, run_seconds))
                 os.kill(pids[0], signal.SIGKILL)
-            if exit_code_of(pids[0]) == -9:  # else the run had ended
+            if wait_for_exit(pids[0]) == -9:  # else the run had ended
                 killed, inside, twice = killed + 1, inside + in_save, twice + killed_twice
         resumes_exactly(work, name, undisturbed)
     figures(
@@ -176,7 +176,7 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
             time.sleep(0.002)
         time.sleep(chance.uniform(0, run_seconds / 3))
         os.kill(pid, number)
-        code = exit_code_of(pid)
+        code = wait_for_exit(pid)
         if code == 0:  # the run had ended before the signal
             shutil.rmtree(run)
             continue
@@ -212,7 +212,7 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
     os.kill(pid, signal.SIGTERM)  # a copy that a launcher forwards
     time.sleep(1.5 * signals.DUPLICATE_SECONDS)
     os.kill(pid, signal.SIGTERM)
-    assert exit_code_of(pid, within=20) == 143
+    assert wait_for_exit(pid, within=20) == 143
     assert status(run)["exit_code"] == 143
     resumes_exactly(work, "twice", undisturbed)
 
@@ -240,7 +240,7 @@ def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
     while not (run / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGTERM)
-    assert exit_code_of(pid) == 6
+    assert wait_for_exit(pid) == 6
     assert status(run)["exit_code"] == 6
     assert "No space left on device" in status(run)["message"]
     shutil.rmtree(run)
@@ -267,7 +267,7 @@ def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
-    assert exit_code_of(pid) == 0
+    assert wait_for_exit(pid) == 0
     assert bits(work.folder / "stopped") == bits(undisturbed)
 
 
@@ -323,7 +323,7 @@ def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures
             time.sleep(0.005)
         os.write(opener, b"x")
         (owner,) = set(pids) - codes.keys()
-        codes[owner] = exit_code_of(owner)
+        codes[owner] = wait_for_exit(owner)
         os.close(gate)
         os.close(opener)
         assert sorted(codes.values()) == [0, *[8] * 7]
@@ -339,7 +339,7 @@ def test_lock_of_a_dead_process_is_released(work: Work, undisturbed: Path) -> No
     while not (work.folder / "left" / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
-    exit_code_of(pid)
+    wait_for_exit(pid)
     resumes_exactly(work, "left", undisturbed)
 
 
@@ -450,7 +450,7 @@ def test_failed_save_keeps_a_valid_checkpoint(
     for call in range(1, changes + 1, every):
         name = f"{'dying' if dies else 'failing'}-{call}"
         (pid,) = work.started(name, partial(at_disk_change, call, action))
-        code = exit_code_of(pid)
+        code = wait_for_exit(pid)
         run = work.folder / name
         assert code in ((-9,) if dies else (6, 0)), call  # 0: a failed removal of an old checkpoint does not end the run
         if code == 6:
@@ -484,7 +484,7 @@ def test_too_small_disk_is_reported_before_the_first_step(work: Work, monkeypatc
         shutil.disk_usage = lambda path: usage._replace(free=100_000)
 
     (pid,) = work.started("no-room", nearly_full)
-    assert exit_code_of(pid) == 6
+    assert wait_for_exit(pid) == 6
     message = status(work.folder / "no-room")["message"]
     assert "checkpoint(s) of" in message
     assert "GiB are free" in message

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from integration.forks import exit_code_of, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -90,7 +90,7 @@ class Work:
         return forked_ranks(lambda rank: os._exit(run_command(command)), ranks, self.folder)
 
     def finish(self, name: str, *arguments: str, ranks: int = 2) -> Path:
-        assert [exit_code_of(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
+        assert [wait_for_exit(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
         return self.run(name)
 
     def resumes_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
@@ -156,7 +156,7 @@ def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: i
         victims = ([pids[0]], [pids[1]], pids)[killed % 3]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        codes = {pid: exit_code_of(pid) for pid in pids}
+        codes = {pid: wait_for_exit(pid) for pid in pids}
         if {codes[pid] for pid in victims} != {-9}:  # the run had ended before the kill
             shutil.rmtree(work.run(name))
             continue
@@ -178,7 +178,7 @@ def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undistu
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Telemetry, "start_row", dies)
         first, second = work.forked("log-point")
-        assert (exit_code_of(second), exit_code_of(first)) == (-9, 9)
+        assert (wait_for_exit(second), wait_for_exit(first)) == (-9, 9)
     assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
     work.resumes_exactly("log-point", undisturbed, saved_alone=True)
 
