@@ -1,4 +1,4 @@
-"""Lists of parameters with a short form, which runs by default, and a long one, which `tox -e soak` adds."""
+"""Parameter lists with a short form, which runs by default, and a long form for `tox -e soak`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from hypothesis import settings
 
 
 def named(found: Mapping[str, Any], short: Collection[str]) -> list[Any]:
-    """The values of `found` as parameters with their names as ids; those that `short` does not name are marked `soak`."""
+    """The values of `found` as parameters with their names as ids. Parameters that `short` does not name are marked `soak`."""
     assert set(short) <= set(found), set(short) - set(found)
     return [pytest.param(value, id=name, marks=() if name in short else pytest.mark.soak) for name, value in found.items()]
 
 
-def covering(found: Iterable[tuple[Any, ...]], laws: Iterable[tuple[Any, ...]] | None = None) -> list[Any]:
-    """`found` as parameters: by default those that run show each value of each column of `laws` (of `found` itself) once."""
+def covering(found: Iterable[tuple[Any, ...]], aspects: Iterable[tuple[Any, ...]] | None = None) -> list[Any]:
+    """`found` as parameters. The default ones have each value of each column of `aspects` (or of `found`) once."""
     found = list(found)
     seen: set[tuple[int, Any]] = set()
     parameters = []
-    for values, law in zip(found, found if laws is None else laws, strict=True):
-        new = set(enumerate(law)) - seen
+    for values, aspect in zip(found, found if aspects is None else aspects, strict=True):
+        new = set(enumerate(aspect)) - seen
         seen |= new
         parameters.append(pytest.param(*values, marks=() if new else pytest.mark.soak))
     return parameters
 
 
 def runs_by_default(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """The values of those parameters that are not marked `soak`."""
+    """The values of the parameters that are not marked `soak`."""
     return [parameter.values for parameter in parameters if not parameter.marks]
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: known surroundings, a cache of the session, signal handlers restored, hypothesis profiles."""
+"""Fixtures of all tests: a fixed environment, a cache of the session, restored signal handlers, hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hwopt.system import signals
 
 settings.register_profile("fast", deadline=None, max_examples=30, derandomize=True, print_blob=True)
 settings.register_profile("soak", deadline=None, max_examples=400)
-settings.load_profile("fast")  # --hypothesis-profile=soak takes its place
+settings.load_profile("fast")  # --hypothesis-profile=soak replaces it
 
 for _name in NOISY:
     logging.getLogger(_name).setLevel(logging.ERROR)
@@ -29,7 +29,7 @@ PREPARED = pytest.StashKey[ExitStack]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the surroundings before a test module is collected: torch reads some variables when it is imported."""
+    """Set the environment before a test module is collected: torch reads some variables when it is imported."""
     config.stash[PREPARED] = stack = ExitStack()
     stack.enter_context(surroundings.prepared())
 
@@ -51,7 +51,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Each test starts with Python's own handlers: a command line that is called in this process installs its handlers."""
+    """Restore Python's signal handlers before each test: the command line installs its own handlers in this process."""
     yield
     for number, handler in surroundings.HANDLERS.items():
         signal.signal(number, handler)
@@ -60,14 +60,14 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
-    """Take what lives so far (modules, above all) out of the collections that every run makes: they were half of its seconds."""
+    """Exclude existing objects (mostly modules) from garbage collection, which takes half the time of a tiny run otherwise."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def figures() -> Callable[[str, str], None]:
-    """Keeps what a test has measured, for docs/reliability.md: one line of the file that HWOPT_FIGURES names."""
+    """A function that appends a measurement for docs/reliability.md to the file in HWOPT_FIGURES."""
     path = os.environ.get("HWOPT_FIGURES")
 
     def keep(what: str, figure: str) -> None:
@@ -80,7 +80,7 @@ def figures() -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def counted(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -> Iterator[None]:
-    """A module that has a FIGURE (row of the table, text with {tests}) is counted in it where all of its tests pass."""
+    """Write the FIGURE of a module (row of the table, text with {tests}) if all its tests pass."""
     failed = request.session.testsfailed
     yield
     what, text = getattr(request.module, "FIGURE", ("", ""))

@@ -1,4 +1,4 @@
-"""The plugins of examples/plugins, registered as a package of other authors registers its own."""
+"""Register the plugins of examples/plugins as third-party entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals, variables, home, umask and standard input that the tests need, however the session was started.
+"""Sets the signals, variables, home, umask and standard input that the tests need.
 
 A job in a shell's background ignores SIGINT, `nohup` ignores SIGHUP, a service has no home and a closed standard input, and
 terminals and launchers export variables that change what hwopt prints and how it trains. SIGHUP stays as it is: hwopt does not
@@ -26,14 +26,14 @@ NAMES = (
 SET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",  # as many test processes run as there are cores
+    "OMP_NUM_THREADS": "1",  # one test process runs per core
     "LC_ALL": "C.UTF-8",
     "TERM": "xterm",
 }
 
 
 def environment(before: dict[str, str], home: str) -> dict[str, str]:
-    """The variables of the session, made of those that it was started with."""
+    """The environment variables of the session, derived from those of the parent process."""
     removed = {name for name in before if name in NAMES or (name.startswith(PREFIXES) and name not in KEPT)}
     # DeepSpeed looks for programs on PATH, and fails at a folder of another user
     path = os.pathsep.join(folder for folder in before.get("PATH", os.defpath).split(os.pathsep) if os.access(folder, os.X_OK))
@@ -41,7 +41,7 @@ def environment(before: dict[str, str], home: str) -> dict[str, str]:
 
 
 def open_standard_input() -> None:
-    """Open /dev/null as descriptor 0 if it is closed: the next opened file would become every child's standard input."""
+    """Open /dev/null as descriptor 0 if it is closed. Otherwise the next opened file becomes the standard input of children."""
     try:
         os.fstat(0)
     except OSError:
@@ -50,7 +50,7 @@ def open_standard_input() -> None:
 
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Inside, the process and its children have the surroundings that the tests need."""
+    """A context in which this process and its children have the environment that the tests need."""
     open_standard_input()
     before, mask = dict(os.environ), os.umask(0o022)
     handlers = {number: signal.getsignal(number) for number in HANDLERS}
@@ -70,7 +70,7 @@ def prepared() -> Iterator[None]:
 
 
 def restore(variables: os._Environ[str], wanted: dict[str, str]) -> None:
-    """Change `variables` to `wanted`, one by one: children see the process's own environment."""
+    """Change `variables` to `wanted` in place: child processes inherit the process environment."""
     for name in variables.keys() - wanted.keys():
         del variables[name]
     variables.update(wanted)

@@ -1,4 +1,4 @@
-"""The core names no plugin: aliases, advice and launcher settings are declared by the plugin that they concern."""
+"""The core names no plugin: each plugin declares its own aliases, advice and launcher settings."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_no_module_of_the_core_names_a_plugin() -> None:
 
 
 @pytest.mark.parametrize("text", ["plugins.batch.train", "[plugins.cut]", "the plugin `compile`", "plugin 'zero'"])
-def test_the_pattern_finds_names_of_plugins(text: str) -> None:
+def test_pattern_finds_plugin_names(text: str) -> None:
     assert AS_PLUGIN.search(text)
 
 
 @pytest.mark.parametrize("text", ["plugins.NAME.OPTION", "the optimizer", "plugin 'x'", "batch['train']"])
-def test_the_pattern_leaves_other_words_alone(text: str) -> None:
+def test_pattern_ignores_other_words(text: str) -> None:
     assert not AS_PLUGIN.search(text)

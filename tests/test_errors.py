@@ -1,12 +1,12 @@
-"""What an error means for the exit code of a process."""
+"""The exit code of a process after an error."""
 
 from __future__ import annotations
 
 from hwopt.errors import DataError, exit_code_of, worker_death
 
 
-def test_a_death_is_known_wherever_it_is_noticed() -> None:
-    """torch raises that of a worker from a signal handler: in a collective, or in what cleans up after another error."""
+def test_worker_or_rank_death_is_recognized_in_any_error() -> None:
+    """torch reports a dead worker from a signal handler, which may run in a collective or in the cleanup of another error."""
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2")
     behind = ValueError("in a finally block")

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import metadata
 
 INSTEAD = {
-    # what the command line says
+    # options of the command line
     "output_dir": "--output-dir",
     "run_name": "--name",
     "resume_from_checkpoint": "--resume, or --resume-from CHECKPOINT",
@@ -21,7 +21,7 @@ INSTEAD = {
     "trust_remote_code": "--trust-remote-code MODEL_NAME",
     "use_cpu": "--profile cpu",
     "no_cuda": "--profile cpu",
-    # what a job says in other words
+    # keys of a job
     "model_name": "model.name",
     "model_name_or_path": "model.name",
     "pretrained_model_name_or_path": "model.name",

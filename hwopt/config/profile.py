@@ -163,7 +163,7 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
         return path
     if spec not in files:
         known = sorted([*files, "auto"])
-        near = nearest(re.sub(r"\W", "", spec).lower(), known)  # "RTX 3070", say
+        near = nearest(re.sub(r"\W", "", spec).lower(), known)  # for example "RTX 3070"
         raise InputError(f"--profile {truncate(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
     return files[spec]
 

@@ -91,16 +91,16 @@ _DIGITS = re.compile(r"(?<![\w\"'.])[0-9][0-9_]{4299,}")
 _YAML = re.compile(r"\s*(- |---$|[\w.-]+:(\s|$))")
 _ESCAPE = re.compile(r'"[^"]*\\')
 _WORDS = {
-    "true and false are written in small letters": re.compile(r"(?i:true|false|yes|no|on|off)\b"),
-    "TOML has no word for nothing; leave the key out": re.compile(r"(?i:none|null|nil)\b"),
+    "write true and false in lower case": re.compile(r"(?i:true|false|yes|no|on|off)\b"),
+    "TOML has no null; omit the key": re.compile(r"(?i:none|null|nil)\b"),
 }
 
 
-def _no_toml(text: str, name: str, said: str) -> str:
-    """tomllib's error `said` with the line in front and a hint about the likely mistake."""
-    found = re.search(r" \(at line (\d+), column (\d+)\)", said)
+def _no_toml(text: str, name: str, error: str) -> str:
+    """tomllib's `error` with the line in front and a hint about the likely mistake."""
+    found = re.search(r" \(at line (\d+), column (\d+)\)", error)
     if found is None:
-        return f"{name}: is not valid TOML: {said}"
+        return f"{name}: is not valid TOML: {error}"
     number, column = int(found[1]), int(found[2])
     line = text.replace("\r\n", "\n").split("\n")[number - 1]
     hint = next((hint for hint, word in _WORDS.items() if word.match(line[column - 1 :])), "")
@@ -110,7 +110,7 @@ def _no_toml(text: str, name: str, said: str) -> str:
         hint = "it looks like JSON, and hwopt reads TOML: [table], and key = value below it"
     elif _YAML.match(line):
         hint = "it looks like YAML, and hwopt reads TOML: [table], and key = value below it"
-    return f"{name}:{number}: is not valid TOML: {said[: found.start()]} (column {column}){'; ' if hint else ''}{hint}"
+    return f"{name}:{number}: is not valid TOML: {error[: found.start()]} (column {column}){'; ' if hint else ''}{hint}"
 
 
 def leaves(value: Any, above: Key = ()) -> Iterator[tuple[Key, Any]]:

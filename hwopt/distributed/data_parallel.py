@@ -1,7 +1,7 @@
 """Data parallel: every rank holds the whole model; gradients are reduced once a step, after every rank has computed its own.
 
 DistributedDataParallel reduces inside the last backward pass, which cannot be retried: if a rank runs out of memory there, the
-others wait for ever. This engine reduces nothing before every rank has reported, over a gloo group, that its gradients are
+others wait without end. This engine reduces nothing before every rank has reported, over a gloo group, that its gradients are
 complete. Until then a rank can drop its gradients and retry. A rank that fails reports its exit code, and all ranks stop.
 The cost: the reduction does not overlap with the backward pass, which is not measured here yet (docs/memory.md).
 Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.

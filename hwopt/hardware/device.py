@@ -29,7 +29,7 @@ ARCHITECTURES = (  # (lowest compute capability, name), newest first
 
 NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
     "fp16": ((7, 0), "tensor cores for fp16 came with Volta"),
-    # torch.cuda.is_bf16_supported() says True on older cards too, by emulation
+    # torch.cuda.is_bf16_supported() returns True on older cards too, by emulation
     "bf16": ((8, 0), "bf16 tensor cores came with Ampere"),
     "tf32": ((8, 0), "TF32 came with Ampere"),
     "flash_attention": ((8, 0), "torch's flash kernel needs Ampere"),

@@ -141,9 +141,9 @@ def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
     for key, value in given.items():
         if value == "auto" or key in PRINTS_ONLY or agree(value, known.get(key)):
             continue
-        said = f"it is {spelled(known[key])}" if key in known else "there is no such thing"
+        planned_value = f"it is {spelled(known[key])}" if key in known else "this key does not exist"
         yield (
-            f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {said}. "
+            f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {planned_value}. "
             "Change one of them, or write the file again: hwopt export --to deepspeed"
         )
 

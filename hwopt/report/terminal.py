@@ -145,7 +145,7 @@ class Screen(Listener):
         self.console = console
         self.live: Live | None = None
 
-    def started(self, run: Run) -> None:
+    def on_start(self, run: Run) -> None:
         for note in run.notes:
             say(self.console, "data", note)
         self.show_warnings(run)
@@ -156,11 +156,11 @@ class Screen(Listener):
             self.live = Live(console=self.console, refresh_per_second=4, transient=True)
             self.live.start()
 
-    def evidence(self, run: Run, found: list[Any]) -> None:
-        titles = ("evidence", f"after step {run.step:,}", "seen")  # a run that goes on is looked at again
+    def on_evidence(self, run: Run, found: list[Any]) -> None:
+        titles = ("evidence", f"after step {run.step:,}", "seen")  # a resumed run collects its evidence again
         self.console.print(table(titles, ((e.name, v.status, v.seen) for e, v in found)))
 
-    def row(self, run: Run, row: Row) -> None:
+    def on_log(self, run: Run, row: Row) -> None:
         if "test_loss" in row:
             self.console.print(Text(eval_line(row, "test")))
         elif "eval_loss" in row:
@@ -170,13 +170,13 @@ class Screen(Listener):
         else:
             self.console.print(Text(line(run, row)), soft_wrap=True)
 
-    def said(self, run: Run, message: str) -> None:
+    def on_message(self, run: Run, message: str) -> None:
         say(self.console, "note", message)
 
-    def warned(self, run: Run, message: str) -> None:
+    def on_warning(self, run: Run, message: str) -> None:
         say(self.console, "WARNING", message, "bold red")
 
-    def finished(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Row) -> None:
         self.close()
         rows = ((key, f"{value:,.4f}".rstrip("0").rstrip(".")) for key, value in summary.items())
         self.console.print(table(("summary", ""), rows))

@@ -75,7 +75,7 @@ class MemoryLimits(Listener):
     def __init__(self, cache: Path) -> None:
         self.cache = cache
 
-    def ran_out_of_memory(self, run: Run, rows: int) -> None:
+    def on_out_of_memory(self, run: Run, rows: int) -> None:
         planner.record_oom(run.plan, self.cache, rows)
 
 
@@ -140,10 +140,10 @@ class Execution:
     def record_outcome(self, error: BaseException) -> bool:
         """Write into the status how the run ended, unless the rank at fault has written it. Returns whether it was written."""
         code = signals.exit_code(error)
-        told = self.own is not None and status_code(self.own.folder) is not None
-        hears_of_it = self.rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
+        recorded = self.own is not None and status_code(self.own.folder) is not None
+        caused_elsewhere = self.rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
         secondhand = isinstance(error, HwoptError) and error.secondhand
-        if (secondhand and (told or self.own is None)) or (hears_of_it and told):
+        if (secondhand and (recorded or self.own is None)) or (caused_elsewhere and recorded):
             return False
         self.set_status(code, self.ended_by_signal(code) or str(error) or type(error).__name__)
         return True

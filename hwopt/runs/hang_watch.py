@@ -28,15 +28,15 @@ class HangWatch(Listener):
         first = run.step
         self.watchdog = Watchdog(run.training.hang_timeout, run.folder, run.rank, self.leave, launcher, lambda: run.step == first)
 
-    def steps_begin(self, run: Run) -> None:
+    def on_steps_begin(self, run: Run) -> None:
         if self.watchdog is not None:
             self.watchdog.__enter__()
 
-    def steps_end(self, run: Run) -> None:
+    def on_steps_end(self, run: Run) -> None:
         if self.watchdog is not None:
             self.watchdog.__exit__(None, None, None)
 
-    def heartbeat(self, run: Run) -> None:
+    def on_heartbeat(self, run: Run) -> None:
         if self.watchdog is not None:
             self.watchdog.heartbeat()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Journal(Listener):
     """Listener of rank 0 that writes the run folder."""
 
-    def started(self, run: Run) -> None:
+    def on_start(self, run: Run) -> None:
         folder = run.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ class Journal(Listener):
             write_json(folder / "left_out.json", run.prepared.bad_rows)
         write_status(folder, None, "running")
 
-    def evidence(self, run: Run, found: list[Any]) -> None:
+    def on_evidence(self, run: Run, found: list[Any]) -> None:
         write_json(run.folder / "evidence.json", observe.to_dict(found, run.observation))
 
-    def row(self, run: Run, row: Row) -> None:
+    def on_log(self, run: Run, row: Row) -> None:
         try:
             with open(run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
@@ -51,7 +51,7 @@ class Journal(Listener):
         except OSError as error:
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 
-    def finished(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Row) -> None:
         write_json(run.folder / SUMMARY, summary)
 
 

@@ -18,7 +18,7 @@ HOST_SHARE = 0.9
 
 
 class SaveTiming:
-    """Decides after each step whether to save. Only the first rank looks at the clock; every rank hears signals."""
+    """Decides after each step whether to save. Only the first rank reads the clock; every rank receives signals."""
 
     def __init__(self, run: SavableRun, writer: AsyncWriter) -> None:
         self.run, self.writer = run, writer

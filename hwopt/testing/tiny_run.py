@@ -128,16 +128,16 @@ class Recorder(Listener):
         self.warnings: list[str] = []
         self.run: Any = None
 
-    def started(self, run: Any) -> None:
+    def on_start(self, run: Any) -> None:
         self.run = run
 
-    def evidence(self, run: Any, found: list[Any]) -> None:
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
         self.found = found
 
-    def row(self, run: Any, row: Row) -> None:
+    def on_log(self, run: Any, row: Row) -> None:
         self.rows.append(row)
 
-    def warned(self, run: Any, message: str) -> None:
+    def on_warning(self, run: Any, message: str) -> None:
         self.warnings.append(message)
 
     @property

@@ -28,7 +28,7 @@ def save_on_failure(run: Run, telemetry: Telemetry, checkpoints: Checkpointer) -
         run.progress.peers_lost = not all_ranks and run.world_size > 1
         for row in (telemetry.flush(), telemetry.estimated_row() if run.progress.peers_lost else None):
             if row is not None:
-                run.listener.row(run, row)
+                run.listener.on_log(run, row)
         checkpoints.emergency_save(all_ranks)
         telemetry.judge()  # a non-finite loss matters more than the error that followed it
         raise

@@ -65,7 +65,7 @@ class Loop:
 
     def train(self) -> Row:
         self.restore()
-        self.run.listener.started(self.run)
+        self.run.listener.on_start(self.run)
         preflight(self.run, self.accumulation, self.evaluation)
         with signals_acknowledged(self.run), save_on_failure(self.run, self.telemetry, self.checkpoints):
             action = self.steps()
@@ -83,7 +83,7 @@ class Loop:
     def steps(self) -> int:
         """Do every step that is left, with evaluations and checkpoints. Returns the exit code of a signal, or SAVE or 0."""
         action = 0
-        self.run.listener.steps_begin(self.run)
+        self.run.listener.on_steps_begin(self.run)
         try:
             interrupted = self.run.step and self.evaluation.due() and self.best.evaluated != self.run.step
             if interrupted and (action := self.evaluate()):  # a signal ended the run in this evaluation, and now came another
@@ -97,7 +97,7 @@ class Loop:
                 if action > SAVE:
                     break
         finally:
-            self.run.listener.steps_end(self.run)
+            self.run.listener.on_steps_end(self.run)
         return action
 
     def step(self, batch: StepBatch) -> None:
@@ -107,7 +107,7 @@ class Loop:
         else:
             with self.telemetry.paused(), evidence.observing(self.run):
                 self.update(batch)
-            self.run.listener.evidence(self.run, evidence.collect(self.run))
+            self.run.listener.on_evidence(self.run, evidence.collect(self.run))
         if row := self.telemetry.stepped(batch):
             self.report(row)
             if pressure := self.memory_pressure.message():
@@ -148,13 +148,13 @@ class Loop:
             if metrics is None:
                 return signalled(self.run)
             self.best.consider(metrics)
-        self.run.listener.row(self.run, metrics)
+        self.run.listener.on_log(self.run, metrics)
         return 0
 
     def report(self, row: Row | None) -> None:
         """Show a log point. Raises NonFiniteError if it means that the run must stop."""
         if row is not None:
-            self.run.listener.row(self.run, row)
+            self.run.listener.on_log(self.run, row)
             self.telemetry.judge()
 
     def finish(self) -> Row:
@@ -170,7 +170,7 @@ class Loop:
         save_final(run, self.writer)
         self.checkpoints.prune(best_is_final=True)
         summary = summarize(run, self.telemetry, seconds, self.best) | tested
-        run.listener.finished(run, summary)
+        run.listener.on_finish(run, summary)
         return summary
 
     def test(self) -> Row:
@@ -181,7 +181,7 @@ class Loop:
         if row is None:  # the signal ends the run once `final/` is written
             self.run.warn("A signal ended the run before the test data was evaluated. Evaluate it with hwopt evaluate")
             return {}
-        self.run.listener.row(self.run, row)
+        self.run.listener.on_log(self.run, row)
         return {name: value for name, value in row.items() if name.startswith("test_")}
 
     def batches(self) -> Iterator[StepBatch]:

@@ -16,7 +16,7 @@ def preflight(run: Run, accumulation: Accumulation, evaluation: Evaluation) -> N
 
 
 def try_training(run: Run, accumulation: Accumulation) -> None:
-    """Forward and backward with the longest samples; the listener hears how many rows fit."""
+    """Forward and backward with the longest samples; `on_out_of_memory` gets the rows that fit."""
     batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
     mark, backoff = accumulation.telemetry.mark(), accumulation.backoff
     rung = backoff.rung
@@ -24,6 +24,6 @@ def try_training(run: Run, accumulation: Accumulation) -> None:
         accumulation.accumulate(batch, "with the longest samples")
     finally:
         for tried in range(rung + 1, backoff.rung + 1):
-            run.listener.ran_out_of_memory(run, max(1, run.batch.train >> tried))
+            run.listener.on_out_of_memory(run, max(1, run.batch.train >> tried))
     run.engine.zero_grad()
     accumulation.telemetry.reset_to(mark)

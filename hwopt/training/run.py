@@ -154,18 +154,18 @@ class Run:
 
     def say(self, message: str) -> None:
         """Show a note to the user."""
-        self.listener.said(self, message)
+        self.listener.on_message(self, message)
 
     def warn(self, message: str) -> None:
         """Show a warning to the user."""
-        self.listener.warned(self, message)
+        self.listener.on_warning(self, message)
 
     def heartbeat(self) -> None:
         """Tell the watchdog that the run is alive."""
-        self.listener.heartbeat(self)
+        self.listener.on_heartbeat(self)
 
     def was_saved(self, folder: Path) -> None:
         """Tell the listener and the plugins that `folder`, a checkpoint or the best weights, is complete on disk."""
-        self.listener.saved(self, folder)
+        self.listener.on_save(self, folder)
         for event in self.recipe.events["saved"]:
             event(self, folder)

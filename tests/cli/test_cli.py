@@ -1,4 +1,4 @@
-"""The command line as a person types it, in this process; tests/integration/test_cli.py starts processes."""
+"""The command line, called in this process; tests/integration/test_cli.py starts processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hwopt.testing import TINY_BERT, write_samples
 
 
 def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What the command line does in the folder `cwd`, in this process."""
-    said, message = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(message):
+    """Run the command line in this process, in the folder `cwd`. Returns its exit code and output."""
+    output, message = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(output), redirect_stderr(message):
         patched.chdir(cwd)
         for name, value in {"COLUMNS": "200", **environment}.items():
             patched.setenv(name, value)
         code = run_command(list(arguments))
-    return subprocess.CompletedProcess(arguments, code, said.getvalue(), message.getvalue())
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), message.getvalue())
 
 
 def write_job(folder: Path, extra: str = "", **training: object) -> Path:
@@ -105,7 +105,7 @@ def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str
         ("[model]\nname = './nowhere'\n[data]\ntrain = 'train.jsonl'\n", 2, "no such folder"),
     ],
 )
-def test_bad_job_files(content: str, code: int, expected: str, tmp_path: Path) -> None:
+def test_bad_job_file_exits_with_2_and_no_traceback(content: str, code: int, expected: str, tmp_path: Path) -> None:
     write_job(tmp_path).write_text(content, encoding="utf-8")
     done = hwopt("run", "--profile", "cpu", cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
@@ -113,7 +113,7 @@ def test_bad_job_files(content: str, code: int, expected: str, tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_label_seen_only_in_eval(tmp_path: Path) -> None:
+def test_unknown_label_in_eval_is_an_error_or_skipped(tmp_path: Path) -> None:
     write_job(tmp_path)
     with open(tmp_path / "dev.jsonl", "a", encoding="utf-8") as file:
         file.write('{"text": "red", "label": "colr"}\n')
@@ -126,7 +126,7 @@ def test_a_label_seen_only_in_eval(tmp_path: Path) -> None:
     assert "skipped 1 of 13 rows of dev.jsonl: line 13" in done.stdout
 
 
-def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_run_folder_is_refused(tmp_path: Path) -> None:
     write_job(tmp_path)
     assert hwopt("run", "--profile", "cpu", "--name", "first run", cwd=tmp_path).returncode == 0
     again = hwopt("run", "--profile", "cpu", "--name", "first run", cwd=tmp_path)
@@ -134,7 +134,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
     assert "exists" in again.stderr
 
 
-def test_plan_for_a_described_card(tmp_path: Path) -> None:
+def test_plan_of_a_described_card_writes_no_run_folder(tmp_path: Path) -> None:
     write_job(tmp_path)
     done = hwopt("plan", "--profile", "t4_16gb", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -146,7 +146,7 @@ def test_plan_for_a_described_card(tmp_path: Path) -> None:
     assert "t4_16gb.toml:" in table.stdout, "every value with its place"
 
 
-def test_listings(tmp_path: Path) -> None:
+def test_list_and_show_commands_print_profiles_and_plugins(tmp_path: Path) -> None:
     profiles = json.loads(hwopt("profiles", "list", "--format", "json", cwd=tmp_path).stdout)
     names = {row["name"] for row in profiles}
     assert {"rtx3070_8gb", "cpu"} <= names
@@ -174,13 +174,13 @@ def test_shell_completion_ends_without_an_error(variables: dict[str, str], shown
     assert shown in found.stdout
 
 
-def test_detect(tmp_path: Path) -> None:
+def test_detect_prints_hardware_software_and_plugin_decisions(tmp_path: Path) -> None:
     found = json.loads(hwopt("detect", "--format", "json", cwd=tmp_path).stdout)
     assert {"hardware", "software", "plugins"} == set(found)
     assert {answer["decision"] for answer in found["plugins"]} <= {"apply", "fallback", "skip", "choose", "ask"}
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_cache_ends_run_with_6_and_plan_with_0(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "file").write_text("")
     assert hwopt("plan", "--profile", "cpu", cwd=tmp_path, HWOPT_CACHE=str(tmp_path / "file")).returncode == 0
@@ -197,7 +197,7 @@ def test_command_line_replaces_excluded_keys(tmp_path: Path) -> None:
     assert (data["eval"], data["eval_fraction"]) == (None, 0.5)
 
 
-def test_a_semicolon_table_and_empty_texts(tmp_path: Path) -> None:
+def test_wrong_separator_is_refused_and_empty_texts_are_skipped(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "excel.csv").write_text("text;label\nred;colour\none;other\n")
     done = hwopt("run", "--profile", "cpu", "--set", "data.train=excel.csv", cwd=tmp_path)

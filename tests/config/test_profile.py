@@ -34,7 +34,7 @@ def load(folder: Path, text: str, *assignments: str) -> Profile:
     return load_profile("child", {path.stem: path for path in folder.glob("*.toml")}, assignments)
 
 
-def test_inheritance(folder: Path) -> None:
+def test_profile_inherits_options_order_and_places_of_its_parent(folder: Path) -> None:
     profile = load(
         folder,
         'name = "child"\nextends = "parent"\n[plugins.fourth]\n[plugins.first]\nb = [3]\n[plugins.second]\nenabled = false\n',
@@ -47,7 +47,7 @@ def test_inheritance(folder: Path) -> None:
     assert profile.content.summary == "the parent"
 
 
-def test_the_command_line_wins(folder: Path) -> None:
+def test_command_line_overrides_profile_options(folder: Path) -> None:
     profile = load(folder, 'name = "child"\nextends = "parent"\n', "plugins.first.a=7", "plugins.third.enabled=false")
     assert dict(profile.plugin_tables()) == {"first": {"a": 7, "b": [1, 2]}, "second": {}}
     assert profile.place("plugins", "first", "a") == "--set"
@@ -68,12 +68,12 @@ def test_the_command_line_wins(folder: Path) -> None:
         ("[card]", "name: is missing"),
     ],
 )
-def test_bad_profiles(folder: Path, text: str, expected: str) -> None:
+def test_bad_profile_is_refused_with_a_hint(folder: Path, text: str, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         load(folder, text)
 
 
-def test_unknown_names_offer_the_nearest() -> None:
+def test_unknown_profile_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(InputError, match="Did you mean 'rtx3070_8gb'"):
         load_profile("rtx3070-8gb", profile_files())
     with pytest.raises(InputError, match="no such file"):
@@ -82,7 +82,7 @@ def test_unknown_names_offer_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", profile_files())
 def test_every_shipped_profile_is_valid(name: str) -> None:
-    """Its name is its file's, its plugins and their options exist, and its claims are made against a profile."""
+    """The name is that of the file, plugins and options exist, and every claim names a profile to compare with."""
     files, registry = profile_files(), Registry()
     profile = load_profile(name, files)
     assert profile.name == name
@@ -105,7 +105,7 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_the_seeds_batches(name: str) -> None:
+def test_seed_profiles_keep_their_batch_sizes(name: str) -> None:
     batch = dict(load_profile(name, profile_files()).plugin_tables())["batch"]
     assert {key: batch[key] for key in SEEDS[name] if key in batch} == {k: v for k, v in SEEDS[name].items() if k in batch}
     assert batch.get("eval", 2 * batch["train"]) == SEEDS[name]["eval"]

@@ -1,4 +1,4 @@
-"""Bad rows: each is counted once, by its line in the file, and the others are trained on exactly."""
+"""Bad rows: each is counted once, by its line in the file, and the others are trained on unchanged."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ JSONL = [
 ]
 
 
-def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
-    """A file of `rows`, those of `bad` spoilt in the ways of the `kind` in turn, or left away where it is to be `clean`."""
+def write_rows(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
+    """Write `rows` to a file. The rows in `bad` are corrupted in the ways of `kind` in turn, or omitted if `clean`."""
     if kind == "parquet":
         texts: list[bytes | None] = [text.encode() for text, _ in rows]
         labels: list[str | None] = [label for _, label in rows]
@@ -82,7 +82,9 @@ def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool
                 labels[row] = ""
         kept = [row for row in range(len(rows)) if not (clean and row in bad)]
         binary = pa.array([texts[row] for row in kept], pa.binary())
-        strings = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers(), binary.null_count)  # nothing is checked
+        strings = pa.Array.from_buffers(
+            pa.string(), len(binary), binary.buffers(), binary.null_count
+        )  # pyarrow does not check the bytes
         pyarrow.parquet.write_table(pa.table({"text": strings, "label": [labels[row] for row in kept]}), path)
         return str(path)
     ways: list[Callable[[Cells], bytes]] = {"csv": CSV, "tsv": TSV, "jsonl": JSONL}[kind]
@@ -106,11 +108,11 @@ def spoilt(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool
 def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share: float, tmp_path: Path) -> None:
     rows = [good(number) for number in range(800)]
     bad = sorted(random.Random(kind).sample(range(1, len(rows) - 1), int(share * len(rows))))
-    source = spoilt(kind, tmp_path / f"train.{kind}", rows, bad)
-    clean = prepare(spoilt(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
+    source = write_rows(kind, tmp_path / f"train.{kind}", rows, bad)
+    clean = prepare(write_rows(kind, tmp_path / f"clean.{kind}", rows, bad, clean=True), tmp_path)
     unit, first = ("row", 1) if kind == "parquet" else ("line", 1 if kind == "jsonl" else 2)
     assert clean.bad_rows == []
-    for _ in range(2):  # made, and found in the cache
+    for _ in range(2):  # first built, then loaded from the cache
         found = prepare(source, tmp_path)
         assert len(found.bad_rows) == 1
         assert found.bad_rows[0]["rows"] == len(rows)
@@ -124,9 +126,9 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
 
 def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:
     rows = [good(number) for number in range(400)]
-    fine = spoilt("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
+    fine = write_rows("jsonl", tmp_path / "fine.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE - 1)))
     assert len(prepare(fine, tmp_path).train) == 400 - MAX_CONSECUTIVE + 1
-    source = spoilt("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
+    source = write_rows("jsonl", tmp_path / "train.jsonl", rows, list(range(50, 50 + MAX_CONSECUTIVE)))
     with pytest.raises(DataError, match=r"train\.jsonl:150: .* The 100 rows up to here cannot be used\. "):
         prepare(source, tmp_path)
 
@@ -137,8 +139,8 @@ def test_file_without_good_rows_is_an_error(tmp_path: Path) -> None:
         prepare(str(tmp_path / "a.jsonl"), tmp_path)
 
 
-def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
-    """A quoted cell may hold line ends; a quote that is not closed takes only its own line."""
+def test_rows_over_several_lines_are_numbered_by_their_first_line(tmp_path: Path) -> None:
+    """A quoted cell may contain line ends. An unclosed quote spoils only its own line."""
     source = tmp_path / "a.csv"
     source.write_text('text,label\n"two\nlines",a\n\n"open,b\nlast,b\nx,y,z\n"more\n\nlines",a\n,a\n', encoding="utf-8")
     found = prepare(str(source), tmp_path)
@@ -147,7 +149,7 @@ def test_lines_of_rows_that_span_several(tmp_path: Path) -> None:
     assert texts == ["[CLS] two lines [SEP]", "[CLS] last [SEP]", "[CLS] more lines [SEP]"]
 
 
-def test_one_measurement_among_classes(tmp_path: Path) -> None:
+def test_float_label_among_classes_is_a_bad_row(tmp_path: Path) -> None:
     source = tmp_path / "a.csv"
     source.write_text("text,label\n" + "".join(f"t{n},{n % 2}\n" for n in range(20)) + "x,0.37\n", encoding="utf-8")
     found = prepare(str(source), tmp_path)
@@ -155,7 +157,7 @@ def test_one_measurement_among_classes(tmp_path: Path) -> None:
     assert found.bad_rows[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement, not a class: '0.37'"}]
 
 
-def test_the_note_of_one_and_of_many() -> None:
+def test_note_lists_up_to_five_lines_and_counts_reasons() -> None:
     bad_rows = BadRows("a.csv", "line", strict=False, max_fraction=1.0)
     bad_rows.add(1_700, "has no text")
     bad_rows.add(1_700, "has no label")
@@ -171,20 +173,20 @@ def test_run_folder_lists_the_bad_rows(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data")
     with open(tmp_path / "data" / "train.jsonl", "a", encoding="utf-8") as file:
         file.write("{\n")
-    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
     found = json.loads((tmp_path / "run" / "left_out.json").read_text(encoding="utf-8"))
     assert found[0]["rows"] == 41
     assert found[0]["left_out"][0]["line"] == 41
-    assert any("skipped 1 of 41 rows of" in note for note in heard.run.prepared.warnings)
+    assert any("skipped 1 of 41 rows of" in note for note in recorder.run.prepared.warnings)
 
 
 def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
-    """Also where the tokens are made anew."""
+    """Also if the token cache is rebuilt."""
     rows = [good(number) for number in range(80)]
     bad = sorted(random.Random(1).sample(range(1, len(rows) - 1), 4))
     job = tiny_job(tmp_path / "data", max_steps=12, save_steps=4)
-    spoilt("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
-    spoilt("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
+    write_rows("jsonl", tmp_path / "data" / "train.jsonl", rows, bad)
+    write_rows("jsonl", tmp_path / "data" / "eval.jsonl", rows[:12], [])
     plan = plan_for(tiny_profile(), job)
     run = tmp_path / "run"
     api.execute(plan, run, cache=tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Names, texts and screens in any encoding: real processes under locales that know little, and files as editors write them."""
+"""Names and terminals in any encoding. tests/integration/test_encodings.py runs processes under limited locales."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hwopt.errors import InputError
 from hwopt.system.paths import refuse_non_utf8
 
 
-def test_what_the_screen_cannot_show(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_unencodable_characters_are_replaced_on_the_screen(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     import io
 
     from hwopt.cli import write_anything
@@ -21,7 +21,7 @@ def test_what_the_screen_cannot_show(capfdbinary: pytest.CaptureFixture[bytes]) 
         assert raw.getvalue() == b"a - b ... 2x3 ? ? ?"
 
 
-def test_refuse_non_utf8() -> None:
+def test_non_utf8_name_is_refused() -> None:
     refuse_non_utf8("träin 🦜.csv", "data:")
     with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; use another name"):
         refuse_non_utf8("a\udcff", "data:")

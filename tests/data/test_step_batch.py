@@ -37,7 +37,7 @@ def test_ranks_share_every_epoch_exactly(samples: int, rows: int, world: int, ep
 
 
 @given(st.integers(1, 60), st.integers(1, 16), st.integers(1, 40), st.data())
-def test_starting_later_yields_the_same_rest(samples: int, rows: int, steps: int, data: st.DataObject) -> None:
+def test_sampler_started_later_yields_the_same_remaining_steps(samples: int, rows: int, steps: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, steps))
     whole = list(sampler(samples, rows, steps))
     assert list(sampler(samples, rows, steps, start=start)) == whole[start:]
@@ -89,7 +89,7 @@ def test_micro_batches_hold_every_row_as_it_was(lengths: list[int], rows: int, c
             if mask is not None:
                 assert mask[number].tolist() == [1] * length + [0] * (ids.shape[1] - length)
             else:
-                assert length == ids.shape[1], "no mask only where nothing is padded"
+                assert length == ids.shape[1], "no mask only without padding"
             if causal:
                 assert micro_batch.targets[number, :length].tolist() == samples[row]["labels"].tolist()
                 assert (micro_batch.targets[number, length:] == -100).all()
@@ -107,7 +107,7 @@ def test_fixed_widths_and_multiples() -> None:
     assert [width for _, width in batch.sizes] == [8, 16, 24]  # type: ignore[attr-defined]
 
 
-def test_a_prebuilt_mask_has_four_dimensions() -> None:
+def test_prebuilt_mask_has_four_dimensions() -> None:
     _, batch = batch_of([2, 4], 2, mask="prebuilt_mask")
     (micro_batch, last), *_ = batch.micro_batches()  # type: ignore[attr-defined]
     assert micro_batch.inputs["attention_mask"].shape == (2, 1, 1, 4)
@@ -132,14 +132,14 @@ def test_cut_that_loses_a_row_fails_an_assertion() -> None:
         Collate(lambda lengths, rows: [[0]], 2, pad_id=0)(Step(0, 0, (0, 1), 2), make_samples([3, 4], False), [1, 1])
 
 
-def test_step_batches_pickle() -> None:
+def test_step_batches_are_picklable() -> None:
     _, batch = batch_of([2, 4, 3], 2)
     again = pickle.loads(pickle.dumps(batch))
     assert again.sizes == batch.sizes  # type: ignore[attr-defined]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 6), st.booleans(), st.data())
-def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
+def test_finer_splits_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
     _, batch = batch_of(lengths, rows, causal)
     samples = make_samples(lengths, causal)
     first = data.draw(st.sampled_from([0, *(m.end_row for m, _ in batch.micro_batches(rung))]))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_finer_rungs_hold_the_same_rows(lengths: list[int], rows: int, rung: int
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20))
-def test_the_floor_is_the_first_rung_of_single_rows(lengths: list[int], rows: int) -> None:
+def test_finest_rung_is_the_first_one_with_single_rows(lengths: list[int], rows: int) -> None:
     _, batch = batch_of(lengths, rows)
     floor = batch.finest_rung  # type: ignore[attr-defined]
     assert all(len(m.targets) == 1 for m, _ in batch.micro_batches(floor))  # type: ignore[attr-defined]

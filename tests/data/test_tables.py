@@ -25,21 +25,21 @@ def write(path: Path, content: str | bytes) -> str:
 def test_csv_with_a_bom_quotes_and_windows_lines(tmp_path: Path) -> None:
     source = write(tmp_path / "a.csv", b'\xef\xbb\xbftext,label\r\n"two, ""quoted""\r\nlines",01\r\nNA,true\r\n')
     table = read_table(source)
-    assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # nothing is guessed
+    assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # no types are guessed
 
 
-def test_tsv_knows_no_quotes(tmp_path: Path) -> None:
+def test_tsv_keeps_quotes_as_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.tsv", "sentence\tlabel\n\"half a quote\t1\nit's, so\t0\n")
     assert read_table(source)["sentence"].to_pylist() == ['"half a quote', "it's, so"]
 
 
-def test_a_row_longer_than_a_block(tmp_path: Path) -> None:
+def test_csv_row_longer_than_a_block_is_read(tmp_path: Path) -> None:
     long = "word " * 500_000
     table = read_table(write(tmp_path / "a.csv", f"text,label\nshort,a\n{long},b\n"))
     assert table["text"].to_pylist() == ["short", long]
 
 
-def test_jsonl_keeps_what_is_written(tmp_path: Path) -> None:
+def test_jsonl_values_are_kept_without_conversion(tmp_path: Path) -> None:
     lines = [
         '\ufeff{"text": "2020-01-01", "label": 1}',
         "",
@@ -56,17 +56,17 @@ def test_json_is_an_array_or_lines(tmp_path: Path) -> None:
     assert read_table(write(tmp_path / "b.json", "\n".join(map(json.dumps, rows)))).to_pylist() == rows
 
 
-def test_txt_is_one_row(tmp_path: Path) -> None:
+def test_txt_file_is_one_row(tmp_path: Path) -> None:
     assert read_table(write(tmp_path / "a.txt", "one\r\n\r\ntwo\n")).to_pydict() == {"text": ["one\r\n\r\ntwo\n"]}
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_dictionary_column_is_read(tmp_path: Path) -> None:
     table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode(), "label": [0, 1, 0]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]) == [["a", "b", "a"]]
 
 
-def test_datasets_folders(tmp_path: Path) -> None:
+def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, 1]})
@@ -106,14 +106,14 @@ def test_datasets_folders(tmp_path: Path) -> None:
         ("a.xlsx", "x", r"a\.xlsx: unknown file extension '\.xlsx'; hwopt reads \.csv, \.tsv"),
     ],
 )
-def test_broken_files(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_broken_file_is_refused_with_its_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read_table(write(tmp_path / name, content))
     assert "\n" not in str(caught.value)
 
 
-def test_utf_16_with_its_mark(tmp_path: Path) -> None:
-    """As Excel writes "Unicode text"."""
+def test_utf_16_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """Excel's "Unicode text" is UTF-16 with a byte order mark."""
     for name in ("utf-16", "utf-16-be"):
         mark = "\ufeff" if name == "utf-16-be" else ""
         source = write(tmp_path / "a.tsv", f"{mark}text\tlabel\r\ncafé €\t1\r\n".encode(name))
@@ -122,7 +122,7 @@ def test_utf_16_with_its_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_ends_of_lines_and_byte_order_marks(end: str, mark: str, tmp_path: Path) -> None:
+def test_line_ends_and_byte_order_marks_do_not_change_the_rows(end: str, mark: str, tmp_path: Path) -> None:
     rows = {"text": ["caf\u00e9", "b\u2028c", "d"], "label": ["1", "0", "1"]}
     pairs = list(zip(rows["text"], rows["label"], strict=True))
     contents = {
@@ -140,7 +140,7 @@ def test_ends_of_lines_and_byte_order_marks(end: str, mark: str, tmp_path: Path)
         assert read_table(write(tmp_path / name, mark + end.join(lines))).to_pydict() == rows, name
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.csv", "text\n")
     with pytest.raises(DataError, match=r"trian\.csv: no such file\. Did you mean 'train\.csv'\?"):
         read_table(str(tmp_path / "trian.csv"))
@@ -162,7 +162,7 @@ def test_no_such_file(tmp_path: Path) -> None:
         (RuntimeError("Dataset 'imdb' is a gated dataset"), "imdb: is gated.*`hf auth login`"),
     ],
 )
-def test_hub(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_name_the_data_set(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def load_dataset(*_: object, **__: object) -> None:
@@ -177,7 +177,7 @@ def rows_of(table: pa.Table, strict: bool = True) -> Rows:
     return Rows(table, Places("t.csv", "row", range(1, table.num_rows + 1)), BadRows("t.csv", "row", strict))
 
 
-def test_columns() -> None:
+def test_missing_or_wrong_column_is_refused() -> None:
     rows = rows_of(pa.table({"premise": ["a", None], "number": [1, 2], "text": ["x", "y"]}))
     assert text_columns(rows, ["text"]) == [["x", "y"]]
     with pytest.raises(

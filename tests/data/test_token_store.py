@@ -55,7 +55,7 @@ def test_split_differs_between_seeds() -> None:
     assert (split_rows(100, 0.5, 0, "")[0] != split_rows(100, 0.5, 1, "")[0]).any()
 
 
-def test_fingerprint_tells_its_parts_apart() -> None:
+def test_fingerprint_differs_for_different_parts() -> None:
     parts: list[tuple[Any, ...]] = [
         (["ab", "c"],),
         (["a", "bc"],),
@@ -81,7 +81,7 @@ def make(lengths: list[int], per_token: bool) -> tuple[dict[str, Any], dict[str,
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20), per_token=st.booleans())
-def test_rows_are_what_was_stored(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], per_token: bool) -> None:
+def test_rows_equal_what_was_stored(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], per_token: bool) -> None:
     store = TokenStore.cached(tmp_path_factory.mktemp("store") / "s", lambda: make(lengths, per_token))
     assert len(store) == len(lengths)
     assert store.lengths.tolist() == lengths
@@ -93,20 +93,20 @@ def test_rows_are_what_was_stored(tmp_path_factory: pytest.TempPathFactory, leng
     assert "token_type_ids" not in rows[0]
 
 
-def test_token_types(tmp_path: Path) -> None:
+def test_token_types_are_stored_per_token(tmp_path: Path) -> None:
     arrays, meta = make([2, 3], False)
     store = TokenStore.cached(tmp_path / "s", lambda: (arrays | {"token_type_ids": np.array([0, 1, 0, 1, 1], np.int32)}, meta))
     assert store.row(1)["token_type_ids"].tolist() == [0, 1, 1]
 
 
-def test_a_store_is_made_once_and_again_when_it_is_broken(tmp_path: Path) -> None:
+def test_store_is_cached_and_rebuilt_if_broken(tmp_path: Path) -> None:
     folder, made = tmp_path / "tokens" / "s", []
 
     def counted() -> tuple[dict[str, Any], dict[str, Any]]:
         made.append(1)
         return make([2, 3], False)
 
-    (tmp_path / "tokens" / ".s.left-over").mkdir(parents=True)  # of a run that was killed
+    (tmp_path / "tokens" / ".s.left-over").mkdir(parents=True)  # left by a killed run
     for _ in range(2):
         assert len(TokenStore.cached(folder, counted)) == 2
     assert len(made) == 1
@@ -122,7 +122,7 @@ def test_a_store_is_made_once_and_again_when_it_is_broken(tmp_path: Path) -> Non
     assert sorted(file.name for file in folder.parent.iterdir()) == [".s.left-over", "s"]
 
 
-def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_cache_write_leaves_no_files(tmp_path: Path) -> None:
     def full(staged: Path) -> None:
         (staged / "half").write_text("x")
         raise OSError(28, "No space left on device")
@@ -132,7 +132,7 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_two_writers_at_once(tmp_path: Path) -> None:
+def test_last_of_two_concurrent_writers_wins(tmp_path: Path) -> None:
     def slow(staged: Path) -> None:
         write_cache_folder(tmp_path / "s", lambda other: (other / "a").write_text("first") and None)
         (staged / "a").write_text("second")

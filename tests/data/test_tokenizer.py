@@ -34,7 +34,7 @@ def decoder(cache: Path) -> Any:
     return trained_tokenizer(TEXTS, job_of(model_type="gpt2"), GPT2, True, cache)
 
 
-def test_wordpiece(tmp_path: Path) -> None:
+def test_wordpiece_lowercases_and_marks_unknown_words(tmp_path: Path) -> None:
     tokenizer = encoder(tmp_path)
     found = tokenizer("The CAT", "sat ☃")
     assert tokenizer.convert_ids_to_tokens(found["input_ids"]) == ["[CLS]", "the", "cat", "[SEP]", "sat", "[UNK]", "[SEP]"]
@@ -66,20 +66,20 @@ def test_training_is_the_same_in_every_process(kind: str) -> None:
     assert len(found) == 1
 
 
-def test_sizes() -> None:
+def test_vocabulary_size_is_respected() -> None:
     assert train_wordpiece(TEXTS, 40).get_vocab_size() <= 40
     assert train_bpe(TEXTS, 270).get_vocab_size() == 270
     with pytest.raises(InputError, match=r"model\.config\.vocab_size: 100 is too small"):
         trained_tokenizer(TEXTS, job_of(model_type="gpt2", vocab_size=100), GPT2, True, Path("never"))
 
 
-def test_trained_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_tokenizer_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = encoder(tmp_path)
     monkeypatch.setattr("hwopt.data.tokenizer_training.train_wordpiece", None)
     assert tokenizer_fingerprint(encoder(tmp_path)) == tokenizer_fingerprint(first)
 
 
-def test_saved_beside_a_model_it_opens_as_it_was(tmp_path: Path) -> None:
+def test_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path) -> None:
     for tokenizer, config in (
         (encoder(tmp_path), BERT),
         (decoder(tmp_path), GPT2),
@@ -92,7 +92,7 @@ def test_saved_beside_a_model_it_opens_as_it_was(tmp_path: Path) -> None:
             assert again(text, text)["input_ids"] == tokenizer(text, text)["input_ids"]
 
 
-def test_identity_ignores_what_a_call_leaves_behind(tmp_path: Path) -> None:
+def test_fingerprint_ignores_truncation_and_padding_state(tmp_path: Path) -> None:
     tokenizer = encoder(tmp_path)
     before = tokenizer_fingerprint(tokenizer)
     tokenizer("a cat", truncation=True, max_length=3, padding="max_length")
@@ -121,31 +121,31 @@ def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
     tokenizer.pad_token, tokenizer.unk_token = "<|endoftext|>", None
     choose_padding(tokenizer, {tokenizer.eos_token_id})
     assert tokenizer.pad_token == "<|pad|>"
-    assert len(tokenizer) == size  # it has that one already
+    assert len(tokenizer) == size  # this tokenizer has a padding token already
 
 
-def test_planned_config() -> None:
+def test_planned_config_sets_a_vocabulary_size_only_if_absent() -> None:
     assert planned_config(job_of(model_type="bert"), BERT).vocab_size == 8_000
     assert planned_config(job_of(model_type="bert", vocab_size=77), BERT) is BERT
     assert BERT.vocab_size == 30_522
 
 
-def test_vocabulary_and_embedding(tmp_path: Path) -> None:
+def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer = encoder(tmp_path)
     size = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
-    check_vocabulary(tokenizer, size)  # an added token may lie beyond
+    check_vocabulary(tokenizer, size)  # the id of an added token may exceed the embedding
     with pytest.raises(InputError, match=f"has {size:,} tokens, but the model has {size - 1:,} embeddings"):
         check_vocabulary(tokenizer, size - 1)
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model\.tokenizer: .*cannot load a tokenizer from"):
         load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
+def test_encode_truncates_and_counts_truncated_texts(tmp_path: Path, columns: int) -> None:
     tokenizer = encoder(tmp_path)
     texts = [TEXTS] * columns
     whole = encode(tokenizer, texts, LengthLimit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
@@ -161,7 +161,7 @@ def test_encode_cuts_and_counts(tmp_path: Path, columns: int) -> None:
     assert meta["largest_id"] == found.ids.max()
 
 
-def test_limits(tmp_path: Path) -> None:
+def test_length_limits_are_checked(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.max_length: 600 exceeds the model.s limit of 512 tokens"):
         LengthLimit(600, 512)
     tokenizer = encoder(tmp_path)

@@ -1,4 +1,4 @@
-"""Out of memory on one of two real ranks under the real launcher: both finish with the right weights, or both end."""
+"""Data parallelism: reduction of absent gradients, and buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hwopt.distributed.data_parallel import DataParallelEngine, make_buckets
 
 
 def test_reduce_handles_absent_and_mixed_gradients(tmp_path: Path) -> None:
-    """One rank adds nothing of its own: absent gradients stay absent, those of others come as zeros, no value changes."""
+    """With one rank a reduction changes no value: absent gradients stay absent, or become zeros if another rank has them."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         sizes = [(3, torch.float32), (5, torch.float16), (7, torch.float32), (40, torch.float32), (2, torch.float32)]
@@ -28,7 +28,7 @@ def test_reduce_handles_absent_and_mixed_gradients(tmp_path: Path) -> None:
         for parameter, value in zip(parameters, expected, strict=True):
             assert (parameter.grad is None) == (value is None)
             assert value is None or torch.equal(parameter.grad, value)  # type: ignore[arg-type]
-        engine.has_gradient[4] = 1  # another rank has one
+        engine.has_gradient[4] = 1  # another rank has this gradient
         engine.reduce()
         assert torch.equal(parameters[4].grad, torch.zeros(2))  # type: ignore[arg-type]
     finally:

@@ -1,4 +1,4 @@
-"""The engine on one device: gradients, clipping, updates that are left out, and its state."""
+"""The engine on one device: gradients, clipping, skipped updates, and its state."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_loaded_state_continues_with_the_same_bits(optimizer: Optimizer) -> None
     for _ in range(2):
         step(whole, ROWS)
     state = whole.state(lambda value: value.clone())
-    resumed.run.inner_model[0].bias.data.copy_(whole.run.inner_model[0].bias)  # frozen: no state holds it
+    resumed.run.inner_model[0].bias.data.copy_(whole.run.inner_model[0].bias)  # frozen: it has no optimizer state
     resumed.run.step = 2  # type: ignore[misc]
     resumed.load_state(state)
     assert same(weights(resumed), weights(whole))

@@ -1,4 +1,4 @@
-"""Out of memory: no sample lost or repeated, and no trace of it but the cut."""
+"""Out of memory: no sample is lost or repeated, and only the split into micro-batches changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Decide = Callable[[int, int, bool], bool]
 
 
 class Shortage(Plugin):
-    """Raises torch's own out-of-memory error from inside the model, in forward or in backward, where `when` says so."""
+    """Raises torch's out-of-memory error inside the model, in forward or in backward, if `when` returns true."""
 
     name = "shortage"
     stage = Stage.MODEL
@@ -64,14 +64,14 @@ class Shortage(Plugin):
 
 
 class Steps(Recorder):
-    """Remembers which samples each optimizer step used, in which cut."""
+    """Records the samples of each optimizer step and their micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.samples: list[list[int]] = []
 
-    def started(self, run: Run) -> None:
-        super().started(run)
+    def on_start(self, run: Run) -> None:
+        super().on_start(run)
         finish = run.engine.finish
 
         def watched() -> None:
@@ -79,8 +79,8 @@ class Steps(Recorder):
 
         run.engine.finish = watched
 
-    def row(self, run: Run, row: Any) -> None:
-        super().row(run, row)
+    def on_log(self, run: Run, row: Any) -> None:
+        super().on_log(run, row)
         if "loss" in row and run.last_step_batch is not None:
             self.samples.append(sorted(run.last_step_batch.samples))
 
@@ -96,9 +96,9 @@ def run_with(folder: Path, plugin: type[Plugin], train: int | str = 4, dropout: 
     config = TINY_BERT | {"hidden_dropout_prob": dropout}
     job = tiny_job(folder / "data", config=config, max_steps=5, eval_steps=2)
     profile = tiny_profile(shortage={}, batch={"train": train, "effective": 8, "eval": 6})
-    heard = Steps()
-    api.execute(plan_for(profile, job, registry), folder / "run", heard, cache=folder / "cache")
-    return heard
+    recorder = Steps()
+    api.execute(plan_for(profile, job, registry), folder / "run", recorder, cache=folder / "cache")
+    return recorder
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -139,19 +139,19 @@ def test_oom_at_any_forward_keeps_the_result(examples: int, tmp_path_factory: py
     @given(st.integers(1, 24), st.booleans())
     @settings(deadline=None, max_examples=examples)
     def check(at: int, in_backward: bool) -> None:
-        heard = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
-        assert heard.samples == plain.samples
-        assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
-        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (heard, plain)]
+        recorder = trained(tmp_path_factory.mktemp("once"), lambda rows, call, backward: call == at, in_backward=in_backward)
+        assert recorder.samples == plain.samples
+        assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
+        evaluations = [[row["eval_loss"] for row in each.rows if "eval_loss" in row] for each in (recorder, plain)]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
 
     check()
 
 
 def test_evaluation_has_its_own_backoff(tmp_path: Path) -> None:
-    heard = trained(tmp_path, lambda rows, call, backward: rows == 6)
-    assert any("Evaluation ran out of memory" in warning for warning in heard.warnings)
-    assert not any("Training" in warning for warning in heard.warnings)
+    recorder = trained(tmp_path, lambda rows, call, backward: rows == 6)
+    assert any("Evaluation ran out of memory" in warning for warning in recorder.warnings)
+    assert not any("Training" in warning for warning in recorder.warnings)
 
 
 def test_oom_with_single_rows_stops_the_run(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_oom_writes_a_report(tmp_path: Path) -> None:
 
 
 def test_oom_message_lists_changes_that_save_memory(tmp_path: Path) -> None:
-    """Not fewer rows: the backoff has been at single ones."""
+    """The message does not suggest fewer rows: the backoff has tried single rows."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})
     registry = Registry()
     registry.add(plugin)
@@ -194,7 +194,7 @@ def checkpointed(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def test_checkpointing_is_the_last_rung_and_keeps_the_result(tmp_path: Path) -> None:
+def test_checkpointing_is_the_last_resort_and_keeps_the_result(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", never, train=1)
 
     class Watched(Shortage):
@@ -205,14 +205,14 @@ def test_checkpointing_is_the_last_rung_and_keeps_the_result(tmp_path: Path) -> 
             return super().watch(model, run)
 
     Watched.when = staticmethod(lambda rows, call, backward: Watched.model.training and not checkpointed(Watched.model))
-    heard = run_with(tmp_path / "short", Watched)
+    recorder = run_with(tmp_path / "short", Watched)
     assert checkpointed(Watched.model)
-    assert any("recomputed instead of stored" in warning for warning in heard.warnings)
-    assert heard.samples == plain.samples
-    assert heard.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert any("recomputed instead of stored" in warning for warning in recorder.warnings)
+    assert recorder.samples == plain.samples
+    assert recorder.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-def test_a_table_that_is_switched_off_is_no_rung(tmp_path: Path) -> None:
+def test_disabled_plugin_is_not_an_oom_plugin(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(checkpointing={"enabled": False}), tiny_job(tmp_path))
     assert plan.oom_plugins == ()
     assert [plugin.name for plugin in plan_for(tiny_profile(), tiny_job(tmp_path)).oom_plugins] == ["checkpointing"]
@@ -228,13 +228,13 @@ def test_chosen_batch_is_probed_without_changing_the_result(tmp_path: Path) -> N
     assert "with the longest samples" in short.warnings[-1]
     assert short.samples == fixed.samples
     plan, cache = short.run.plan, tmp_path / "short" / "cache"
-    assert recorded_limit(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card begins there
+    assert recorded_limit(plan, lengths_of(plan, cache), cache) == 4  # the next plan for this card starts with this size
     smaller = replace(plan, batch=replace(plan.batch, train=6))
     assert recorded_limit(smaller, lengths_of(plan, cache), cache) == 4
     assert recorded_limit(fixed.run.plan, lengths_of(plan, cache), tmp_path / "fixed" / "cache") is None
 
 
-def test_two_consecutive_signs_are_memory_pressure() -> None:
+def test_two_consecutive_signs_warn_of_memory_pressure() -> None:
     pressure = MemoryPressure(torch.device("cpu"))
     assert pressure.message() is None
     assert [pressure.judge(retries, 0, 1) for retries in (1, 1, 2, 3, 3)] == [None, None, None, ANY_TEXT, None]
@@ -254,30 +254,30 @@ ANY_TEXT = AnyText()
 
 
 @contextmanager
-def heard_by(said: list[str]) -> Iterator[OomBackoff]:
-    yield OomBackoff("Training", "plugins.batch.train", said.append)
+def backoff_reporting_to(messages: list[str]) -> Iterator[OomBackoff]:
+    yield OomBackoff("Training", "plugins.batch.train", messages.append)
 
 
-def test_growing_back_with_hysteresis() -> None:
-    said: list[str] = []
-    with heard_by(said) as backoff:
+def test_backoff_recovers_with_hysteresis() -> None:
+    messages: list[str] = []
+    with backoff_reporting_to(messages) as backoff:
         backoff.reduce(3, "here", "no room")
         for _ in range(QUIET_STEPS):
             assert backoff.rung == 1
             backoff.step_succeeded()
         assert backoff.rung == 0
-        backoff.reduce(3, "here", "no room")  # at once again: growing back was too early
+        backoff.reduce(3, "here", "no room")  # out of memory again: the backoff waits twice as long
         for _ in range(2 * QUIET_STEPS):
             assert backoff.rung == 1
             backoff.step_succeeded()
         assert backoff.rung == 0
         assert backoff.oom_count == 2
-        assert len(said) == 4
+        assert len(messages) == 4
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
 def test_rung_stays_between_zero_and_the_floor(shortages: list[bool], floor: int) -> None:
-    with heard_by([]) as backoff:
+    with backoff_reporting_to([]) as backoff:
         for short in shortages:
             if short and backoff.rung < floor:
                 backoff.reduce(floor, "here", "no room")

@@ -20,7 +20,7 @@ CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_what_each_capability_can(card: str) -> None:
+def test_features_follow_from_the_compute_capability(card: str) -> None:
     capability, *expected = CARDS[card]
     hardware = described(card, capability, 16)
     found = [hardware.can(feature) for feature in ("fp16", "bf16", "tf32", "flash_attention")]  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def test_what_each_capability_can(card: str) -> None:
             assert "needs" in capability_found.reason
 
 
-def test_a_cpu_has_bf16_only_with_the_units_for_it() -> None:
+def test_cpu_has_bf16_only_with_bf16_units() -> None:
     plain = Hardware("cpu", "old", 16, 16, cpu_features=("avx2",))
     fast = Hardware("cpu", "new", 16, 16, cpu_features=("amx_bf16",))
     assert not plain.can("bf16")
@@ -57,7 +57,7 @@ def test_torch_build_supports_a_card(capability: tuple[int, int], built: list[st
     assert has_kernels(capability, built) is expected
 
 
-def test_a_memory_limit() -> None:
+def test_memory_limit_replaces_total_and_free_memory() -> None:
     card = described("RTX 3090", (8, 6), 24)
     assert with_memory_limit(card, "8GiB").memory_gib == with_memory_limit(card, "8 GiB").free_memory_gib == 8
     assert with_memory_limit(card, "8589.934592MB").memory_gib == 8
@@ -75,7 +75,7 @@ def test_memory_limit_rejects_invalid_sizes(limit: str, expected: str) -> None:
         with_memory_limit(Hardware("cpu", "a CPU", 64, 64), limit)
 
 
-def test_detecting_this_machine() -> None:
+def test_detect_returns_this_machine() -> None:
     hardware = detect()
     assert hardware.cpu_cores >= 1
     assert 0 < hardware.free_memory_gib <= hardware.memory_gib

@@ -61,7 +61,7 @@ def outcome(arguments: Sequence[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder. A payload that runs leaves a trace beside it."""
+    """An empty working folder. A payload that runs creates a file next to it."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -338,7 +338,7 @@ def test_code_in_data_is_not_run(folder: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.filterwarnings("ignore:pickle-based deserialization:RuntimeWarning")  # pyarrow below 21 says so when it refuses
+@pytest.mark.filterwarnings("ignore:pickle-based deserialization:RuntimeWarning")  # pyarrow below 21 warns when it refuses
 @pytest.mark.filterwarnings("ignore:pyarrow.PyExtensionType:FutureWarning")
 def test_pickle_in_a_parquet_schema_is_not_loaded(folder: Path) -> None:
     trace = folder.parent / "was_run"
@@ -420,8 +420,8 @@ def test_messages_are_shown_at_any_reported_width(columns: str, width: int, monk
     monkeypatch.setenv("COLUMNS", columns)
     screen = io.StringIO()
     console = Terminal(file=screen, force_terminal=True, color_system=None)
-    say(console, "note", "what is said")
-    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "what", "is", "said"])
+    say(console, "note", "a plain message")
+    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "a", "plain", "message"])
 
 
 def test_data_errors_escape_control_characters(folder: Path) -> None:

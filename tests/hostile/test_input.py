@@ -587,8 +587,8 @@ COMMAND_LINES: list[tuple[str, ...]] = [
 ]
 
 
-def laws_of(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """A law per command line: all words but the last, and whether it is the first or a later line with these words."""
+def aspects_of(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One aspect per command line: all words but the last, and whether an earlier line has the same words."""
     counted: Counter[tuple[str, ...]] = Counter()
     found = []
     for line in lines:
@@ -599,7 +599,7 @@ def laws_of(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    covering(((line,) for line in COMMAND_LINES), laws_of(COMMAND_LINES)),
+    covering(((line,) for line in COMMAND_LINES), aspects_of(COMMAND_LINES)),
     ids=lambda arguments: " ".join(arguments)[-40:].encode("ascii", "backslashreplace").decode(),
 )
 def test_bad_command_line_is_refused(arguments: tuple[str, ...]) -> None:
@@ -747,14 +747,14 @@ def is_accepted(config: str) -> bool:
     return True
 
 
-def laws_of_config(config: str) -> tuple[str, str]:
-    """The model type and the key that a config tries."""
+def aspects_of_config(config: str) -> tuple[str, str]:
+    """The model type of a config and the key that it sets."""
     model_type, _, rest = config.strip("{ }").partition(",")
     return model_type, rest.partition("=")[0].strip()
 
 
 @pytest.mark.parametrize(
-    "config", covering(((config,) for config in CONFIGS), map(laws_of_config, CONFIGS)), ids=lambda text: text[2:60]
+    "config", covering(((config,) for config in CONFIGS), map(aspects_of_config, CONFIGS)), ids=lambda text: text[2:60]
 )
 def test_bad_model_config_is_refused(config: str) -> None:
     Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
@@ -859,7 +859,7 @@ def test_bad_deepspeed_json_is_refused(content: bytes) -> None:
 
 
 def special_files() -> dict[str, Path]:
-    """Name -> a path that is not a regular file, or that cannot be read to its end."""
+    """Name -> a path that is not a regular file, or whose end cannot be reached."""
     made = {name: Path(f"a_{name}.toml") for name in ("folder", "pipe", "loop", "lost", "sparse")}
     made["folder"].mkdir()
     os.mkfifo(made["pipe"])

@@ -32,11 +32,11 @@ FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distr
 
 
 class Boom(BaseException):
-    """Not an Exception: most handlers do not catch it."""
+    """A BaseException, which most handlers do not catch."""
 
 
 class ThirdParty(Plugin):
-    """Does nothing; the tests derive from it."""
+    """A plugin without effect. Tests derive from it."""
 
     name = "third_party"
     stage = Stage.LOOP
@@ -254,10 +254,10 @@ def test_name_of_a_built_in_plugin_is_refused(folder: Path, monkeypatch: pytest.
     assert DISTRIBUTION in message
 
 
-def test_prints_of_a_plugin_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud(ThirdParty):
         def probe(self, context: Context) -> Decision:
-            print("hear me")
+            print("probe me")
             return super().probe(context)
 
         def apply(self, recipe: Recipe, context: Context) -> None:
@@ -270,7 +270,7 @@ def test_prints_of_a_plugin_stay_out_of_stdout(folder: Path, monkeypatch: pytest
     assert message.count("me\n") >= 2
 
 
-def test_prints_during_the_run_stay_out_of_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_during_the_run_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loud(what: str) -> Callable[..., Any]:
         def step(model: Any, *_: Any) -> Any:
             print(what)
@@ -320,7 +320,7 @@ def test_generator_exit_is_a_plugin_error() -> None:
 
 
 def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin's KeyboardInterrupt cannot be told from the user's, so it ends the run in the same way."""
+    """hwopt cannot distinguish a plugin's KeyboardInterrupt from the user's, so both end the run in the same way."""
     install(monkeypatch, variant(probe=raising(KeyboardInterrupt())))
     assert outcome(*EXPORT)[0] == 130
 

@@ -1,4 +1,4 @@
-"""What the processes of the integration tests are forked from."""
+"""The session fixture that prepares the test process for forks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Train once in this process: its forks find everything imported."""
+    """Train once in this process, so that its forks have all modules imported."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("warm")
     train_tiny(plan_for(tiny_profile(), tiny_job(folder / "data", max_steps=1)), folder)

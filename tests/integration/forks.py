@@ -1,4 +1,4 @@
-"""Ranks as forks of this process, which has imported everything: they start in milliseconds, interpreters in ten seconds."""
+"""Ranks as forks of the test process: a fork has all modules imported and starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def forked(work: Callable[[], None], output: Path | None = None) -> int:
-    """The pid of a child that does `work` and ends with the exit code of what that raises; `output` gets what it prints."""
+    """The pid of a child process that calls `work` and exits with the code of its error. `output` receives what it prints."""
     if pid := os.fork():
         return pid
     code = 1
@@ -33,7 +33,7 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
         silence = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # pytest's write elsewhere
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # pytest's streams are captured
         work()
         code = 0
     except BaseException as error:
@@ -44,8 +44,8 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
         os._exit(code)
 
 
-def ended(pid: int, within: float = 120.0) -> int:
-    """The exit code of a child; -9 and the like for one that a signal killed."""
+def wait_for_exit(pid: int, within: float = 120.0) -> int:
+    """Wait for a child process and return its exit code: minus the signal number if a signal killed it."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -58,7 +58,7 @@ def ended(pid: int, within: float = 120.0) -> int:
 
 
 def as_rank(rank: int, ranks: int, port: int) -> None:
-    """Give this process the variables by which a launcher tells a rank its place; one rank has none."""
+    """Set the environment variables that a launcher sets for a rank; a single rank has none."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -66,7 +66,7 @@ def as_rank(rank: int, ranks: int, port: int) -> None:
 
 
 def forked_ranks(work: Callable[[int], None], ranks: int, folder: Path, output: Path | None = None) -> list[int]:
-    """The pids of `ranks` children that each do `work(rank)` in `folder`."""
+    """The pids of `ranks` child processes that each call `work(rank)` in `folder`."""
     port = free_port()
 
     def child(rank: int) -> None:
@@ -80,7 +80,7 @@ def forked_ranks(work: Callable[[int], None], ranks: int, folder: Path, output: 
 def run_ranks(
     arguments: list[str], ranks: int, folder: Path, output: Path, first: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """The exit codes of the command line `arguments`, called by so many ranks in `folder`; each calls `first` before it."""
+    """The exit codes of `hwopt ARGUMENTS` on `ranks` ranks in `folder`. Each rank calls `first` before."""
 
     def work(rank: int) -> None:
         first()
@@ -88,4 +88,4 @@ def run_ranks(
         sys.stdout.flush()
         os._exit(code)
 
-    return [ended(pid) for pid in forked_ranks(work, ranks, folder, output)]
+    return [wait_for_exit(pid) for pid in forked_ranks(work, ranks, folder, output)]

@@ -1,4 +1,4 @@
-"""The command line in processes of its own: imports, signals, closed pipes."""
+"""The command line in separate processes: imports, signals, closed pipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 
 def test_run_writes_a_folder_that_reproduces_it(tmp_path: Path) -> None:
-    write_job(tmp_path)  # found without being named
+    write_job(tmp_path)  # job.toml is the default job file
     done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in (
@@ -74,7 +74,7 @@ START = (
     ("arguments", "allowed"), [(["--help"], set()), (["profiles"], set()), (["plugins", "list"], {"pydantic"})]
 )
 def test_listings_import_no_heavy_package(arguments: list[str], allowed: set[str], tmp_path: Path) -> None:
-    """C8: what costs start-up is imports; benchmarks/startup.py gives the seconds."""
+    """Imports take most of the start-up time; benchmarks/startup.py measures it."""
     code = START.format(arguments=arguments, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     exit_code, imported, _seconds = json.loads(done.stdout)
@@ -110,7 +110,7 @@ def test_signal_is_recorded_in_the_status(number: signal.Signals, code: int, wor
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # a shell's background job ignores SIGINT, and so would what it starts
+        # a background job of a shell ignores SIGINT, and its child processes inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,
     )
@@ -118,7 +118,7 @@ def test_signal_is_recorded_in_the_status(number: signal.Signals, code: int, wor
     for line in process.stdout:
         if line.startswith("step 3/"):
             break
-    os.killpg(process.pid, number)  # as a terminal does: to the workers too
+    os.killpg(process.pid, number)  # as a terminal does: the workers get it too
     try:
         rest, _ = process.communicate(timeout=120)
     finally:
@@ -155,7 +155,7 @@ def test_signal_stops_the_run_when_stderr_is_full(tmp_path: Path) -> None:
     "command", ["run", *(pytest.param(each, marks=pytest.mark.soak) for each in ("plan", "plan --format json"))]
 )
 def test_closed_pipe_does_not_end_the_command(command: str, tmp_path: Path) -> None:
-    """As in `hwopt plan | head -1`; a run is trained to its end."""
+    """For example `hwopt plan | head -1`. A run with a closed pipe trains to its end."""
     write_job(tmp_path, max_steps=2)
     with subprocess.Popen(
         [sys.executable, "-m", "hwopt", *command.split(), "--profile", "cpu"],
@@ -167,9 +167,9 @@ def test_closed_pipe_does_not_end_the_command(command: str, tmp_path: Path) -> N
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        said = process.stderr.read().decode()
-    assert process.returncode == 0, said
-    assert "Traceback" not in said
+        errors = process.stderr.read().decode()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
     if command == "run":
         status = next((tmp_path / "runs").glob("*/status.json"))
         assert json.loads(status.read_text())["exit_code"] == 0

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from integration.forks import ended, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ from hwopt.testing import TINY_BERT, write_samples
 
 
 class Shortage(Plugin):
-    """Makes the model run out of memory at some calls of its embeddings, inside forward or backward, as allocators do."""
+    """Raises out of memory at some calls of the embeddings, in forward or in backward, as the allocator does."""
 
     name, stage, writes = "shortage", Stage.MODEL, ("model_steps",)
     case: ClassVar[Case]
@@ -45,9 +45,9 @@ class Shortage(Plugin):
         if (case.where == "evaluation") == module.training:
             return
         self.calls += 1
-        short = int(os.environ["RANK"]) == case.unlucky and case.begin <= self.calls < case.end
+        short = int(os.environ["RANK"]) == case.failing_rank and case.begin <= self.calls < case.end
         if short and case.where == "backward":
-            output.register_hook(self.fail)  # all layers above have their gradients already
+            output.register_hook(self.fail)  # the layers above have gradients already
         elif short:
             self.fail(None)
 
@@ -61,10 +61,10 @@ class Shortage(Plugin):
 
 @dataclass(frozen=True)
 class Case:
-    """Which rank runs out of memory, in which of its calls, and what happens there instead."""
+    """The rank that fails, its first and last failing call, and the kind of failure."""
 
     where: str = "nowhere"
-    unlucky: int = 1
+    failing_rank: int = 1
     begin: int = 0
     end: int = 0
     how: str = "out of memory"
@@ -91,7 +91,7 @@ def write_all(folder: Path, precision: str) -> None:
 
 
 def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]:
-    """The exit codes of two ranks, and what they print."""
+    """The exit codes of two ranks and their output."""
 
     def work(rank: int) -> None:
         signals.install_handlers()
@@ -106,7 +106,7 @@ def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]
             raise
 
     output = folder / f"{name}.out"
-    codes = [ended(pid) for pid in forked_ranks(work, 2, folder, output)]
+    codes = [wait_for_exit(pid) for pid in forked_ranks(work, 2, folder, output)]
     return codes, output.read_text()
 
 
@@ -117,7 +117,7 @@ def status(folder: Path, name: str) -> int:
 
 def weights(folder: Path) -> torch.Tensor:
     found = load_file(folder / "final" / "model.safetensors")
-    # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
+    # the gradient of key.bias is 0 in exact arithmetic; Adam turns its rounding noise into full steps
     return torch.cat([value.flatten().double() for name, value in sorted(found.items()) if not name.endswith("key.bias")])
 
 
@@ -139,22 +139,22 @@ def test_one_rank_recovers_from_oom_with_correct_weights(precision: str, limit: 
     assert codes == [0, 0], plain[-3000:]
     assert "out of memory" not in plain
     expected = weights(tmp_path / "runs" / "plain")
-    # 2 micro-batches a step on each rank: call 4 is the last one of step 2, while the other rank is done with its own
+    # 2 micro-batches a step on each rank: call 4 is the last one of step 2, when the other rank has finished
     cases = {"late": Case("backward", 1, 4, 5), "early": Case("forward", 0, 1, 2), "eval": Case("evaluation", 1, 1, 2)}
     for name, case in cases.items():
-        codes, said = train(tmp_path, name, case)
+        codes, output = train(tmp_path, name, case)
         folder = tmp_path / "runs" / name
-        assert codes == [0, 0], said[-3000:]
+        assert codes == [0, 0], output[-3000:]
         assert status(tmp_path, name) == 0
         what = "Evaluation" if name == "eval" else "Training"
-        assert f"{what} ran out of memory{' on rank 1:' if case.unlucky else ' at step '}" in said
+        assert f"{what} ran out of memory{' on rank 1:' if case.failing_rank else ' at step '}" in output
         assert losses(folder) == pytest.approx(losses(tmp_path / "runs" / "plain"), rel=max(limit, 1e-5))
         assert (weights(folder) - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.parametrize(
     ("where", "begin"),
-    # the first evaluation is the rehearsal with the longest samples, the second one comes after step 3
+    # the first evaluation is the preflight with the longest samples, the second one follows step 3
     [
         ("backward", 3),
         pytest.param("evaluation", 1, marks=pytest.mark.soak),
@@ -163,16 +163,16 @@ def test_one_rank_recovers_from_oom_with_correct_weights(precision: str, limit: 
 )
 def test_rank_that_cannot_recover_ends_both(where: str, begin: int, warm: None, tmp_path: Path) -> None:
     write_all(tmp_path, 'dtype = "fp32"')
-    codes, said = train(tmp_path, "short", Case(where, 1, begin, 10_000))
-    assert "not even row by row" in said
-    assert "rank 1 ended with exit code 7" in said
+    codes, output = train(tmp_path, "short", Case(where, 1, begin, 10_000))
+    assert "not even row by row" in output
+    assert "rank 1 ended with exit code 7" in output
     assert (codes, status(tmp_path, "short")) == ([7, 7], 7)
 
 
 @pytest.mark.parametrize(("how", "code"), [("broken", 1), ("killed", -9)])
 def test_other_failure_of_a_rank_ends_both(how: str, code: int, warm: None, tmp_path: Path) -> None:
-    """The other rank reports that it is alone; under a launcher, the launcher's own report takes the place of that."""
+    """The other rank reports a lost connection. Under a launcher, the launcher's report replaces that."""
     write_all(tmp_path, 'dtype = "fp32"')
-    codes, said = train(tmp_path, how, Case("forward", 1, 3, 4, how))
-    assert (codes, status(tmp_path, how)) == ([9, code], 1 if how == "broken" else 9), said[-3000:]
-    assert ("a bug on one rank" in said) == (how == "broken")
+    codes, output = train(tmp_path, how, Case("forward", 1, 3, 4, how))
+    assert (codes, status(tmp_path, how)) == ([9, code], 1 if how == "broken" else 9), output[-3000:]
+    assert ("a bug on one rank" in output) == (how == "broken")

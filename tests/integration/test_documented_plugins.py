@@ -1,4 +1,4 @@
-"""The plugins of docs/plugins.md, as written there, in a package of their own: on one rank, resumed, and on two ranks."""
+"""The code of docs/plugins.md as an installed package: on one rank, resumed, and on two ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path with the files of docs/plugins.md, and the metadata that installing them would write."""
+    """A folder on sys.path with the files of docs/plugins.md and the metadata of an installed package."""
     folder = tmp_path / "site"
     for block in blocks("python"):
         path = folder / block.splitlines()[0].removeprefix("# ")
@@ -81,7 +81,7 @@ def test_two_ranks_match_one_rank(package: Path, warm: None, tmp_path: Path) -> 
     assert plan["world_size"] == 2
     reasons = {entry["name"]: entry["reason"] for entry in plan["plugins"]}
     assert reasons["optimizer"].startswith("replaced by plugin 'lion' (")
-    # the sign of a gradient that is zero but for rounding differs, hence 1e-3
+    # 1e-3: the sign of a gradient that is zero up to rounding may differ
     assert logged(folders["two"], "loss") == pytest.approx(logged(folders["one"], "loss"), rel=1e-3)
     assert logged(folders["two"], "eval_loss") == pytest.approx(logged(folders["one"], "eval_loss"), rel=1e-3)
 

@@ -14,7 +14,7 @@ from hostile.test_input import JOB, check_message
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a job that is right."""
+    """A working folder with a valid job."""
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_bytes(JOB)
 

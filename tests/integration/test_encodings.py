@@ -1,4 +1,4 @@
-"""Interpreters under locales that know few letters."""
+"""hwopt under locales with few characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A job, a profile and data, named and filled with what not every encoding has; lines end as on Windows."""
+    """A job, a profile and data with non-ASCII names and contents and Windows line ends."""
     found = tmp_path / "sp ace é 🦜"
     found.mkdir()
     rows = "".join(f"wörd {number} 🦜,{('böse', 'gut')[number % 2]}\r\n" for number in range(24))
@@ -60,14 +60,16 @@ def test_profiles_are_shown_under_a_limited_locale(locale: dict[str, str], folde
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their names of files are Unicode")
 def test_non_utf8_names_are_refused_or_escaped(folder: Path) -> None:
-    odd = folder.parent / os.fsdecode(b"\xff\xfe")
+    unencodable = folder.parent / os.fsdecode(b"\xff\xfe")
     (folder / "jöb.toml").rename(folder / "job.toml")
     (folder / "träin.csv").rename(folder / "train.csv")
     job = folder / "job.toml"
     job.write_text(job.read_text(encoding="utf-8").replace("träin", "train"), encoding="utf-8")
-    folder.rename(odd)
-    planned = finished([sys.executable, "-m", "hwopt", "plan", os.fsencode(odd / "job.toml"), "--profile", "prof 🦜.toml"], odd)
+    folder.rename(unencodable)
+    planned = finished(
+        [sys.executable, "-m", "hwopt", "plan", os.fsencode(unencodable / "job.toml"), "--profile", "prof 🦜.toml"], unencodable
+    )
     assert planned.returncode == 0, planned.stderr
     assert "BertForSequenceClassification" in planned.stdout
     with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': the name is not UTF-8; use another name"):
-        run_folder(Path(odd.name), None, "run")
+        run_folder(Path(unencodable.name), None, "run")

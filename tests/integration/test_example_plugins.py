@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from example_plugins import BESIDE, CLASSES, OPTIONS, registry
-from integration.forks import ended, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -40,7 +40,9 @@ def test_two_ranks_train_the_model_of_one_and_resume(name: str, warm: None, tmp_
             api.execute(plan, Path("runs") / run, cache=tmp_path / "cache", resume=resume)
 
         output = tmp_path / f"{run}.out"
-        assert [ended(pid) for pid in forked_ranks(work, ranks, tmp_path, output)] == [0] * ranks, output.read_text()[-3000:]
+        assert [wait_for_exit(pid) for pid in forked_ranks(work, ranks, tmp_path, output)] == [0] * ranks, output.read_text()[
+            -3000:
+        ]
         return load_file(tmp_path / "runs" / run / "final" / "model.safetensors")
 
     one, two = train(1, "one"), train(2, "two")

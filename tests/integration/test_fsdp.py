@@ -1,4 +1,4 @@
-"""Two and three real ranks: Accelerate's own sharding, told that a CPU were enough for it."""
+"""FSDP on two and three real ranks. Accelerate's check for a CUDA device is patched, so that it shards on CPUs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hwopt.testing import (
 )
 from hwopt_plugins.fsdp import Fsdp, engine
 
-# two real ranks: Accelerate's own sharding, told that a CPU were enough for it
+# Accelerate's check for a CUDA device is patched, so that it shards on CPUs
 
 
 def on_hosts(half: bool) -> None:
-    """Make this process, a rank, shard between CPUs."""
+    """Make this rank shard on the CPU."""
     by_accelerate = engine.shard_model
 
     def shard_model(run: Any) -> Any:
@@ -59,7 +59,7 @@ DORA = '[plugins.adapter]\nalways = true\nr = 4\nkind = "dora"\n'
 
 
 class Folder:
-    """A job, and runs of it."""
+    """The folder of a job and its runs."""
 
     def __init__(self, folder: Path, kind: str, config: dict[str, Any], adapter: str = "", more: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def check_equal(ours: Path, theirs: Path, saved: tuple[str, ...] = ("checkpoint-
         configs = [json.loads((run / name / "config.json").read_text()) for run in (ours, theirs)]
         assert configs[0] == configs[1]
     found = {row["name"]: row["status"] for row in json.loads((ours / "evidence.json").read_text())["plugins"]}
-    assert found.pop("length_batching") != ""  # these few rows leave it nothing to gain on some ranks
+    assert found.pop("length_batching") != ""  # with so few rows it saves no tokens on some ranks
     assert set(found.values()) == {"active"}, found
 
 
@@ -126,16 +126,16 @@ def encoder(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     ids=["spread", "whole", "three"],
 )
 def test_several_ranks_match_one_rank(ranks: int, fsdp: str, encoder: Folder, request: pytest.FixtureRequest) -> None:
-    """20 steps of uneven micro-batches, a partial last one, evaluations and a checkpoint amid, the best weights at the end."""
+    """20 steps of uneven micro-batches with a partial last step, evaluations, a checkpoint, and best weights at the end."""
     ours, one = encoder.run(request.node.callspec.id, ranks, fsdp), encoder.folder / "runs" / "one"
     best = json.loads((one / "summary.json").read_text())["best_step"]
     assert best == json.loads((ours / "summary.json").read_text())["best_step"]
-    assert best < 20  # so that it is not the last one that is saved
+    assert best < 20  # the best step must not be the last one
     check_equal(ours, one)
 
 
-def test_resume_from_shards(encoder: Folder) -> None:
-    """On as many ranks to the same bits, and on a single one that spreads nothing."""
+def test_resume_from_shards_gives_the_same_bits(encoder: Folder) -> None:
+    """A resume on the same number of ranks gives the same bits. One rank resumes without sharding."""
     through = encoder.run("through", 2, save_steps=10)
     last = through / "checkpoint-20"
     gone_back(through, encoder.folder / "runs" / "again", 10)
@@ -172,5 +172,5 @@ def test_half_weights_under_a_loss_scaler_keep_fp32_shards(warm: None, tmp_path:
     assert 0 < apart(weights(two / "final"), weights(one / "final")) <= 3e-3
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-3)
     seen = {row["name"]: row["seen"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
-    assert "0 of" in seen["precision"]  # matmuls in fp32, which this profile asked for
+    assert "0 of" in seen["precision"]  # this profile requests fp32 matmuls
     assert "the optimizer steps on {'float32'" in seen["precision"]

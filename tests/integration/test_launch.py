@@ -1,6 +1,6 @@
-"""`hwopt run --processes 2`: the real launcher and real ranks over gloo, in processes of their own.
+"""`hwopt run --processes 2`: the real launcher and real ranks over gloo, in separate processes.
 
-What costs time here is imports, so what can run side by side does.
+Imports take most of the time, so independent launches run at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from integration.forks import ended, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
@@ -52,7 +52,7 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
         env={**os.environ, "COLUMNS": "150", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         text=True,
-        # a shell's background job ignores SIGINT, and so would what it starts
+        # a background job of a shell ignores SIGINT, and its child processes inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
@@ -60,14 +60,14 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and stderr, in which the launcher has nothing to say."""
+    """The exit code and stderr, which must not contain messages of torch's launcher."""
     try:
-        _, said = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     for foreign in ("Traceback", "CalledProcessError", "ChildFailedError", "torch.distributed", "SIGTERM"):
-        assert foreign not in said, said
-    return process.returncode, said
+        assert foreign not in errors, errors
+    return process.returncode, errors
 
 
 def status(folder: Path, name: str) -> int | None:
@@ -76,7 +76,7 @@ def status(folder: Path, name: str) -> int | None:
 
 
 def running(word: str, folder: Path) -> list[str]:
-    """The command lines in which `word` stands, of processes in `folder`: other tests' runs may have the same names."""
+    """The command lines with `word` of the processes whose working folder is `folder`. Other tests may use the same names."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -88,22 +88,22 @@ def running(word: str, folder: Path) -> list[str]:
 
 def weights(folder: Path) -> torch.Tensor:
     found = load_file(folder / "final" / "model.safetensors")
-    # key.bias has a true gradient of 0: Adam turns the rounding noise there into steps of the learning rate
+    # the gradient of key.bias is 0 in exact arithmetic; Adam turns its rounding noise into full steps
     return torch.cat([value.flatten().double() for name, value in sorted(found.items()) if not name.endswith("key.bias")])
 
 
 def read_terminal(descriptor: int) -> str:
-    said = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other side is closed
+    received = b""
+    with contextlib.suppress(OSError):  # Linux raises it when the other side is closed
         while part := os.read(descriptor, 65536):
-            said += part
-    return said.decode()
+            received += part
+    return received.decode()
 
 
 def test_two_processes_match_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the screen of one: on a terminal in colour, and as wide as that is."""
+    """The terminal output is that of one process: in colour, in the width of the terminal."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -114,13 +114,13 @@ def test_two_processes_match_one_process(
     assert end(process) == (0, "")
     assert "\x1b[" in screen
     assert max(len(line) for line in screen.splitlines() if line.startswith("batch ")) > 100
-    assert screen.count("evidence") == 1, "one rank speaks"
+    assert screen.count("evidence") == 1, "only rank 0 prints"
     assert status(folder, "job-ranks") == 0
     assert json.loads((folder / "runs" / "job-ranks" / "plan.json").read_text())["world_size"] == 2
 
     monkeypatch.chdir(folder)
     assert run_command([*RUN, "--set", "data.max_length=31", "--processes", "1"]) == 0, capsys.readouterr().err
-    expected = weights(folder / "runs" / "job-ranks-2")  # the name that was free
+    expected = weights(folder / "runs" / "job-ranks-2")  # the next free name
     assert (weights(folder / "runs" / "job-ranks") - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -140,22 +140,22 @@ def test_bad_input_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
-    """A gradient that is not finite, which all ranks see, and a rank that is killed, which leaves no word."""
+    """Two causes: a non-finite gradient, which all ranks report, and a killed rank, which reports nothing."""
     diverged = start(folder, *RUN, "--name", "diverged", "--set", "training.learning_rate=1e30")
     killed = start(folder, *RUN, "--name", "killed", *LONG, "--set", "plugins.dataloader.num_workers=1")
     until_step(killed)
     ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(killed.pid).children()}
     ranks["1"].kill()
-    code, said = end(killed)
-    assert (code, status(folder, "killed")) == (9, 9), said
-    assert said.startswith("error: rank 1 was killed (SIGKILL)")
-    assert len(said.splitlines()) == 1
+    code, errors = end(killed)
+    assert (code, status(folder, "killed")) == (9, 9), errors
+    assert errors.startswith("error: rank 1 was killed (SIGKILL)")
+    assert len(errors.splitlines()) == 1
     assert not running(" killed ", folder), "nor its data-loading workers"
 
-    code, said = end(diverged)
-    assert (code, status(folder, "diverged")) == (5, 5), said
-    assert said.startswith("error: a gradient was not finite")
-    assert len(said.splitlines()) == 1
+    code, errors = end(diverged)
+    assert (code, status(folder, "diverged")) == (5, 5), errors
+    assert errors.startswith("error: a gradient was not finite")
+    assert len(errors.splitlines()) == 1
 
 
 LONG = ["--set", "training.max_steps=100000"]
@@ -175,9 +175,9 @@ def test_signal_reaches_all_ranks_once(folder: Path) -> None:
     for name, (number, _) in cases.items():
         os.killpg(processes[name].pid, number)  # as a terminal does
     for name, (_, code) in cases.items():
-        found, said = end(processes[name])
-        assert (found, status(folder, name)) == (code, code), said
-        first, *rest = said.splitlines()
+        found, errors = end(processes[name])
+        assert (found, status(folder, name)) == (code, code), errors
+        first, *rest = errors.splitlines()
         assert first == "Stopping after this step, then saving. Signal again to exit now."
         assert rest in ([], [name])
         assert not running(f" {name} ", folder)
@@ -185,7 +185,7 @@ def test_signal_reaches_all_ranks_once(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_signal_while_ranks_start(folder: Path) -> None:
-    """They have no handlers yet."""
+    """The ranks have no signal handlers yet."""
     process = start(folder, *RUN, "--name", "early")
     while process.poll() is None and len(running(" early ", folder)) < 3:
         time.sleep(0.05)
@@ -201,6 +201,6 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
         print(broadcast_folder(Path(f"runs/job-{rank}"), None, 0)[0].name)
         dist.destroy_process_group()
 
-    said = tmp_path / "said"
-    assert [ended(pid) for pid in forked_ranks(agree, 2, tmp_path, said)] == [0, 0]
-    assert said.read_text().split() == ["job-0", "job-0"]
+    output = tmp_path / "output"
+    assert [wait_for_exit(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
+    assert output.read_text().split() == ["job-0", "job-0"]

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one of two real ranks."""
+"""A non-finite gradient on one of two real ranks."""
 
 from __future__ import annotations
 

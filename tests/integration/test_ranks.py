@@ -1,4 +1,4 @@
-"""Real ranks over gloo, and what a launcher may tell them."""
+"""Real ranks over gloo, and the settings of their launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start(ranks: int, folder: Path, name: str) -> Path:
     [("causal-lm", 2), ("text-classification", 4), pytest.param("text-classification", 2, marks=pytest.mark.soak)],
 )
 def test_several_ranks_match_one_rank(kind: str, ranks: int, warm: None, tmp_path: Path) -> None:
-    """The effective batch is the profile's on any number of them; four have one or two samples each in the partial step."""
+    """The effective batch is the same on any number of ranks. Of four ranks, each has one or two samples in the partial step."""
     write_job(tmp_path, kind)
     one = start(1, tmp_path, "one")
     several = start(ranks, tmp_path, "several")
@@ -64,7 +64,7 @@ def test_several_ranks_match_one_rank(kind: str, ranks: int, warm: None, tmp_pat
 
 @pytest.mark.soak
 def test_half_weights_on_two_ranks(warm: None, tmp_path: Path) -> None:
-    """Evaluations before and amid the training must leave DDP's hooks on the half weights alone."""
+    """Evaluations before and during training must not remove DDP's hooks from the half weights."""
     write_job(tmp_path, "text-classification", 'dtype = "bf16"\nlevel = "O2"\n')
     one = start(1, tmp_path, "one")
     two = start(2, tmp_path, "two")

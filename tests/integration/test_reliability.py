@@ -1,8 +1,8 @@
-"""Nothing is lost: runs that are killed, interrupted, hung or fought over, and what they end with when they go on.
+"""Reliability on one rank: killed, interrupted, suspended and competing runs lose no step and resume to the same bits.
 
-Each run is a child of this process, which has imported everything already, so that a hundred of them take minutes. What a child
-ends with is compared, tensor by tensor, with a run that nobody disturbed. The short forms run by default, the full ones as
-`soak`; `figures` keeps what was measured for docs/reliability.md.
+Each run is a fork of the test process, so that a hundred runs take minutes. Every tensor of the final state is compared with that
+of an undisturbed run. The short forms run by default, the full ones as `soak`; `figures` keeps the measurements for
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.forks import ended, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 
 from hwopt import api
 from hwopt.cli.options import quiet_transformers
@@ -36,7 +36,7 @@ from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, plan_for, saved_bits, tiny_job, tiny_profile
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 Figures = Callable[..., None]
 LAST = 30
@@ -45,7 +45,7 @@ LAST = 30
 
 @dataclass
 class Work:
-    """A run that takes a second or two, and where its children work."""
+    """A run of one or two seconds, and the folder of its child processes."""
 
     folder: Path
     ranks: int = 1
@@ -70,21 +70,21 @@ class Work:
         api.execute(self.plan(), self.folder / name, cache=self.folder / "cache", resume=True, **options)
 
     def started(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
-        """The pids of the ranks of a run that goes on in the folder `name`. `disturb` is called in each of them first."""
+        """Start or resume a run in the folder `name`. Returns the pids of its ranks. Each rank calls `disturb` first."""
         return forked_ranks(partial(self.child, name, disturb, options), self.ranks, self.folder)
 
     def child(self, name: str, disturb: Callable[[], None], options: Mapping[str, Any], rank: int) -> None:
         signals.install_handlers()
-        quiet_transformers()  # a child that is killed would keep the lock of all progress bars
+        quiet_transformers()  # a killed child would hold the lock of all progress bars
         disturb()
         self.run(name, rank, **options)
 
     def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
-        return [ended(pid) for pid in self.started(name, disturb, **options)]
+        return [wait_for_exit(pid) for pid in self.started(name, disturb, **options)]
 
 
 def bits(run: Path) -> dict[str, str]:
-    """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
+    """Hashes of the final weights, the final optimizer state and the best weights."""
     assert storage.find_corruption(run / "final") == ""
     last = resume.list_checkpoints(run)[0]
     assert last.name == f"checkpoint-{LAST}"
@@ -100,26 +100,26 @@ def logged_steps(run: Path) -> list[tuple[int, float]]:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     torch.set_num_threads(1)
     work = Work(tmp_path_factory.mktemp("reliability"))
-    assert work.job.job.data.train  # the files are written once, here
+    assert work.job.job.data.train  # writes the data files once
     return work
 
 
 @pytest.fixture(scope="module")
 def undisturbed(work: Work) -> Path:
-    work.run("undisturbed")  # here, so that the children find everything imported
+    work.run("undisturbed")  # in this process, so that forks have all modules imported
     return work.folder / "undisturbed"
 
 
 @pytest.fixture(scope="module")
-def takes(work: Work, undisturbed: Path) -> float:
-    """Seconds of a whole run in a child."""
+def run_seconds(work: Work, undisturbed: Path) -> float:
+    """Seconds of a complete run in a child process."""
     began = time.monotonic()
     assert work.finished("timed") == [0]
     assert bits(work.folder / "timed") == bits(undisturbed)
     return time.monotonic() - began
 
 
-def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
+def resumes_exactly(work: Work, name: str, undisturbed: Path) -> None:
     assert work.finished(name) == [0] * work.ranks
     run = work.folder / name
     assert bits(run) == bits(undisturbed)
@@ -128,22 +128,22 @@ def goes_on_exactly(work: Work, name: str, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("kills", [pytest.param(5, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
-def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, takes: float, kills: int, figures: Figures) -> None:
-    """A fifth of the kills inside a save, and at places that are counted; a tenth of the runs is killed as it goes on, too."""
+def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, run_seconds: float, kills: int, figures: Figures) -> None:
+    """A fifth of the kills is at a chosen operation of a save. A tenth of the runs is killed again after the resume."""
     chance = random.Random(kills)
     killed = inside = twice = 0
     while killed < kills:
         name = f"killed-{killed}"
-        again = killed % 10 == 9
-        for _ in range(2 if again else 1):
-            save = killed % 5 == 4
-            pids = work.started(name, partial(at_the_save, chance.randint(1, 150), kill_myself) if save else lambda: None)
-            if not save:
-                time.sleep(chance.uniform(0.05, takes))
+        killed_twice = killed % 10 == 9
+        for _ in range(2 if killed_twice else 1):
+            in_save = killed % 5 == 4
+            pids = work.started(name, partial(at_disk_change, chance.randint(1, 150), kill_myself) if in_save else lambda: None)
+            if not in_save:
+                time.sleep(chance.uniform(0.05, run_seconds))
                 os.kill(pids[0], signal.SIGKILL)
-            if ended(pids[0]) == -9:  # else it was too late
-                killed, inside, twice = killed + 1, inside + save, twice + again
-        goes_on_exactly(work, name, undisturbed)
+            if wait_for_exit(pids[0]) == -9:  # else the run had ended
+                killed, inside, twice = killed + 1, inside + in_save, twice + killed_twice
+        resumes_exactly(work, name, undisturbed)
     figures(
         "SIGKILL anywhere, resume",
         f"{killed} kills ({inside} inside a save, {twice} of runs that were killed twice): 0 different hashes of weights or "
@@ -151,8 +151,8 @@ def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, takes: float,
     )
 
 
-def newest_whole(run: Path) -> int:
-    """The step of the checkpoint that a run would go on from, 0 for none."""
+def newest_valid_step(run: Path) -> int:
+    """The step of the checkpoint that a run would resume from; 0 without one."""
     found = resume.latest_valid(run, lambda message: None)
     return 0 if found is None else found.step
 
@@ -163,8 +163,8 @@ def status(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("times", [pytest.param(4, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
-def test_signal_saves_the_run(work: Work, undisturbed: Path, takes: float, times: int, figures: Figures) -> None:
-    """At random moments of the training: the step is finished and saved, and the run goes on exactly."""
+def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float, times: int, figures: Figures) -> None:
+    """The signal comes at a random moment of training. The run saves its current step and resumes to the same bits."""
     chance = random.Random(times)
     sent = 0
     while sent < times:
@@ -172,29 +172,27 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, takes: float, times
         number = (signal.SIGTERM, signal.SIGINT)[sent % 2]
         run = work.folder / name
         (pid,) = work.started(name)
-        while not (run / "metrics.jsonl").exists():  # the first line comes after step 3
+        while not (run / "metrics.jsonl").exists():  # the first row is written after step 3
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, takes / 3))
+        time.sleep(chance.uniform(0, run_seconds / 3))
         os.kill(pid, number)
-        code = ended(pid)
-        if code == 0:  # it was over
+        code = wait_for_exit(pid)
+        if code == 0:  # the run had ended before the signal
             shutil.rmtree(run)
             continue
         assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
         assert status(run)["exit_code"] == code
         if not (run / "final").exists():
-            assert f"after step {newest_whole(run)}, saved" in status(run)["message"]
+            assert f"after step {newest_valid_step(run)}, saved" in status(run)["message"]
         else:
-            assert "after the last step: final/ is whole" in status(run)["message"]
-        goes_on_exactly(work, name, undisturbed)
+            assert "after the last step: final/ is complete" in status(run)["message"]
+        resumes_exactly(work, name, undisturbed)
         sent += 1
-    figures(
-        "SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved at the step that was being done, exit 143/130"
-    )
+    figures("SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved the current step, exit 143/130")
 
 
 def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
-    """While the first one's checkpoint is being written."""
+    """The second signal comes while the checkpoint of the first one is being written."""
 
     def slow_disk() -> None:
         fsync = os.fsync
@@ -211,22 +209,22 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
     while not (run / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGTERM)  # passed on by a launcher
+    os.kill(pid, signal.SIGTERM)  # a copy that a launcher forwards
     time.sleep(1.5 * signals.DUPLICATE_SECONDS)
     os.kill(pid, signal.SIGTERM)
-    assert ended(pid, within=20) == 143
+    assert wait_for_exit(pid, within=20) == 143
     assert status(run)["exit_code"] == 143
-    goes_on_exactly(work, "twice", undisturbed)
+    resumes_exactly(work, "twice", undisturbed)
 
 
-def full_for(now: Callable[[], bool]) -> Callable[[], None]:
-    """What makes the disk full for the writing thread, once it is so."""
+def full_disk_when(condition: Callable[[], bool]) -> Callable[[], None]:
+    """A function that makes the disk full for the writer thread while `condition` is true."""
 
     def disturb() -> None:
         fsync = os.fsync
 
         def full(number: int) -> None:
-            if now() and threading.current_thread().name.startswith("hwopt-writer"):
+            if condition() and threading.current_thread().name.startswith("hwopt-writer"):
                 disk_full()
             fsync(number)
 
@@ -236,23 +234,23 @@ def full_for(now: Callable[[], bool]) -> Callable[[], None]:
 
 
 def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
-    """What could not be saved is not called saved."""
-    (pid,) = work.started("signal-full", full_for(lambda: signals.received() is not None))
+    """The status must not report a step as saved if the save failed."""
+    (pid,) = work.started("signal-full", full_disk_when(lambda: signals.received() is not None))
     run = work.folder / "signal-full"
     while not (run / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGTERM)
-    assert ended(pid) == 6
+    assert wait_for_exit(pid) == 6
     assert status(run)["exit_code"] == 6
     assert "No space left on device" in status(run)["message"]
     shutil.rmtree(run)
 
 
 def test_failing_rank_decides_the_exit_code(work: Work) -> None:
-    """The others only hear that it is gone."""
+    """The other rank sees only a lost connection. Its exit code must not replace that of the failing rank."""
     both = Work(work.folder, 2)
     run = work.folder / "rank-full"
-    codes = both.finished(run.name, full_for((run / "checkpoint-10").is_dir))
+    codes = both.finished(run.name, full_disk_when((run / "checkpoint-10").is_dir))
     assert codes[0] == 6
     assert codes[1] != 0
     assert status(run)["exit_code"] == 6
@@ -261,7 +259,7 @@ def test_failing_rank_decides_the_exit_code(work: Work) -> None:
 
 
 def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
-    """Ctrl-Z and fg, a suspended job, a frozen container: longer than training.hang_timeout."""
+    """A suspension (Ctrl-Z, a frozen container) may last longer than training.hang_timeout."""
     stopped = Work(work.folder, training={"hang_timeout": 2})
     (pid,) = stopped.started("stopped")
     while not (work.folder / "stopped" / "metrics.jsonl").exists():
@@ -269,13 +267,13 @@ def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
-    assert ended(pid) == 0
+    assert wait_for_exit(pid) == 0
     assert bits(work.folder / "stopped") == bits(undisturbed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path, ranks: int) -> None:
-    """The loop waits for a write that takes longer than training.hang_timeout, and goes on; so do ranks that write nothing."""
+    """A write may take longer than training.hang_timeout. The loop waits for it, on ranks that do not write too."""
 
     def slow_disk() -> None:
         fsync, waited = os.fsync, []
@@ -296,7 +294,7 @@ def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path, ranks: int) -> N
 
 
 def hold_when_owner(gate: int) -> None:
-    """The process that gets the folder waits until the others have failed."""
+    """Make the process that locks the folder wait until the other processes have failed."""
     from contextlib import contextmanager
 
     real = resuming.lock_run_folder
@@ -313,21 +311,21 @@ def hold_when_owner(gate: int) -> None:
 @pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(50, id="full", marks=pytest.mark.soak)])
 def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures: Figures) -> None:
     for number in range(rounds):
-        name = f"fought-over-{number}"
-        listening, telling = os.pipe()
-        pids = [pid for _ in range(8) for pid in work.started(name, partial(hold_when_owner, listening))]
+        name = f"contested-{number}"
+        gate, opener = os.pipe()
+        pids = [pid for _ in range(8) for pid in work.started(name, partial(hold_when_owner, gate))]
         codes: dict[int, int] = {}
-        while len(codes) < 7:  # the owner waits for them
+        while len(codes) < 7:  # the owner waits until the others have failed
             for pid in set(pids) - codes.keys():
                 done, found = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(found)
             time.sleep(0.005)
-        os.write(telling, b"x")
+        os.write(opener, b"x")
         (owner,) = set(pids) - codes.keys()
-        codes[owner] = ended(owner)
-        os.close(listening)
-        os.close(telling)
+        codes[owner] = wait_for_exit(owner)
+        os.close(gate)
+        os.close(opener)
         assert sorted(codes.values()) == [0, *[8] * 7]
         assert status(work.folder / name)["exit_code"] == 0
         shutil.rmtree(work.folder / name)
@@ -335,21 +333,21 @@ def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures
 
 
 def test_lock_of_a_dead_process_is_released(work: Work, undisturbed: Path) -> None:
-    """The lock of a process that was killed ends with it, also while its data-loading workers still live."""
+    """A killed process releases its lock, even if its data-loading workers are still alive."""
     busy = Work(work.folder, tables={"dataloader": {"num_workers": 1}})
     (pid,) = busy.started("left")
     while not (work.folder / "left" / "metrics.jsonl").exists():
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
-    ended(pid)
-    goes_on_exactly(work, "left", undisturbed)
+    wait_for_exit(pid)
+    resumes_exactly(work, "left", undisturbed)
 
 
 DAMAGE = ("flip", "cut", "remove", "empty", "foreign", "swap", "manifest")
 
 
-def damage_one(folder: Path, chance: random.Random) -> str:
-    """Do one thing to a file of a checkpoint."""
+def damage_one_file(folder: Path, chance: random.Random) -> str:
+    """Damage one random file of a checkpoint. Returns a description of the damage."""
     kind = chance.choice(DAMAGE)
     files = sorted(path for path in folder.iterdir() if path.name != storage.MANIFEST)
     path = chance.choice(files)
@@ -388,18 +386,18 @@ def test_corrupt_checkpoint_falls_back_to_the_previous_one(
         last, before = resume.list_checkpoints(undisturbed)[:2]
         shutil.copytree(last, run / last.name)
         shutil.copytree(before, run / before.name)
-        what = damage_one(run / last.name, chance)
-        said: list[str] = []
-        found = resume.latest_valid(run, said.append)
-        assert found is not None, what
-        assert found.folder.name == before.name, what
-        assert len(said) == 1, what
-        assert "is corrupt" in said[0], what
+        damage = damage_one_file(run / last.name, chance)
+        messages: list[str] = []
+        found = resume.latest_valid(run, messages.append)
+        assert found is not None, damage
+        assert found.folder.name == before.name, damage
+        assert len(messages) == 1, damage
+        assert "is corrupt" in messages[0], damage
     figures("flipped bytes, cuts, missing files", f"{times} of {times} detected, the previous one loaded")
 
 
-def at_the_save(call: int, happens: Callable[[], None], counted: Any = None) -> None:
-    """At the n-th change that the writing of checkpoints makes to the disk `happens` something; `counted` gets their number."""
+def at_disk_change(call: int, action: Callable[[], None], counted: Any = None) -> None:
+    """Call `action` at the `call`-th disk operation of the writer thread. The file `counted` gets the number of operations."""
     made = 0
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -410,7 +408,7 @@ def at_the_save(call: int, happens: Callable[[], None], counted: Any = None) -> 
                 if counted is not None:
                     os.pwrite(counted, made.to_bytes(4, "little"), 0)
                 if made == call:
-                    happens()
+                    action()
             return function(*arguments, **named)
 
         return watching
@@ -430,10 +428,10 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def changes_of_saves(work: Work, tmp_path: Path) -> int:
-    """How many changes the saves of a run make to the disk."""
+def disk_operations_of_saves(work: Work, tmp_path: Path) -> int:
+    """The number of disk operations in the saves of a run."""
     with open(tmp_path / "changes", "w+b") as file:
-        assert work.finished("counted", partial(at_the_save, 0, lambda: None, file.fileno())) == [0]
+        assert work.finished("counted", partial(at_disk_change, 0, lambda: None, file.fileno())) == [0]
         found = int.from_bytes(os.pread(file.fileno(), 4, 0), "little")
     shutil.rmtree(work.folder / "counted")
     return found
@@ -444,34 +442,36 @@ def changes_of_saves(work: Work, tmp_path: Path) -> int:
 def test_failed_save_keeps_a_valid_checkpoint(
     work: Work, undisturbed: Path, tmp_path: Path, every: int, dies: bool, figures: Figures
 ) -> None:
-    """One after the other, the changes that the saves of a run make to the disk; at most the checkpoint being written is lost."""
-    changes = changes_of_saves(work, tmp_path)
+    """Each disk operation of the saves fails once. At most the checkpoint that is being written may be lost."""
+    changes = disk_operations_of_saves(work, tmp_path)
     assert changes > 50
-    happens = kill_myself if dies else disk_full
+    action = kill_myself if dies else disk_full
     tried = survived = most_lost = 0
     for call in range(1, changes + 1, every):
         name = f"{'dying' if dies else 'failing'}-{call}"
-        (pid,) = work.started(name, partial(at_the_save, call, happens))
-        code = ended(pid)
+        (pid,) = work.started(name, partial(at_disk_change, call, action))
+        code = wait_for_exit(pid)
         run = work.folder / name
-        assert code in ((-9,) if dies else (6, 0)), call  # what cannot be cleared away afterwards is no loss
+        assert code in ((-9,) if dies else (6, 0)), call  # 0: a failed removal of an old checkpoint does not end the run
         if code == 6:
             assert status(run)["exit_code"] == 6
-            said = status(run)["message"]
-            assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} GiB were written, |and )\d+\.\d{3} GiB are free", said), said
+            message = status(run)["message"]
+            assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} GiB were written, |and )\d+\.\d{3} GiB are free", message), (
+                message
+            )
         done = max((step for step, _ in logged_steps(run)), default=0)
-        # the one that was being written is lost; training goes on beside it until the next one is due
-        newest = newest_whole(run)
+        # the checkpoint that was being written is lost; training continues during the write, until the next one is due
+        newest = newest_valid_step(run)
         assert newest >= done // 5 * 5 - 5, call
         most_lost = max(most_lost, done - newest)
         if call % (5 * every) == 1:
-            goes_on_exactly(work, name, undisturbed)
+            resumes_exactly(work, name, undisturbed)
         else:
             shutil.rmtree(run)
         tried, survived = tried + 1, survived + 1
     if dies:
-        lost = f"at most the one being written is lost, and the steps beside it ({most_lost} steps; one is written every 5)"
-        figures("every write, fsync, rename, remove of a save dies there", f"0 of {tried} leave none whole; {lost}")
+        lost = f"at most the checkpoint being written is lost, and the steps trained meanwhile ({most_lost}; saved every 5)"
+        figures("every write, fsync, rename, remove of a save dies there", f"0 of {tried} leave no valid checkpoint; {lost}")
     else:
         figures(
             "disk full at each of them", f"{survived} of {tried}: the old checkpoint survives; exit 6 with bytes needed and free"
@@ -484,9 +484,9 @@ def test_too_small_disk_is_reported_before_the_first_step(work: Work, monkeypatc
         shutil.disk_usage = lambda path: usage._replace(free=100_000)
 
     (pid,) = work.started("no-room", nearly_full)
-    assert ended(pid) == 6
-    said = status(work.folder / "no-room")["message"]
-    assert "checkpoint(s) of" in said
-    assert "GiB are free" in said
+    assert wait_for_exit(pid) == 6
+    message = status(work.folder / "no-room")["message"]
+    assert "checkpoint(s) of" in message
+    assert "GiB are free" in message
     assert not (work.folder / "no-room" / "metrics.jsonl").exists()
     shutil.rmtree(work.folder / "no-room")

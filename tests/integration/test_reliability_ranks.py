@@ -1,8 +1,8 @@
-"""Nothing is lost with several ranks either: whoever of a launch is killed, asked to end, or hangs.
+"""Reliability on two ranks: a launch whose rank, worker or launcher is killed, signalled or hung loses no step.
 
-Launches are real, and disturbed when their metrics.jsonl says how far they are; what runs side by side is started side by side.
-What only has to go on, or to be compared with, runs in children of this process, which has imported everything already. The short
-forms run by default, the full ones as `soak`; `figures` keeps what was measured for docs/reliability.md.
+The launches are real processes; a test disturbs one at a step of its metrics.jsonl. Independent launches run at the same time.
+Resumed runs and reference runs are forks of the test process. The short forms run by default, the full ones as `soak`; `figures`
+keeps the measurements for docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from integration.forks import ended, forked_ranks
+from integration.forks import forked_ranks, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -36,7 +36,7 @@ from hwopt.system import signals
 from hwopt.testing import TINY_BERT, apart, launcher, logged, saved_bits, write_samples
 from hwopt.training.telemetry import Telemetry
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 Figures = Callable[..., None]
 LAST = 150
@@ -68,7 +68,7 @@ LAUNCH = [*launcher(2), "-m", "hwopt"]
 
 @dataclass
 class Work:
-    """A job in `folder`, which is the working folder of whoever trains it."""
+    """A job in `folder`, the working folder of all its runs."""
 
     folder: Path
 
@@ -84,18 +84,18 @@ class Work:
         return self.folder / "runs" / name
 
     def forked(self, name: str, *arguments: str, ranks: int = 2) -> list[int]:
-        """The pids of children that go on in the run `name`, or begin it."""
-        goes_on = [] if "--resume-from" in arguments else ["--resume"]
-        command = [*RUN, *goes_on, "--name", name, *arguments]
+        """Start or resume the run `name` in child processes. Returns the pids of its ranks."""
+        resume_option = [] if "--resume-from" in arguments else ["--resume"]
+        command = [*RUN, *resume_option, "--name", name, *arguments]
         return forked_ranks(lambda rank: os._exit(run_command(command)), ranks, self.folder)
 
-    def goes_on(self, name: str, *arguments: str, ranks: int = 2) -> Path:
-        assert [ended(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
+    def finish(self, name: str, *arguments: str, ranks: int = 2) -> Path:
+        assert [wait_for_exit(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
         return self.run(name)
 
-    def goes_on_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
-        """Where one rank has saved without the others, what they have lost since the last log point is not in the log."""
-        run = self.goes_on(name)
+    def resumes_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
+        """Resume the run and compare it with `undisturbed`, without the losses if a rank saved alone (`saved_alone`)."""
+        run = self.finish(name)
         assert bits(run) == bits(undisturbed)
         assert logged(run, "step") == logged(undisturbed, "step")
         assert saved_alone or logged(run, "loss") == logged(undisturbed, "loss")
@@ -103,7 +103,7 @@ class Work:
 
 
 def bits(run: Path) -> dict[str, str]:
-    """Weights and optimizer state at the end of a run, and the weights that it has chosen as the best."""
+    """Hashes of the final weights, the final optimizer state and the best weights."""
     assert storage.find_corruption(run / "final") == ""
     last = resume.list_checkpoints(run)[0]
     assert last.name == f"checkpoint-{LAST}"
@@ -116,7 +116,7 @@ def status(run: Path) -> dict[str, Any]:
 
 
 def step_of(run: Path) -> int:
-    """The last step that is logged."""
+    """The last logged step; 0 without a log."""
     with contextlib.suppress(OSError):
         return max((int(step) for step in logged(run, "step")), default=0)
     return 0
@@ -130,7 +130,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 
 @pytest.fixture(scope="module")
 def alone(work: Work) -> Path:
-    """An undisturbed run of one rank, in this process, so that the children find everything imported."""
+    """An undisturbed run of one rank, in this process, so that forks have all modules imported."""
     with contextlib.chdir(work.folder):
         plan = api.resolve("./ranks.toml", "job.toml", cache=work.folder / "cache")
         api.execute(plan, work.run("alone"), cache=work.folder / "cache")
@@ -139,12 +139,12 @@ def alone(work: Work) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(work: Work, alone: Path) -> Path:
-    return work.goes_on("undisturbed")
+    return work.finish("undisturbed")
 
 
 @pytest.mark.parametrize("kills", [pytest.param(2, id="short"), pytest.param(60, id="full", marks=pytest.mark.soak)])
 def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: int, figures: Figures) -> None:
-    """The first, the second or both. The one that is left ends by itself."""
+    """The first rank, the second or both are killed. The remaining rank exits without help."""
     chance = random.Random(kills)
     killed = 0
     while killed < kills:
@@ -156,18 +156,18 @@ def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: i
         victims = ([pids[0]], [pids[1]], pids)[killed % 3]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        codes = {pid: ended(pid) for pid in pids}
-        if {codes[pid] for pid in victims} != {-9}:  # it was too late
+        codes = {pid: wait_for_exit(pid) for pid in pids}
+        if {codes[pid] for pid in victims} != {-9}:  # the run had ended before the kill
             shutil.rmtree(work.run(name))
             continue
         assert all(codes.values())
-        work.goes_on_exactly(name, undisturbed, saved_alone=victims == pids[1:])
+        work.resumes_exactly(name, undisturbed, saved_alone=victims == pids[1:])
         killed += 1
     figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
 
 
 def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
-    """Between the step and the sum of the losses of all ranks."""
+    """The rank is killed after the step, before the losses of all ranks are summed."""
     start_row = Telemetry.start_row
 
     def dies(telemetry: Telemetry) -> None:
@@ -178,25 +178,25 @@ def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undistu
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Telemetry, "start_row", dies)
         first, second = work.forked("log-point")
-        assert (ended(second), ended(first)) == (-9, 9)
+        assert (wait_for_exit(second), wait_for_exit(first)) == (-9, 9)
     assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
-    work.goes_on_exactly("log-point", undisturbed, saved_alone=True)
+    work.resumes_exactly("log-point", undisturbed, saved_alone=True)
 
 
-def until(true: Callable[[], bool], within: float = 240.0) -> None:
+def until(condition: Callable[[], bool], within: float = 240.0) -> None:
     deadline = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to it"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.01)
 
 
 def test_resume_on_another_number_of_ranks_repeats_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:
-    """One rank's checkpoint on two, and the other way round: the same samples, weights within rounding of one another."""
+    """One rank to two and two to one: the samples are the same, the weights differ by rounding only."""
     expected = load_file(alone / "checkpoint-150" / "model.safetensors")
     assert apart(load_file(undisturbed / "checkpoint-150" / "model.safetensors"), expected) <= 1e-5
     for before, ranks in ((alone, 2), (undisturbed, 1)):
         name = f"from-{before.name}"
-        run = work.goes_on(name, "--resume-from", str(before / "checkpoint-75"), ranks=ranks)
+        run = work.finish(name, "--resume-from", str(before / "checkpoint-75"), ranks=ranks)
         assert apart(load_file(run / "checkpoint-150" / "model.safetensors"), expected) <= 1e-5
         assert logged(run, "step") == [step for step in logged(alone, "step") if step > 75]
         assert logged(run, "loss") == pytest.approx(logged(alone, "loss")[15:], rel=1e-4)
@@ -204,7 +204,7 @@ def test_resume_on_another_number_of_ranks_repeats_the_same_steps(work: Work, al
 
 @dataclass
 class Launch:
-    """A real launch of two ranks in `work.folder`; `mark` is in the environment of all that belongs to it."""
+    """A real launch of two ranks in `work.folder`. All its processes have `mark` in their environment."""
 
     work: Work
     name: str
@@ -214,16 +214,16 @@ class Launch:
 
     def __post_init__(self) -> None:
         self.mark = f"{self.work.folder}/{self.name}{self.by}"
-        self.said = self.work.folder / f"{self.name}{self.by}.out"
-        with open(self.said, "wb") as said:
+        self.output_path = self.work.folder / f"{self.name}{self.by}.out"
+        with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=self.work.folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HWOPT_TEST_LAUNCH": self.mark},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                # a shell's background job ignores SIGINT, and so would what it starts
+                # a background job of a shell ignores SIGINT, and its child processes inherit that
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 start_new_session=True,
             )
@@ -238,21 +238,21 @@ class Launch:
 
     @property
     def output(self) -> str:
-        return self.said.read_text(errors="replace")
+        return self.output_path.read_text(errors="replace")
 
     def rank(self, number: int) -> psutil.Process:
         ranks = psutil.Process(self.process.pid).children()
         return next(each for each in ranks if each.environ().get("RANK") == str(number))
 
-    def ended(self, within: float = 240.0) -> int:
+    def wait(self, within: float = 240.0) -> int:
         try:
             return self.process.wait(within)
         finally:
             if self.process.poll() is None:
-                for left in self.left():
-                    left.kill()
+                for process in self.processes():
+                    process.kill()
 
-    def left(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -261,8 +261,8 @@ class Launch:
         return found
 
     def assert_no_process_left(self) -> None:
-        """At once, but for a worker whose parent's death has not reached it yet."""
-        until(lambda: not self.left(), within=2)
+        """Wait 2 s: a data-loading worker needs a moment to notice the death of its parent."""
+        until(lambda: not self.processes(), within=2)
 
 
 def launched(work: Work, name: str, accelerate: bool, *arguments: str) -> Launch:
@@ -298,18 +298,18 @@ def test_signal_saves_on_all_ranks(
                 os.killpg(launch.process.pid, number)
         for (accelerate, target, number), launch in pairs:
             code = signals.EXIT_CODES[number]
-            assert launch.ended() == (1 if accelerate else code), (target, launch.output)
+            assert launch.wait() == (1 if accelerate else code), (target, launch.output)
             launch.assert_no_process_left()
             assert status(launch.run)["exit_code"] == code, (target, launch.output)
             found = resume.latest_valid(launch.run, lambda message: None)
             assert found is not None
             assert f"after step {found.step}, saved" in status(launch.run)["message"] or not accelerate
             assert found.step >= step_of(launch.run)
-            work.goes_on_exactly(launch.name, undisturbed)
+            work.resumes_exactly(launch.name, undisturbed)
     figures(
         "SIGTERM/SIGINT at random moments",
         f"2 ranks: {len(cases)} of {len(cases)} to a rank, the launcher or the group, of `--processes 2` and of "
-        "`accelerate launch`: saved at one step by all, 143/130 in status.json, nobody left, resume exact",
+        "`accelerate launch`: saved at one step by all, 143/130 in status.json, no process left, resume exact",
     )
 
 
@@ -325,7 +325,7 @@ PAIRS: list[Victims] = [
     "pairs", [pytest.param(PAIRS[:1], id="short"), pytest.param(PAIRS * 15, id="full", marks=pytest.mark.soak)]
 )
 def test_hung_or_killed_process_ends_the_run(work: Work, undisturbed: Path, pairs: list[Victims], figures: Figures) -> None:
-    """With exit code 9, not later than 10 s after training.hang_timeout, and nobody stays behind."""
+    """All processes exit with code 9 at most 10 s after training.hang_timeout."""
     chance = random.Random(len(pairs))
     limit = 5.0
     slowest = 0.0
@@ -334,14 +334,14 @@ def test_hung_or_killed_process_ends_the_run(work: Work, undisturbed: Path, pair
         launches = [launched(work, f"{who}-{number.name}-{turn}", False, *options) for who, number in pair]
         disturbed = []
         for (who, number), launch in zip(pair, launches, strict=True):
-            launch.until_step(15)  # at step 10 the newest worker may be one of the evaluation, which ends by itself
+            launch.until_step(15)  # at step 10 the newest worker may be an evaluation worker, which exits soon
             victim = launch.rank(chance.randint(0, 1))
             if who == "worker":
                 victim = max(victim.children(), key=lambda each: each.create_time())
             victim.send_signal(number)
             disturbed.append(time.monotonic())
         for launch, since in zip(launches, disturbed, strict=True):
-            assert launch.ended() == 9, (pair, launch.output)
+            assert launch.wait() == 9, (pair, launch.output)
             launch.assert_no_process_left()
             slowest = max(slowest, time.monotonic() - since)
             assert slowest <= limit + 10, (pair, launch.output)
@@ -352,25 +352,25 @@ def test_hung_or_killed_process_ends_the_run(work: Work, undisturbed: Path, pair
                 assert any("hwopt" in path.read_text() for path in stacks), who
                 assert "no progress for" in launch.output
                 assert "no progress for" in status(launch.run)["message"]
-            work.goes_on_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
+            work.resumes_exactly(launch.name, undisturbed, saved_alone=number == signal.SIGKILL)
     figures(
         "worker or rank killed or hung",
         f"{len(pairs)} data-loading workers and {len(pairs)} of 2 ranks, half of them SIGSTOPped, half SIGKILLed: exit 9 at most "
-        f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), nobody left, resume exact",
+        f"{slowest:.0f} s after it (training.hang_timeout = {limit:g}), no process left, resume exact",
     )
 
 
 @pytest.mark.parametrize("accelerate", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["processes", "accelerate"])
 def test_ranks_end_with_their_launcher(work: Work, undisturbed: Path, accelerate: bool) -> None:
-    """They save as at SIGTERM, and end."""
+    """If the launcher is killed, its ranks save as at SIGTERM and exit."""
     launch = launched(work, f"orphans-{accelerate}", accelerate)
     launch.until_step(10)
     launch.process.kill()
-    launch.ended()
-    until(lambda: not launch.left(), within=60)
+    launch.wait()
+    until(lambda: not launch.processes(), within=60)
     assert status(launch.run)["exit_code"] == 143, launch.output
     assert resume.list_checkpoints(launch.run)
-    work.goes_on_exactly(launch.name, undisturbed)
+    work.resumes_exactly(launch.name, undisturbed)
 
 
 LAUNCHERS = {
@@ -392,15 +392,15 @@ FEW = [("hwopt", 5), ("--processes 2", 8), ("accelerate launch", 5)]
 
 @pytest.mark.parametrize("cases", [pytest.param(FEW, id="short"), pytest.param(TABLE, id="full", marks=pytest.mark.soak)])
 def test_exit_code_is_the_same_under_every_launcher(work: Work, cases: list[tuple[str, int]], figures: Figures) -> None:
-    """The exit code is that of docs/exit-codes.md, but `accelerate launch` makes 1 of all; status.json keeps it."""
+    """Exit codes follow docs/exit-codes.md. `accelerate launch` exits with 1 for each of them; status.json has the original."""
     for code in ENDINGS:
         with lock_run_folder(work.run("in-use"), resume=True):
             launches = {by: ends_with(work, by, code) for by, wanted in cases if wanted == code}
             for by, launch in launches.items():
-                assert launch.ended() == (1 if code and by == "accelerate launch" else code), (by, launch.output)
+                assert launch.wait() == (1 if code and by == "accelerate launch" else code), (by, launch.output)
                 launch.assert_no_process_left()
                 assert "CalledProcessError" not in launch.output
-                # before a folder is made, or where it is another's, there is no status to write
+                # no status.json if the run has no folder, or if another process owns the folder
                 assert launch.run.joinpath("status.json").exists() == (code in (0, 5)), by
                 assert code not in (0, 5) or status(launch.run)["exit_code"] == code, by
     figures("launchers", f"{len(cases)} endings under {len({by for by, _ in cases})} launchers: the same code everywhere")

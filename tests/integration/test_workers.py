@@ -1,4 +1,4 @@
-"""Data-loading workers, however they are started: what is sent to them pickles, and what they make has the same bits."""
+"""Data-loading workers with every start method: their arguments are picklable, and the weights have the same bits."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_workers_do_not_change_the_weights(method: str, workers: int, kind: str,
         options = {"num_workers": number, "pin_memory": False} | ({"multiprocessing_context": method} if number else {})
         plan = planned(tmp_path, kind, **options)
         assert plan.recipe.loader["num_workers"] == number
-        heard = train_tiny(plan, tmp_path / str(number))
-        evidence = {entry.name: each for entry, each in heard.found}["dataloader"]
+        recorder = train_tiny(plan, tmp_path / str(number))
+        evidence = {entry.name: each for entry, each in recorder.found}["dataloader"]
         assert evidence.status == "active", evidence.seen
         found.append(load_file(tmp_path / str(number) / "run" / "final" / "model.safetensors"))
     assert found[0].keys() == found[1].keys()

@@ -43,7 +43,7 @@ def started(ranks: int, folder: Path, name: str, *arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the job, and the plain run of one rank in it."""
+    """The folder with the job and a run of one rank without ZeRO."""
     folder = tmp_path_factory.mktemp("ranks")
     write_samples(folder / "train.jsonl", 41)  # the last step of an epoch has five rows
     write_samples(folder / "dev.jsonl", 13, seed=1)
@@ -62,7 +62,7 @@ def alone(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("stage", "offload"), [*(pytest.param(*case, marks=pytest.mark.soak) for case in OTHERS), (2, "none"), (3, "parameters")]
 )
 def test_two_ranks_match_one_rank(stage: int, offload: str, alone: Path) -> None:
-    """20 steps of uneven micro-batches, as many on one rank as on the other only because they are told."""
+    """20 steps of uneven micro-batches. Ranks must agree on the number of micro-batches of a step."""
     (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
     two, one = started(2, alone, f"two-{stage}-{offload}"), alone / "runs" / "one"
     assert json.loads((two / "plan.json").read_text())["world_size"] == 2
@@ -75,7 +75,7 @@ def test_two_ranks_match_one_rank(stage: int, offload: str, alone: Path) -> None
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, "none"), pytest.param(3, "parameters", marks=pytest.mark.soak)])
 def test_two_ranks_resume_from_their_shards(stage: int, offload: str, alone: Path) -> None:
-    """On as many ranks to the same bits, and on a single one up to rounding."""
+    """A resume on two ranks gives the same bits, on one rank the same weights up to rounding."""
     (alone / "ranks.toml").write_text(PROFILE.format(stage=stage, offload=offload))
     name = f"through-{stage}"
     through = started(2, alone, name, "--set", "training.save_steps=10")

@@ -32,7 +32,7 @@ ZERO = {"stage": 2, "offload": "none"}
 
 
 def planned(folder: Path, *, max_grad_norm: float = 1.0, **options: Any) -> Plan:
-    """The plan of a tiny job. Options that are dicts are plugin tables; the others go to `plan_for`."""
+    """The plan of a tiny job. Dict options are plugin tables; `plan_for` gets the other options."""
     tables = {name: options.pop(name) for name in list(options) if isinstance(options[name], Mapping)}
     return plan_for(tiny_profile(**tables), tiny_job(folder / "data", max_grad_norm=max_grad_norm), **options)
 
@@ -83,7 +83,7 @@ def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"zero": {"stage": 3, "offload": "none"}}, "ACCELERATE_DEEPSPEED_ZERO_STAGE=2 .* in which it is 3"),
         ({"zero": {"stage": 2, "offload": "optimizer"}}, "OFFLOAD_OPTIMIZER_DEVICE=none .* in which it is cpu"),
@@ -95,10 +95,10 @@ def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_p
         ),
     ],
 )
-def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     base = {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}}
     environment = launcher_environment(launcher_config(planned(tmp_path, **base)), tmp_path / "other.yaml")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         refuse(environment, planned(tmp_path, **base | change))
 
 
@@ -214,7 +214,7 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
     theirs, ours = FullyShardedDataParallelPlugin(), FullyShardedDataParallelPlugin(**fields)
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if name in os.environ and name not in before:
-            monkeypatch.delenv(name)  # Accelerate set the second one
+            monkeypatch.delenv(name)  # the second variable was set by Accelerate
     assert {key: value for key, value in vars(theirs).items() if key != "param_init_fn"} == {
         key: value for key, value in vars(ours).items() if key != "param_init_fn"
     }
@@ -285,9 +285,9 @@ def test_launch_from_an_exported_file_makes_the_same_plan(folder: Path) -> None:
 
     expected = {"ddp": ("ddp", 2), "spelled": ("zero", 2), "pointed": ("zero", 1)}
     runs = {name: launched(f"{name}.yaml", profile) for name, (profile, _) in expected.items()}
-    said = {name: run.communicate(timeout=240)[0] for name, run in runs.items()}
+    outputs = {name: run.communicate(timeout=240)[0] for name, run in runs.items()}
     for name, run in runs.items():
-        assert run.returncode == 0, said[name][-3000:]
+        assert run.returncode == 0, outputs[name][-3000:]
         found = json.loads((folder / "runs" / name / "plan.json").read_text())
         profile, ranks = expected[name]
         wanted = json.loads(json.dumps(api.resolve(f"./{profile}.toml", "job.toml", world_size=ranks).to_dict()))
@@ -310,7 +310,7 @@ def test_edited_json_is_refused(folder: Path) -> None:
     file = "ACCELERATE_DEEPSPEED_CONFIG_FILE=changed.json"
     assert [line.partition(". Change")[0] for line in lines] == [
         f"{file}: zero_optimization.stage is 3, which contradicts the plan, in which it is 2",
-        f"{file}: optimizer.type is 'Lion', which contradicts the plan, in which there is no such thing",
+        f"{file}: optimizer.type is 'Lion', which contradicts the plan, in which this key does not exist",
     ]
     Path("changed.json").write_text(exported(plan, "deepspeed"))
     refuse(environment, plan)
@@ -381,7 +381,7 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("profile", "arguments", "said"),
+    ("profile", "arguments", "message"),
     [
         ("zero", [], "Missing option '--to'"),
         ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
@@ -394,11 +394,11 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
     ],
 )
 def test_export_refuses_bad_input(
-    profile: str, arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    profile: str, arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(profile, *arguments) == 2
     found = capsys.readouterr()
-    assert said in " ".join(found.err.replace("│", " ").split())
+    assert message in " ".join(found.err.replace("│", " ").split())
     assert not found.out
 
 

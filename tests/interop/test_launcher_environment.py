@@ -98,7 +98,7 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "content",
     [
         {},
         CONFIG,
@@ -107,8 +107,8 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
         {"zero_optimization": {"stage": 2, "round_robin_gradients": False}},
     ],
 )
-def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(said))
+def test_matching_deepspeed_file_is_accepted(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(content))
     refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
 
 
@@ -117,8 +117,8 @@ def test_matching_deepspeed_file_is_accepted(said: dict[str, Any], tmp_path: Pat
     [
         ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage is 3, which contradicts the plan, in which it is 2"),
         ('{"bf16": {"enabled": false}}', "bf16.enabled is False, .* in which it is true"),
-        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* there is no such thing"),
-        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* there is no such thing"),
+        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* this key does not exist"),
+        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* this key does not exist"),
         ("[]", "cannot be read as JSON .expected a JSON object"),
         ("{", "cannot be read as JSON"),
         (None, "cannot be read as JSON .*no such file"),

@@ -106,7 +106,7 @@ def test_volume_stays_below_its_limit_and_splits_by_node(spec: MemorySpec, over:
         if not scheme.in_node:
             limit = volume(scheme, spec, Ranks(1 << 40), micro_batches).sent
             assert sent.sent < limit or limit == 0
-            # the link out of a node carries as much as any other
+            # a link between nodes carries as much as any other link
             assert sent.between * over.per_node == pytest.approx(sent.sent if over.nodes > 1 else 0)
 
 
@@ -152,14 +152,14 @@ def test_simulated_ring_sends_the_predicted_volume(number: int, nodes: int) -> N
     sent: Counter[tuple[int, int]] = Counter()
     assert np.array_equal(all_reduced(values, sent), np.broadcast_to(values.sum(axis=0), values.shape))
     parameters = values[0].size
-    said = volume(DATA_PARALLEL, MemorySpec(parameters, parameters), over)
+    predicted = volume(DATA_PARALLEL, MemorySpec(parameters, parameters), over)
     node = {rank: rank // over.per_node for rank in range(number)}
-    assert {rank: size for (rank, _), size in sent.items()} == pytest.approx(dict.fromkeys(range(number), said.sent))
+    assert {rank: size for (rank, _), size in sent.items()} == pytest.approx(dict.fromkeys(range(number), predicted.sent))
     for name in range(nodes):
         leaving = sum(size for (a, b), size in sent.items() if node[a] == name != node[b])
         staying = sum(size for (a, b), size in sent.items() if node[a] == name == node[b])
-        assert leaving == pytest.approx(said.between * over.per_node)
-        assert staying == pytest.approx(said.within * over.per_node)
+        assert leaving == pytest.approx(predicted.between * over.per_node)
+        assert staying == pytest.approx(predicted.within * over.per_node)
 
 
 class CollectiveBytes(TorchDispatchMode):
@@ -210,11 +210,11 @@ def test_fsdp_of_torch_sends_the_predicted_volume(over: Ranks, frozen: int) -> N
             for _ in range(micro_batches):
                 model(torch.zeros(2, 64)).sum().backward()
     trained = sum(layer.weight.requires_grad for layer in layers)
-    said = volume(scheme, MemorySpec(4 * 64 * 64, trained * 64 * 64), over, micro_batches)
+    predicted = volume(scheme, MemorySpec(4 * 64 * 64, trained * 64 * 64), over, micro_batches)
     if over.nodes > 1:
-        assert (counted.spread, counted.replicated) == pytest.approx((said.within, said.between))
+        assert (counted.spread, counted.replicated) == pytest.approx((predicted.within, predicted.between))
     else:
-        assert split_by_node(counted.spread, over) == said
+        assert split_by_node(counted.spread, over) == predicted
 
 
 def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:

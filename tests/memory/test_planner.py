@@ -87,7 +87,7 @@ def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
     with fake_step_functions(plan, 2) as (train, _):
-        train(Shape(2, 16))  # creates what later steps reuse
+        train(Shape(2, 16))  # the first step creates buffers that later steps reuse
         yield train
 
 

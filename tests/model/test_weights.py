@@ -34,7 +34,7 @@ def test_weights_are_loaded_bit_for_bit(tmp_path: Path, weights: dict[str, torch
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-def test_a_new_head_may_have_another_shape(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+def test_new_head_may_have_another_shape(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert load(tmp_path, new_head=True, num_labels=5).classifier.weight.shape == (5, 16)
     with pytest.raises(InputError, match=r"classifier\.\w+ is \(2.*\), expected \(5"):
@@ -70,13 +70,13 @@ def test_pickles_are_rejected(tmp_path: Path, weights: dict[str, torch.Tensor]) 
         ([], "is not a valid weights index"),
     ],
 )
-def test_an_index_that_refers_to_other_files_is_rejected(tmp_path: Path, content: Any, message: str) -> None:
+def test_index_that_refers_to_other_files_is_rejected(tmp_path: Path, content: Any, message: str) -> None:
     (tmp_path / INDEX).write_text(json.dumps(content))
     with pytest.raises(InputError, match=message):
         load(tmp_path)
 
 
-def test_plain_safetensors_names() -> None:
+def test_only_plain_safetensors_names_are_accepted() -> None:
     assert is_plain_safetensors("model-00001-of-00002.safetensors")
     for name in ("model.bin", "a/model.safetensors", "..\\model.safetensors", "C:model.safetensors", "a\0.safetensors"):
         assert not is_plain_safetensors(name)

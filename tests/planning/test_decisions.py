@@ -57,7 +57,7 @@ def test_apply_carries_decided_options(tmp_path: Path) -> None:
         (Decision("apply", "two", (Base.Options(), Base.Options())), "returned 'apply' with 2 options, expected at most 1"),
     ],
 )
-def test_a_decision_with_a_wrong_number_of_options_is_refused(decision: Decision, message: str, tmp_path: Path) -> None:
+def test_decision_with_a_wrong_number_of_options_is_refused(decision: Decision, message: str, tmp_path: Path) -> None:
     class Wrong(Base):
         name = "wrong"
 
@@ -81,13 +81,13 @@ class Second(Muon):
     replaces = ()
 
 
-def test_a_second_optimizer_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_second_optimizer_is_an_error_that_names_both_plugins(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"recipe.optimizer is set by .*'second'.* and again by .*'optimizer'"):
         plan_with(tmp_path, Second, optimizer={})
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_replaced_plugin_is_skipped_and_says_by_which(strict: bool, tmp_path: Path) -> None:
+def test_replaced_plugin_is_skipped_with_the_replacement_in_its_reason(strict: bool, tmp_path: Path) -> None:
     plan = plan_with(tmp_path, Muon, optimizer={"name": "adamw_torch"}, strict=strict)
     assert line(plan, "optimizer") == ("skip", "replaced by plugin 'muon' (a tiny profile)")
     assert line(plan, "muon")[0] == "apply"
@@ -96,7 +96,7 @@ def test_a_replaced_plugin_is_skipped_and_says_by_which(strict: bool, tmp_path: 
     assert plan.recipe.optimizer([2, 1]) == [1, 2]
 
 
-def test_a_plugin_of_which_a_part_is_replaced_keeps_the_rest(tmp_path: Path) -> None:
+def test_partly_replaced_plugin_keeps_its_other_fields(tmp_path: Path) -> None:
     class Both(Base):
         name = "both"
 
@@ -117,7 +117,7 @@ def test_two_plugins_cannot_replace_the_same_field(tmp_path: Path) -> None:
         plan_with(tmp_path, Muon, Again)
 
 
-def test_a_plugin_must_set_what_it_replaces(tmp_path: Path) -> None:
+def test_plugin_that_does_not_set_what_it_replaces_is_refused(tmp_path: Path) -> None:
     class Empty(Base):
         name = "empty"
         replaces = ("optimizer",)
@@ -160,9 +160,7 @@ class Skipped(Helper):
 
 
 @pytest.mark.parametrize(("plugin", "helps"), [(Helper, True), (Silent, False), (Skipped, False)])
-def test_only_declared_plugins_that_apply_here_help_when_memory_runs_out(
-    plugin: type[Plugin], helps: bool, tmp_path: Path
-) -> None:
+def test_oom_plugins_are_declared_and_apply_here(plugin: type[Plugin], helps: bool, tmp_path: Path) -> None:
     registry = Registry()
     registry.add(plugin)
     found = plan_for(tiny_profile(), tiny_job(tmp_path), registry).oom_plugins

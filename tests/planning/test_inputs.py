@@ -1,4 +1,4 @@
-"""What is given is checked before anything heavy is imported."""
+"""Input is checked before a heavy package is imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_with_an_unknown_host_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     assert hub_is_out_of_reach()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # whether anybody listens there is the client's to find out
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # only DNS is checked; the client detects a closed port
     assert not hub_is_out_of_reach()
 
 
@@ -46,12 +46,12 @@ def test_proxy_resolves_the_hub_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_proxies")
-@pytest.mark.parametrize(("name", "offline"), [("somebody/some-model", "1"), (".", None)], ids=["of the hub", "a folder"])
+@pytest.mark.parametrize(("name", "offline"), [("owner/some-model", "1"), (".", None)], ids=["of the hub", "a folder"])
 def test_unreachable_hub_sets_offline_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: str | None
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # monkeypatch restores it after the test
     monkeypatch.delenv("HF_HUB_OFFLINE")
     job = tmp_path / "job.toml"
     job.write_text(f'[model]\nname = "{name}"\n[data]\ntrain = "rows.jsonl"\n')
@@ -66,7 +66,7 @@ def test_checking_does_not_create_the_demo(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_given_as_a_profile_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):
@@ -80,7 +80,7 @@ def test_jobs_and_profiles_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which nobody may look at anything; the tests may run as root, who may look everywhere."""
+    """A folder without read permission. The system call is patched, because root may read every folder."""
     monkeypatch.chdir(tmp_path)
     folder, look = Path("private"), Path.stat
 
@@ -127,7 +127,7 @@ def special(kind: str, path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/null").exists(), reason="needs pipes and /dev")
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("folder", "is a folder"),
         ("pipe", "is not a regular file"),
@@ -136,10 +136,10 @@ def special(kind: str, path: Path) -> None:
         ("device", "is not a regular file"),
     ],
 )
-def test_special_job_file_is_refused(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_job_file_is_refused(kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     special(kind, Path("job.toml"))
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         Inputs().job_or_demo(None, [], tmp_path / "cache")
     assert "job.toml" in str(caught.value)
 
@@ -166,7 +166,7 @@ def test_missing_data_is_reported_before_planning(
     Path("rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
     Path("rows.zip").write_text("no archive")
     Path("job.toml").write_text(JOB + data.replace("rows.jsnl", "./rows.jsnl"))
-    refuse_mistakes(Inputs(), ["cpu"], None, [], None)  # a plan does without
+    refuse_mistakes(Inputs(), ["cpu"], None, [], None)  # a plan needs no data
     with pytest.raises(DataError, match=message):
         refuse_missing_data(Inputs().job(None, []))
 
@@ -179,11 +179,11 @@ def test_hub_name_is_not_checked_locally(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_unwritable_output_folder_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_folder(tmp_path / "new" / "runs", "mine", "") == tmp_path / "new" / "runs" / "mine"
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # patched, because root may write everywhere
     with pytest.raises(StorageError, match="no permission to write in"):
         run_folder(tmp_path / "new" / "runs", "mine", "")
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert run_folder(tmp_path / "runs", "mine", "", resume=True).name == "mine"  # its own rights count
+    assert run_folder(tmp_path / "runs", "mine", "", resume=True).name == "mine"  # the folder's own permissions count
 
 
 @pytest.mark.parametrize(

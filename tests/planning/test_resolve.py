@@ -1,4 +1,4 @@
-"""Plans: order, precedence, conflicts, and the golden plans of the seeds' profiles (tests/golden, read by eye).
+"""Plans: order, precedence, conflicts, and the golden plans of the seeds' profiles (tests/golden, reviewed by hand).
 
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/planning/test_resolve.py` rewrites the golden plans; read the difference before you commit.
 """
@@ -95,7 +95,7 @@ def golden_text(profile: str) -> str:
 
 
 @pytest.mark.parametrize("profile", SEEDS)
-def test_golden_plans(profile: str) -> None:
+def test_plans_match_the_golden_files(profile: str) -> None:
     path, made = GOLDEN / f"{profile}.txt", golden_text(profile)
     if os.environ.get("HWOPT_UPDATE_GOLDEN"):
         path.write_text(made, encoding="utf-8")
@@ -103,7 +103,7 @@ def test_golden_plans(profile: str) -> None:
 
 
 class One(Plugin):
-    """Does nothing; the tests derive from it."""
+    """A plugin without effect. Tests derive from it."""
 
     name = "one"
     stage = Stage.MODEL
@@ -172,17 +172,17 @@ def explode(*_: object) -> Decision:
 
 
 @pytest.mark.parametrize("hook", ["probe", "apply"])
-def test_a_plugin_that_raises_is_named(hook: str) -> None:
+def test_plugin_that_raises_is_named(hook: str) -> None:
     with pytest.raises(PluginError, match=r"'a' \(p.toml:5\) of this process.*ZeroDivisionError: boom"):
         plan_of(profile_of("a"), HOST, registry=registry_of(variant("a", **{hook: explode})))
 
 
-def test_a_probe_that_decides_nothing_is_named() -> None:
+def test_probe_that_returns_none_is_named() -> None:
     with pytest.raises(PluginError, match="'a'.*returned None instead of a Decision"):
         plan_of(profile_of("a"), HOST, registry=registry_of(variant("a", probe=lambda self, context: None)))
 
 
-def test_all_wrong_plugins_and_options_at_once() -> None:
+def test_all_wrong_plugins_and_options_are_reported_at_once() -> None:
     profile = profile_of("oen", one={"valeu": 3}, two={"value": "3"})
     with pytest.raises(InputError) as caught:
         plan_of(profile, HOST, registry=registry_of(One, variant("two")))
@@ -192,7 +192,7 @@ def test_all_wrong_plugins_and_options_at_once() -> None:
     assert "plugins.two.value" in text
 
 
-def test_strict_makes_every_compromise_an_error() -> None:
+def test_strict_makes_skips_and_fallbacks_errors() -> None:
     with pytest.raises(PluginError) as caught:
         plan_of(load_profile("rtx3070_8gb", profile_files()), Hardware("cpu", "a CPU", 8, 8, cpu_cores=8), strict=True)
     assert "tf32" in str(caught.value)
@@ -200,12 +200,12 @@ def test_strict_makes_every_compromise_an_error() -> None:
     assert "no CUDA device" in str(caught.value)
 
 
-def test_the_job_wins_over_the_profile() -> None:
+def test_job_overrides_the_profile() -> None:
     profile = load_profile("rtx3070_8gb_batch32", profile_files())
     plan = plan_of(profile, CARDS["rtx3070"], job_file=job(learning_rate=1e-3, warmup_steps=7))
     assert plan.training.learning_rate == 1e-3
     assert plan.training.warmup_steps == 7
-    assert plan.training.warmup_ratio is None, "the other way to say the same goes too"
+    assert plan.training.warmup_ratio is None, "warmup_steps of the job also removes warmup_ratio of the profile"
     assert plan.training.num_train_epochs == 5
     assert plan.provenance["training.num_train_epochs"].endswith(
         ":" + plan.provenance["training.num_train_epochs"].split(":")[-1]
@@ -214,7 +214,7 @@ def test_the_job_wins_over_the_profile() -> None:
     assert plan.provenance["training.seed"] == "default"
 
 
-def test_a_smaller_card_lowers_the_micro_batch_only() -> None:
+def test_smaller_card_lowers_only_the_micro_batch() -> None:
     profile = load_profile("rtx3090_24gb", profile_files())
     small = Hardware("cuda", "RTX A2000", 12, 11, compute_capability=(8, 6), cpu_cores=16)
     plan = plan_of(profile, small, GEMMA)
@@ -227,7 +227,7 @@ def test_a_smaller_card_lowers_the_micro_batch_only() -> None:
     assert not plan_of(profile, big, GEMMA).notes
 
 
-def test_plans_are_json() -> None:
+def test_plan_is_serializable_as_json() -> None:
     import json
 
     plan = plan_of(load_profile("rtx3070_8gb", profile_files()), CARDS["rtx3070"])
@@ -236,8 +236,8 @@ def test_plans_are_json() -> None:
     assert {"name", "decision", "reason", "options", "provenance"} <= set(stored["plugins"][0])
 
 
-def test_a_table_from_the_command_line_finds_its_place(tmp_path: Path) -> None:
-    """`--set plugins.adapter.always=true` cannot say that it comes before the profile's precision."""
+def test_command_line_table_is_sorted_by_stage(tmp_path: Path) -> None:
+    """A table from `--set` has no position in the profile. Its stage puts the adapter before precision."""
     document = Document("a profile", {"name": "short", "plugins": {"precision": {}, "batch": {}}})
     profile = make_profile(document, ["plugins.adapter.always=true"])
     names = [entry.name for entry in plan_for(profile, tiny_job(tmp_path)).entries]

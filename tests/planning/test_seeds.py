@@ -1,4 +1,4 @@
-"""The seeds' recipes from end to end on a small scale: what each is about must be seen in the running thing."""
+"""The seed profiles end to end on a small scale: the effect of each must be visible in a run."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def gemma_job(folder: Path, **training: Any) -> JobFile:
 
 
 class Frozen(Recorder):
-    """Remembers the weights before the first step, and which of them differ after the last one."""
+    """Records the weights before the first step and the names of those that differ after the last one."""
 
-    def started(self, run: Any) -> None:
-        super().started(run)
+    def on_start(self, run: Any) -> None:
+        super().on_start(run)
         self.before = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
         self.changed: set[str] = set()
 
-    def row(self, run: Any, row: Row) -> None:
-        super().row(run, row)
+    def on_log(self, run: Any, row: Row) -> None:
+        super().on_log(run, row)
         if row["step"] == run.total_steps:
             now = run.inner_model.named_parameters()
             self.changed = {name for name, p in now if not torch.equal(p, self.before[name])}
@@ -60,11 +60,11 @@ class Frozen(Recorder):
 def test_dora_on_a_decoder_changes_adapter_and_head_only(tmp_path: Path) -> None:
     profile = load_profile("rtx3090_24gb", profile_files(), ["plugins.adapter.always=true", "plugins.dataloader.num_workers=0"])
     plan = plan_for(profile, gemma_job(tmp_path, max_steps=100, learning_rate=3e-3, logging_steps=1, eval_steps=50))
-    heard = Frozen()
-    api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
-    assert sum(heard.losses[-10:]) < 0.7 * sum(heard.losses[:10])
-    assert heard.changed
-    assert all("lora_" in name or "score" in name for name in heard.changed)
+    recorder = Frozen()
+    api.execute(plan, tmp_path / "run", recorder, cache=tmp_path / "cache")
+    assert sum(recorder.losses[-10:]) < 0.7 * sum(recorder.losses[:10])
+    assert recorder.changed
+    assert all("lora_" in name or "score" in name for name in recorder.changed)
     final = tmp_path / "run" / "final"
     merged = AutoModelForSequenceClassification.from_pretrained(final)
     assert not any("lora" in name for name, _ in merged.named_parameters())
@@ -72,15 +72,15 @@ def test_dora_on_a_decoder_changes_adapter_and_head_only(tmp_path: Path) -> None
     assert (final / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_an_adapter_skips_itself_under_500_million_parameters(tmp_path: Path) -> None:
+def test_adapter_is_skipped_below_500_million_parameters(tmp_path: Path) -> None:
     plan = plan_for(load_profile("rtx3090_24gb", profile_files()), gemma_job(tmp_path))
     entry = next(entry for entry in plan.entries if entry.name == "adapter")
     assert entry.decision == "skip"
     assert "500" in entry.reason
 
 
-def test_a_decoder_pools_at_the_last_real_token(tmp_path: Path) -> None:
-    """What final/ answers for a text alone is what it answers in a padded batch."""
+def test_decoder_pools_at_the_last_real_token(tmp_path: Path) -> None:
+    """final/ gives the same logits for a single text as for the text in a padded batch."""
     plan = plan_for(tiny_profile(), gemma_job(tmp_path, max_steps=5))
     train_tiny(plan, tmp_path)
     final = tmp_path / "run" / "final"
@@ -105,7 +105,7 @@ def test_half_weights_are_saved_as_their_masters(dtype: str, tmp_path: Path) -> 
         assert not rounded, "the bits below half precision are there"
 
 
-def test_a_language_model_learns_and_generates(tmp_path: Path) -> None:
+def test_language_model_learns_and_generates(tmp_path: Path) -> None:
     text = tmp_path / "rhyme.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 120)
     config = {
@@ -124,8 +124,8 @@ def test_a_language_model_learns_and_generates(tmp_path: Path) -> None:
         "task": {"kind": "causal-lm"},
         "training": {"max_steps": 60, "learning_rate": 5e-3},
     }
-    heard = train_tiny(plan_for(tiny_profile(), make_job(Document("rhyme", document))), tmp_path)
-    assert heard.rows[-1]["eval_perplexity"] < 1.5
+    recorder = train_tiny(plan_for(tiny_profile(), make_job(Document("rhyme", document))), tmp_path)
+    assert recorder.rows[-1]["eval_perplexity"] < 1.5
     final = tmp_path / "run" / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     prompt = tokenizer("the quick brown", return_tensors="pt", return_token_type_ids=False)
@@ -133,8 +133,8 @@ def test_a_language_model_learns_and_generates(tmp_path: Path) -> None:
     assert "fox" in made
 
 
-def test_every_seed_profile_runs_here(tmp_path: Path) -> None:
-    """Without a GPU each still trains, and says why what is not on is not on."""
+def test_every_seed_profile_trains_on_this_machine(tmp_path: Path) -> None:
+    """Without a GPU every profile trains, and each skipped plugin has a reason."""
     for name in (
         "rtx3070_8gb",
         "rtx3070_8gb_batch16",
@@ -144,7 +144,7 @@ def test_every_seed_profile_runs_here(tmp_path: Path) -> None:
         "t4_16gb",
     ):
         profile = load_profile(name, profile_files(), ["plugins.dataloader.num_workers=0"])
-        heard = train_tiny(plan_for(profile, tiny_job(tmp_path / name / "data"), Registry()), tmp_path / name)
-        assert len(heard.losses) == 3
-        for entry, evidence in heard.found:
+        recorder = train_tiny(plan_for(profile, tiny_job(tmp_path / name / "data"), Registry()), tmp_path / name)
+        assert len(recorder.losses) == 3
+        for entry, evidence in recorder.found:
             assert evidence.status != "inactive", (name, entry.name, evidence.seen)

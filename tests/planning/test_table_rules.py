@@ -128,7 +128,7 @@ BASE = "[plugins.batch]\ntrain = 64\neval = 128\ngradient_accumulation_steps = 2
     ],
 )
 def test_changing_one_size_keeps_the_rows_of_a_step(changes: list[str], train: int, rows: int, tmp_path: Path) -> None:
-    """On the command line and in a profile that extends; another effective batch must be asked for."""
+    """On the command line and in a profile with a parent. The effective batch changes only if it is set."""
     by_command = profile_of(tmp_path, BASE, *(f"plugins.batch.{change}" for change in changes))
     (tmp_path / "base.toml").write_text('name = "base"\n' + BASE)
     child = "\n".join(change.replace("=", " = ") for change in changes)
@@ -137,7 +137,7 @@ def test_changing_one_size_keeps_the_rows_of_a_step(changes: list[str], train: i
         assert (plan.batch.train, plan.batch.step) == (train, rows)
 
 
-def test_kept_rows_are_shown_with_their_place(tmp_path: Path) -> None:
+def test_kept_rows_per_step_are_shown_with_their_place(tmp_path: Path) -> None:
     plan = plan_of(profile_of(tmp_path, BASE, "plugins.batch.train=8"))
     (batch,) = plan.entries
     assert batch.reason.startswith("128 rows per step over 1 rank(s): 16 micro-batch(es) of up to 8 each")
@@ -157,12 +157,12 @@ def test_train_auto_keeps_the_rows_of_the_profile(tmp_path: Path) -> None:
     assert plan.batch.step == 128
 
 
-def test_mistakes_in_a_kept_table_are_reported_as_such(tmp_path: Path) -> None:
+def test_wrong_value_of_a_parent_does_not_block_an_override(tmp_path: Path) -> None:
     plan = profile_of(tmp_path, '[plugins.batch]\ntrain = "many"\ngradient_accumulation_steps = 2\n', "plugins.batch.train=8")
     assert dict(plan.plugin_tables())["batch"] == {"train": 8, "gradient_accumulation_steps": 2}
 
 
-def test_a_run_reads_its_job_and_its_profile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reads_its_job_and_its_profile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hwopt.cli.options import begin
     from hwopt.planning.inputs import refuse_missing_data
 

@@ -30,7 +30,7 @@ def test_key_set_by_two_plugins_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("order", [("winner", "loser"), ("loser", "winner")])
-def test_a_replaced_field_belongs_to_the_plugin_that_replaces_it(order: tuple[str, str]) -> None:
+def test_replaced_field_belongs_to_the_replacing_plugin(order: tuple[str, str]) -> None:
     values = {"winner": len, "loser": sorted}
     recipe = Recipe({"optimizer": "winner", "batch['train']": "winner"})
     for author in order:

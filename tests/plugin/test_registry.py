@@ -49,7 +49,7 @@ def test_built_ins_come_through_entry_points() -> None:
         assert registry.distribution(name).startswith("hwopt ")
 
 
-def test_unknown_names_offer_the_nearest() -> None:
+def test_unknown_plugin_name_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="profile.toml:4: no plugin 'optimiser'.*Did you mean 'optimizer'"):
         Registry().plugin("optimiser", "profile.toml:4")
 
@@ -97,14 +97,14 @@ def test_duplicate_name_names_both_entry_points() -> None:
 )
 def test_every_broken_rule_is_named(change: dict[str, object], expected: str) -> None:
     broken = type("Broken", (Good,), change)
-    with pytest.raises(PluginError, match=f"'good' of somebody 1.0.*{expected}"):
-        check_contract(broken, "good", "somebody 1.0")
+    with pytest.raises(PluginError, match=f"'good' of author 1.0.*{expected}"):
+        check_contract(broken, "good", "author 1.0")
 
 
 def test_object_that_is_not_a_plugin_is_refused() -> None:
     for thing in (PluginOptions, 3, None):
         with pytest.raises(PluginError, match="expected a subclass"):
-            check_contract(thing, "good", "somebody 1.0")
+            check_contract(thing, "good", "author 1.0")
 
 
 def test_profiles_are_files() -> None:

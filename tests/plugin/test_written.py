@@ -1,4 +1,4 @@
-"""What plugins write, found without declarations."""
+"""The recipe fields that plugins write are found by calling apply, without declarations."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def test_unknown_writes_show_the_reason(plugin: type[Plugin], why: str) -> None:
     assert found.why.startswith(why)
 
 
-def test_a_hook_that_raises_names_the_plugin() -> None:
+def test_hook_that_raises_names_the_plugin() -> None:
     with pytest.raises(PluginError, match=r"plugin 'mine' of mine 1.0: apply\(\) raised RuntimeError: boom"):
         written_by(Broken, "plugin 'mine' of mine 1.0")

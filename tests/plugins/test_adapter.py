@@ -1,4 +1,4 @@
-"""Real adapters by PEFT: only adapter and head learn, the merged model is the trained one, small models are left alone."""
+"""Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ IDS = torch.arange(1, 25).reshape(3, 8)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +90,7 @@ def test_only_adapter_and_head_train(build, heads, kind):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     untouched = run_of(model, torch.optim.AdamW(model.parameters()))
     assert plugin.evidence(untouched).status == "inactive", "no gradient yet"
-    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "one step is enough to see it"
+    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
     run = trained(model)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed
@@ -134,7 +134,7 @@ def test_language_models_keep_their_head_frozen():
     assert plugin.evidence(trained(model)).status == "active"
 
 
-def test_named_targets():
+def test_only_named_target_modules_get_adapters():
     plugin, recipe = Adapter(Adapter.Options(target_modules=("q_proj", "v_proj"))), Recipe()
     plugin.apply(recipe, context())
     model = recipe.model_steps[0](llama(), None)
@@ -157,7 +157,7 @@ def test_small_models_get_an_adapter_only_with_always():
     assert Adapter(Adapter.Options()).probe(context()).kind == "apply"
 
 
-def test_without_peft_and_with_dropout():
+def test_reasons_name_missing_peft_and_slow_dropout():
     assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
     assert "slower path" in Adapter(Adapter.Options(kind="dora", lora_dropout=0.1)).probe(context()).reason
     assert Adapter.preserves == "method"
@@ -184,6 +184,6 @@ def test_evidence_is_inactive_if_other_weights_train():
         '{"lora_alpha": 0.5}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Adapter.Options.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""The setting is on inside and as found outside; a skip where the platform cannot grow blocks."""
+"""The setting is on inside the block and restored after it; platforms without expandable segments are skipped."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,13 +25,13 @@ def test_setting_is_restored_after_the_block():
     ("system", "release", "why"),
     [("Linux", "6.8.0-generic", ""), ("Windows", "10", "Linux only"), ("Linux", "5.15.153.1-microsoft-standard-WSL2", "WSL")],
 )
-def test_platforms(system, release, why):
+def test_only_native_linux_has_virtual_memory(system, release, why):
     able = has_virtual_memory(replace(described("a card", (8, 6), 8.0), system=system), release)
     assert bool(able) == (why == "")
     assert why in able.reason
 
 
-def test_a_cpu_is_skipped():
+def test_cpu_is_skipped():
     decision = Allocator(Allocator.Options()).probe(Context(described("a CPU", None, 8.0), {}, None, None))
     assert decision.kind == "skip"
     assert "found a CPU" in decision.reason
@@ -41,6 +41,6 @@ def test_a_cpu_is_skipped():
     ("segments", "status"),
     [([], "unknown"), ([{"is_expandable": False}], "inactive"), ([{"is_expandable": True}, {"is_expandable": False}], "active")],
 )
-def test_evidence_looks_at_the_segments(monkeypatch, segments, status):
+def test_evidence_reads_the_allocator_segments(monkeypatch, segments, status):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
     assert Allocator(Allocator.Options()).evidence(SimpleNamespace()).status == status

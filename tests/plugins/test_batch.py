@@ -1,4 +1,4 @@
-"""What each way of saying it writes, and how the rows of a step are read back."""
+"""The batch sizes that each combination of options writes, and the evidence from a step."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def step(rows, sizes):
     return SimpleNamespace(rows=rows, sizes=sizes)
 
 
-def test_what_is_written():
+def test_batch_sizes_are_written_to_the_recipe():
     assert written(train=64, eval=100, gradient_accumulation_steps=2) == {"train": 64, "eval": 100, "accumulation": 2}
     assert written(train=12) == {"train": 12, "eval": 24, "accumulation": 1}
     assert written(train=12, effective=128) == {"train": 12, "eval": 24, "effective": 128}
@@ -34,7 +34,7 @@ def test_what_is_written():
 @pytest.mark.parametrize(
     ("effective", "train", "ranks", "wanted"), [(128, 16, 1, 8), (128, 16, 2, 4), (100, 16, 2, 4), (1, 16, 1, 1)]
 )
-def test_micro_batches(effective, train, ranks, wanted):
+def test_micro_batches_per_step_divide_the_effective_batch(effective, train, ranks, wanted):
     assert micro_batches(effective, train, ranks) == wanted
 
 
@@ -46,7 +46,7 @@ def test_reasons_hold_the_numbers():
     assert "7 micro-batch(es) of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
 
 
-def test_fewer_samples_than_ranks():
+def test_fewer_samples_than_ranks_are_refused():
     with pytest.raises(PluginError, match=r"effective = 3 .* 4 ranks .* at least 4"):
         Batch(Batch.Options(effective=3)).probe(context(4))
 
@@ -61,12 +61,12 @@ def test_fewer_samples_than_ranks():
         '{"size": 8}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Batch.Options.model_validate_json(text)
 
 
-def test_evidence():
+def test_evidence_compares_micro_batches_with_the_options():
     plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2))
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(32, [(20, 8), (12, 30)]), world_size=1)).status == "active"
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(9, [(9, 8)]), world_size=1)).status == "unknown"
@@ -79,7 +79,7 @@ def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
     assert plugin.evidence(SimpleNamespace(last_step_batch=step(100, [(16, 8)]), world_size=3)).status == "inactive"
 
 
-def test_effective_wins_over_accumulation_and_says_so():
+def test_effective_overrides_accumulation_with_a_reason():
     plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2, effective=64))
     assert "instead of gradient_accumulation_steps = 2" in plugin.probe(context()).reason
     assert written(train=16, gradient_accumulation_steps=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}

@@ -1,4 +1,4 @@
-"""Equal gradients in every form, dropout included, behind PEFT too; and that layers really run twice."""
+"""Checkpointing gives equal gradients, also with dropout and PEFT, and each layer runs twice."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ IDS = torch.arange(24).reshape(3, 8)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -113,18 +113,18 @@ def test_evidence_is_unknown_in_compiled_code():
     model = applied(bert(), "all")
     model._compiled_call_impl = model._call_impl
     sizes = SimpleNamespace(sizes=[(3, 8)])
-    operators = {"aten::scaled_dot_product_attention": 2}  # of the tracing
+    operators = {"aten::scaled_dot_product_attention": 2}  # raised by tracing
     run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
     assert "cannot be counted" in Checkpointing(Checkpointing.Options()).evidence(run).seen
 
 
-def test_every_nth_and_no_cache():
+def test_every_nth_layer_is_checkpointed_without_cache():
     model = applied(bert(), 3)
     assert [layer.gradient_checkpointing for layer in repeated_layers(model)] == [True, False, False, True]
     assert model.config.use_cache is False
 
 
-def test_decisions():
+def test_decision_depends_on_model_and_layers():
     plugin = Checkpointing(Checkpointing.Options())
     assert plugin.probe(context()).kind == "apply"
     assert plugin.probe(context(supports_checkpointing=False)).kind == "skip"
@@ -136,12 +136,12 @@ def test_decisions():
     assert "adapter" in Checkpointing.after
 
 
-def test_a_model_without_such_layers_is_refused():
+def test_model_without_checkpointable_layers_is_refused():
     with pytest.raises(PluginError, match="no GradientCheckpointingLayer"):
         applied(SimpleNamespace(modules=list, config=SimpleNamespace()), "all")
 
 
 @pytest.mark.parametrize("text", ['{"layers": 0}', '{"layers": "some"}', '{"layers": 1.5}', '{"reentrant": true}'])
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Checkpointing.Options.model_validate_json(text)

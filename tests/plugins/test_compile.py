@@ -15,16 +15,18 @@ from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeat
 
 CPU = described("CPU", None, 32.0)
 H100 = described("H100", (9, 0), 80.0)
-OWN_WARNINGS = pytest.mark.filterwarnings(  # torch's about its own code: a deprecated import, and dynamo looking at `.grad`
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore::UserWarning:torch._dynamo",
+OWN_WARNINGS = (
+    pytest.mark.filterwarnings(  # warnings of torch about its own code: a deprecated import, and dynamo's access to `.grad`
+        "ignore:.*torch.jit.script_method:DeprecationWarning",
+        "ignore:The .grad attribute of a Tensor:UserWarning",
+        "ignore::UserWarning:torch._dynamo",
+    )
 )
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -80,11 +82,11 @@ def compiled_run(scope):
 
 
 @pytest.mark.parametrize(("limit", "widths"), [(16, (16,)), (32, (32,)), (100, (32, 64, 96, 100)), (192, (32, 64, 96, 128, 192))])
-def test_fixed_widths(limit, widths):
+def test_fixed_widths_end_at_the_limit(limit, widths):
     assert fixed_widths(limit) == widths
 
 
-def test_fixed_widths_without_a_limit():
+def test_fixed_widths_without_a_limit_end_at_4096():
     assert fixed_widths(None)[-1] == 4096
 
 
@@ -95,7 +97,7 @@ def test_auto_widths_end_at_the_shorter_limit():
     assert decided(CPU).kind == "apply"
 
 
-def test_widths_that_are_too_narrow():
+def test_too_narrow_widths_are_extended():
     decision = decided(CPU, widths=(64, 96))
     assert (decision.kind, decision.options[0].widths) == ("fallback", (64, 96, 128))
     assert "128 tokens" in decision.reason
@@ -103,7 +105,7 @@ def test_widths_that_are_too_narrow():
     assert decided(CPU, widths=(64, 128)).kind == "apply"
 
 
-def test_skips():
+def test_missing_compiler_or_old_card_is_skipped():
     assert "needs a C++ compiler" in decided(replace(CPU, compiler=None)).reason
     old = decided(described("P100", (6, 0), 16.0))
     assert old.kind == "skip"
@@ -111,16 +113,16 @@ def test_skips():
     detected = replace(H100, source="detected")
     assert "triton is not installed" in decided(detected).reason
     assert decided(detected, software=("triton",)).kind == "apply"
-    assert decided(H100).kind == "apply", "the card is elsewhere, and so is its software"
+    assert decided(H100).kind == "apply", "a described card: its software is unknown"
 
 
-def test_blocks():
+def test_repeated_blocks_are_found():
     model = Tiny()
     assert repeated_blocks(model) == list(model.blocks)
     assert repeated_blocks(torch.nn.Linear(2, 2)) == []
 
 
-def test_limits_are_put_back():
+def test_recompile_limit_is_restored():
     from torch._dynamo import config
 
     before = config.recompile_limit
@@ -145,7 +147,7 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     evidence = plugin.evidence(run)
     assert evidence.status == "active", (evidence.seen, run.warnings)
     assert "3 module(s) compiled (Block)" in evidence.seen
-    # the first block's input needs no gradient, the others' do: two graphs a width, whatever the number of rows
+    # two graphs per width for any number of rows: only the first block's input needs no gradient
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert run.warnings == []
     assert not any("_orig_mod" in name for name in run.inner_model.state_dict())
@@ -163,7 +165,7 @@ def test_failing_compiler_falls_back_to_eager_with_a_warning():
         recipe.prepared_steps[0](run)
         out = run.inner_model(x)
         out.sum().backward()
-    assert torch.equal(out, wanted), "the same step goes on"
+    assert torch.equal(out, wanted), "the failing step continues in eager mode"
     assert len(run.warnings) == 1
     assert "InductorError" in run.warnings[0]
     assert plugin.evidence(run).status == "inactive"
@@ -189,6 +191,6 @@ def test_error_of_the_model_is_raised():
         '{"widths": "all"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Compile.Options.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""Plugins that exclude each other, or need another: refused before anything is built, with both lines of the profile."""
+"""Plugins that exclude or need each other are refused at plan time, with both lines of the profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 REGISTRY = Registry()
 DOCS = Path(__file__).parents[2] / "docs" / "conflicts.md"
-TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that says it, the other one)
+TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that declares the conflict, the other plugin)
     ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.zero]\nstage = 2', "precision", "zero"),
     ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.zero]\nstage = 2\noffload = "optimizer"', "optimizer", "zero"),
     ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.zero]\nstage = 1\noffload = "none"', "optimizer", "zero"),
@@ -46,7 +46,7 @@ def declared() -> list[tuple[str, Conflict]]:
 
 
 def refusal(tables: str, folder: Path) -> tuple[str, Path]:
-    """The message that refuses a profile of these tables, and the profile's path."""
+    """The error message for a profile with these tables, and the path of the profile."""
     profile = folder / "mine.toml"
     profile.write_text(f'name = "mine"\n{tables}\n')
     hardware = described("a card", (8, 6), 24.0, detect_host()) if any(word in tables for word in FOR_A_CARD) else None
@@ -70,7 +70,7 @@ def test_every_declared_conflict_is_refused(tmp_path: Path) -> None:
 
 
 def target(conflict: Conflict) -> str:
-    """How docs/conflicts.md writes what a conflict is about."""
+    """The target of a conflict as written in docs/conflicts.md."""
     if conflict.lacks is not None:
         return f"an engine without `{conflict.lacks}`"
     return f"`recipe.{conflict.field}`" if conflict.field is not None else f"`{conflict.plugin}`"
@@ -101,7 +101,7 @@ def test_engine_lacks_what_its_plugin_declares(name: str, options: dict[str, Any
 
 
 class Lion(Plugin):
-    """An optimizer that the built-in plugins do not know."""
+    """An optimizer plugin of a third party."""
 
     name = "lion"
     stage = Stage.OPTIMIZER
@@ -140,7 +140,7 @@ def test_third_party_plugin_conflicts_by_capability(plugin: type[Plugin], lackin
 
 
 @pytest.mark.parametrize("given", [{}, {"field": "cut", "plugin": "cut"}, {"lacks": "wings"}])
-def test_a_conflict_names_exactly_one_known_thing(given: dict[str, str]) -> None:
+def test_conflict_names_exactly_one_known_target(given: dict[str, str]) -> None:
     with pytest.raises(TypeError, match=r"exactly one of|the capabilities are"):
         Conflict(why="no", **given)  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_profile
 
-OPTIONS = {  # for plugins that do nothing to see with their defaults
+OPTIONS = {  # for plugins whose defaults have no visible effect
     "adapter": {"always": True, "r": 4},
     "batch": {"train": 4, "gradient_accumulation_steps": 2},
     "compile": {"scope": "block", "widths": [32]},
@@ -26,14 +26,14 @@ OPTIONS = {  # for plugins that do nothing to see with their defaults
     "zero": {"stage": 2, "offload": "none"},
 }
 KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # for plugins that skip a classification
-BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another one
+BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another plugin
 CARD = described("a card", (8, 6), 24.0)
 DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
 """Plugins that some machines cannot run -> hardware on which they apply."""
 
 
 @pytest.mark.parametrize("name", Registry().names)
-def test_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS.get(name, "text-classification")
     hardware = None
     if name in DESCRIBED:
@@ -104,7 +104,7 @@ def test_described_hardware_is_checked_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "with").exists()
 
 
-def test_a_skipped_plugin_fails(tmp_path: Path) -> None:
+def test_contract_test_fails_for_a_skipped_plugin(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"good is skipped on Tesla T4.*needs compute capability 8.0.*hardware=described"):
         check(Good, tmp_path, described("Tesla T4", (7, 5), 14.7))
 
@@ -119,6 +119,6 @@ def test_a_skipped_plugin_fails(tmp_path: Path) -> None:
         (Misplaced, r"stand-ins for \['optimiser'\]"),
     ],
 )
-def test_broken_contract_fails(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
+def test_contract_test_fails_for_a_broken_plugin(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError), match=message):
         check(plugin, tmp_path)

@@ -1,4 +1,4 @@
-"""Workers from the cores, pinning only with CUDA, and settings that a real loader takes, by spawn too."""
+"""Workers follow the cores, pinning needs CUDA, and a real DataLoader accepts the settings, also with spawn."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def loader_settings(options):
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 2), (4, 3), (5, 4), (64, 4)])
-def test_auto_workers(cores, workers):
+def test_auto_workers_follow_the_cores(cores, workers):
     assert auto_workers(cores) == workers
 
 
@@ -40,7 +40,7 @@ def test_ranks_on_one_machine_share_its_cores():
     assert cores_of_a_rank(replace(T4, count=4, cpu_cores=2), world_size=4) == 1
 
 
-def test_auto_on_a_card_and_on_a_cpu():
+def test_auto_pins_memory_only_for_a_card():
     card, cpu = decided(T4), decided(CPU)
     assert (card.kind, card.options[0].num_workers, card.options[0].pin_memory) == ("apply", 4, True)
     assert (cpu.kind, cpu.options[0].num_workers, cpu.options[0].pin_memory) == ("apply", 4, False)
@@ -48,19 +48,19 @@ def test_auto_on_a_card_and_on_a_cpu():
     assert "0 worker(s) for 2 core(s)" in decided(replace(CPU, cpu_cores=2)).reason
 
 
-def test_more_workers_than_cores():
+def test_workers_are_limited_to_the_cores():
     decision = decided(replace(T4, cpu_cores=2), num_workers=8)
     assert (decision.kind, decision.options[0].num_workers) == ("fallback", 2)
     assert "8 workers need 8 cores, a rank has 2" in decision.reason
 
 
-def test_pinning_without_cuda():
+def test_pinning_without_cuda_falls_back():
     decision = decided(CPU, num_workers=2, pin_memory=True)
     assert (decision.kind, decision.options[0].pin_memory) == ("fallback", False)
     assert "needs a CUDA device, found a CPU" in decision.reason
 
 
-def test_windows_cannot_fork():
+def test_fork_falls_back_to_spawn_on_windows():
     decision = decided(replace(T4, system="Windows"), num_workers=2, multiprocessing_context="fork")
     assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
 
@@ -103,6 +103,6 @@ def test_evidence_is_inactive_for_another_loader():
         '{"multiprocessing_context": "thread"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Dataloader.Options.model_validate_json(text)

@@ -14,7 +14,7 @@ from hwopt.testing import check_contract_of, plan_for, tiny_job, tiny_profile, t
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_example_keeps_the_contract(name: str, tmp_path: Path) -> None:
-    """Trains, shows evidence, and resumes to the same bits."""
+    """Each example trains, has evidence, and resumes to the same bits."""
     check_contract_of(name, tmp_path, OPTIONS.get(name), registry(), beside=BESIDE.get(name))
 
 

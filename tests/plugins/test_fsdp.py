@@ -43,16 +43,16 @@ def test_one_rank_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({}, "over 4 ranks; layers gathered for forward and backward, gradients reduced once per micro-batch"),
         ({"reshard_after_forward": False, "reduce": "step"}, "gathered once per micro-batch, gradients reduced once per step"),
     ],
 )
-def test_several_ranks_on_described_hardware(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_decision_for_several_ranks_shows_the_sharding(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     kind, reason = decision(planned(tmp_path, 4, fsdp=options))
     assert kind == "apply"
-    assert said in reason
+    assert expected in reason
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def parts(folder: Path, ranks: int, **tables: Any) -> Any:
 
 
 def test_memory_of_a_rank_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    plain = parts(tmp_path, 1, checkpointing={}, accumulation=2)  # all gradients are there from the first on
+    plain = parts(tmp_path, 1, checkpointing={}, accumulation=2)  # all gradients exist after the first backward
     peaks = []
     for ranks in (2, 4, 8):
         memory = parts(tmp_path, ranks, checkpointing={}, accumulation=2, fsdp={})
@@ -120,12 +120,12 @@ def test_unsharded_layers_and_gradients_are_counted(tmp_path: Path) -> None:
 
 
 def test_update_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    """AdamW that is not fused makes lists as large as what it steps on."""
+    """AdamW without fused kernels allocates temporary lists of the size of its parameters."""
     updates = [parts(tmp_path, ranks, fsdp={}, optimizer={"name": "adamw_torch"}).peak_gib for ranks in (2, 16)]
     assert updates[0] > updates[1]
 
 
-# the engine's own parts
+# internals of the engine
 
 
 def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatc
         settings = accelerate_plugin(True)
         assert (settings.fsdp_version, settings.reshard_after_forward) == (2, True)
         assert not isinstance(settings.cpu_offload, CPUOffloadPolicy)
-        os.environ["ACCELERATE_USE_FSDP"] = "true"  # as the Accelerator does
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # as Accelerate does
     assert not set(ACCELERATE_VARIABLES) & set(os.environ)
 
 
@@ -151,7 +151,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
     from hwopt_plugins.fsdp.engine import layer_classes
 
     model = AutoModel.from_config(load_config(None, config))
-    assert layer_classes(model) == wanted  # BertEmbeddings stands in the same list, but the embedding is sharded by itself
+    assert layer_classes(model) == wanted  # BertEmbeddings is in the same list, but the embedding is sharded separately
     model._no_split_modules = None
     with pytest.raises(PluginError, match="does not name the layers"):
         layer_classes(model)

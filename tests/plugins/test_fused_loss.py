@@ -1,4 +1,4 @@
-"""The loss without logits is the loss with them: value, every gradient, whole runs; and the logits are never there."""
+"""The fused loss equals the loss with logits in value, gradients and whole runs, and logits are never materialized."""
 
 import math
 import sys
@@ -37,7 +37,7 @@ BF16, O2 = {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "bf16", "le
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def samples(tokens, size, words, bias, dtype, seed=0, kept=0.7):
 
 
 def with_gradients(loss, *tensors, factor=1.0):
-    """The loss, and its gradients by `tensors` times `factor`."""
+    """The loss and its gradients with respect to `tensors`, times `factor`."""
     leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
     found = loss(*leaves)
     found.backward(torch.tensor(factor, dtype=found.dtype))
@@ -76,7 +76,7 @@ def fused(targets, chunks, **more):
 
 
 def distance(a, b):
-    """Of a from b, by b's norm."""
+    """The distance of a and b relative to the norm of b."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
@@ -91,7 +91,7 @@ def distance(a, b):
     factor=st.sampled_from([1.0, 0.013, -3.0]),
     seed=st.integers(0, 2**31),
 )
-def test_loss_and_gradients(dtype, tolerance, tokens, size, words, chunks, bias, kept, factor, seed):
+def test_loss_and_gradients_match_those_with_logits(dtype, tolerance, tokens, size, words, chunks, bias, kept, factor, seed):
     *tensors, targets = samples(tokens, size, words, bias, dtype, seed, kept)
     wanted = with_gradients(plain(targets), *tensors, factor=factor)
     found = with_gradients(fused(targets, chunks), *tensors, factor=factor)
@@ -102,7 +102,7 @@ def test_loss_and_gradients(dtype, tolerance, tokens, size, words, chunks, bias,
         assert distance(fused(targets, chunks)(*tensors), wanted[0]) <= tolerance
 
 
-def test_large_logits_and_batches_without_a_label():
+def test_large_logits_and_batches_without_a_label_are_exact():
     hidden, weight, bias, targets = samples(9, 4, 12, True, torch.float32)
     wanted = with_gradients(plain(targets), 1e3 * hidden, weight, bias)
     for ours, theirs in zip(with_gradients(fused(targets, 4), 1e3 * hidden, weight, bias), wanted, strict=True):
@@ -119,7 +119,7 @@ def test_half_precision_error_is_at_most_that_with_logits(dtype, halves, on_card
     stored = [x.to(dtype) if halves else x for x in tensors]
     truth = with_gradients(plain(targets), *(x.to(dtype).double() for x in tensors), factor=0.01)
 
-    def head(hidden, weight, bias):  # what autocast does, or half weights
+    def head(hidden, weight, bias):  # as under autocast, or with half weights
         scores = linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
         return cross_entropy(scores.float(), targets, ignore_index=-100, reduction="sum")
 
@@ -166,7 +166,7 @@ def test_frozen_weights_get_no_gradient():
     assert sum(counts.get(name, 0) for name in ("aten::mm", "aten::addmm", "aten::addmm_")) == 6, "two products a chunk"
 
 
-def test_a_second_backward_is_refused():
+def test_second_backward_is_refused():
     hidden, weight, _, targets = samples(6, 4, 10, False, torch.float32)
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, None, targets, chunks=2)
     loss.backward()
@@ -175,7 +175,7 @@ def test_a_second_backward_is_refused():
 
 
 def test_liger_is_called_by_its_public_signature(monkeypatch):
-    """The call, against liger's public signature; its kernels need a GPU (tests/gpu)."""
+    """The call matches liger's public signature. Its kernels need a GPU (tests/gpu)."""
     asked = {}
 
     class LigerFusedLinearCrossEntropyLoss:
@@ -207,12 +207,12 @@ def both(folder, config=TINY_LLAMA, options=None, training=None, **tables):
     return [train_tiny(plan_for(profile, job), folder / name) for name, profile in profiles.items()]
 
 
-def eval_losses(heard):
-    return [row["eval_loss"] for row in heard.rows if "eval_loss" in row]
+def eval_losses(recorder):
+    return [row["eval_loss"] for row in recorder.rows if "eval_loss" in row]
 
 
-def evidence_of(heard):
-    return next(evidence for entry, evidence in heard.found if entry.name == "fused_loss")
+def evidence_of(recorder):
+    return next(evidence for entry, evidence in recorder.found if entry.name == "fused_loss")
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,14 @@ def test_run_with_fused_loss_matches_the_run_without(config, tables, tolerance, 
     folders = [tmp_path / name / "run/final" for name in ("with", "without")]
     first, second = (load_file(folder / "model.safetensors") for folder in folders)
     assert {name: x.dtype for name, x in first.items()} == {name: x.dtype for name, x in second.items()}
-    # Adam makes steps of the learning rate out of noise where a gradient is about 0
+    # Adam turns the rounding noise of gradients near 0 into full steps
     apart = math.sqrt(sum(float((first[name] - second[name]).square().sum()) for name in first))
     assert apart <= (1e-4 if tolerance < 1e-4 else 3e-2) * math.sqrt(sum(float(x.square().sum()) for x in second.values()))
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
     ids = torch.arange(1, 13)[None]
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in models]
-    assert logits[0].shape == (1, 12, 300), "the output layer is itself again"
+    assert logits[0].shape == (1, 12, 300), "the output layer is restored"
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-3 if tolerance < 1e-4 else 3e-2)
 
 
@@ -268,8 +268,8 @@ def test_checkpoints_hold_the_whole_model(tmp_path):
     assert "forward" not in vars(ours.run.inner_model.get_output_embeddings())
 
 
-def test_prompts_with_length_batching(tmp_path):
-    """Masked prompts, and as many chunks as tokens: more than some micro-batches have."""
+def test_masked_prompts_work_with_length_batching(tmp_path):
+    """Masked prompts, with more chunks than some micro-batches have tokens."""
     job = job_of(tmp_path / "data")
     data = job.job.data.model_copy(update={"prompt": "label", "completion": "text"})
     object.__setattr__(job.job, "data", data)
@@ -280,7 +280,7 @@ def test_prompts_with_length_batching(tmp_path):
 
 
 class Widest(TorchDispatchMode):
-    """The most rows of a tensor that is as wide as the vocabulary."""
+    """Records the largest number of rows of a tensor with the width of the vocabulary."""
 
     def __init__(self, words):
         super().__init__()
@@ -333,7 +333,7 @@ def test_tied_weights_get_both_gradients():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_evidence():
+def test_evidence_counts_fused_and_whole_losses():
     plugin, run = attached(tiny(TINY_LLAMA), chunks=10)
     run.last_step_batch = SimpleNamespace(sizes=[(4, 32), (4, 20)])
     ran = {"FusedLinearCrossEntropy": 2, "aten::scatter_add_": 20}
@@ -344,9 +344,9 @@ def test_evidence():
     run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
     assert "liger chose" in plugin.evidence(run).seen
     run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
-    assert plugin.evidence(run).status == "inactive", "somebody makes whole logits after all"
+    assert plugin.evidence(run).status == "inactive", "a cross-entropy on whole logits also ran"
     run.observation = Observation(operators={"FusedLinearCrossEntropy": 1})
-    assert plugin.evidence(run).status == "inactive", "a micro-batch went another way"
+    assert plugin.evidence(run).status == "inactive", "one micro-batch used another loss"
     run.observation = Observation()
     assert plugin.evidence(run).status == "unknown"
     run.recipe.final_steps[0](run.inner_model, run)
@@ -356,7 +356,7 @@ def test_evidence():
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
-def test_an_adapter_on_the_output_layer_is_refused(targets, tmp_path):
+def test_adapter_on_the_output_layer_is_refused(targets, tmp_path):
     tables = {"adapter": {"always": True, "r": 4, "target_modules": list(targets)}, "fused_loss": {}}
     with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
         train_tiny(plan_for(tiny_profile(**tables), job_of(tmp_path / "data")), tmp_path)
@@ -396,7 +396,7 @@ def test_backend_is_chosen_by_hardware_and_software():
     assert decided(vocab_size=10).options[0].chunks == 1
 
 
-def test_skips():
+def test_unsupported_task_or_logit_transform_is_skipped():
     assert "text-classification" in decided(kind="text-classification").reason
     assert decided(kind="text-classification").kind == "skip"
     capped = decided(logit_transform="its logits are changed")
@@ -447,7 +447,7 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
             predicted = scaled.at(16, 64).peak().bytes
             # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
             with torch.backends.mkldnn.flags(enabled=False):
-                # the profiler loses a release now and then, so that memory seems to stay: of two measurements the smaller one
+                # the profiler sometimes misses a release, so the smaller of two measurements counts
                 real = min(measure_peak(plan, Shape(16, 64), 2, what) for _ in range(2))
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)
@@ -459,7 +459,7 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
 @pytest.mark.parametrize(
     "text", ['{"backend": "triton"}', '{"chunks": 0}', '{"chunks": "all"}', '{"backend": "liger", "chunks": 4}', '{"chunk": 4}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         FusedLoss.Options.model_validate_json(text)
 

@@ -25,13 +25,13 @@ def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(1, 64), st.integers(0, 5), st.floats(0, 1))
-def test_every_sample_once(lengths, rows, epoch, noise):
+def test_every_sample_is_used_once(lengths, rows, epoch, noise):
     assert sorted(grouped(lengths, 0, epoch, rows, noise=noise)) == list(range(len(lengths)))
 
 
 @given(st.integers(2, 40), st.integers(1, 400))
 def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, samples):
-    """Only the smaller group at the end may have been taken out of the line."""
+    """Only the last, smaller group may be out of order."""
     lengths = long_tailed(samples)
     order = grouped(lengths, 0, 0, rows, noise=0.0)
     line = sorted(lengths)
@@ -44,7 +44,7 @@ def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, sampl
     assert groups == sorted(line[at : at + rows] for at in range(0, len(line), rows))
 
 
-def test_the_same_seed_and_epoch_give_the_same_order_another_epoch_another_one():
+def test_order_is_fixed_by_seed_and_epoch():
     lengths = long_tailed(500)
     assert (grouped(lengths, 3, 1, 16) == grouped(lengths, 3, 1, 16)).all()
     assert (grouped(lengths, 3, 1, 16) != grouped(lengths, 3, 2, 16)).any()
@@ -54,13 +54,13 @@ def test_the_same_seed_and_epoch_give_the_same_order_another_epoch_another_one()
 
 
 def test_neighbouring_steps_do_not_correlate():
-    """Mega-batches that are sorted whole make waves: there the correlation is near 1."""
+    """Sorted mega-batches would correlate neighbouring steps with about 1."""
     lengths = long_tailed(64 * 400)
     found = []
     for seed in range(5):
         means = lengths[grouped(lengths, seed, 0, 64)].reshape(400, 64).mean(1)
         found.append(np.corrcoef(means[:-1], means[1:])[0, 1])
-    assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of what is uncorrelated
+    assert max(abs(value) for value in found) < 4 / np.sqrt(400)  # four standard deviations of uncorrelated steps
 
 
 def test_padding_is_reduced():
@@ -74,18 +74,18 @@ def test_padding_is_reduced():
     assert sum(lengths) / computed(random) < 0.35
 
 
-def test_in_a_run(tmp_path: Path) -> None:
+def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
-    heard = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
-    evidence = {entry.name: evidence for entry, evidence in heard.found}["group_lengths"]
+    recorder = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
+    evidence = {entry.name: evidence for entry, evidence in recorder.found}["group_lengths"]
     assert evidence.status == "active", evidence
-    lengths = heard.run.train_loader.sampler.lengths
-    seen = [sample for step in heard.run.train_loader.sampler for sample in step.samples][:40]
+    lengths = recorder.run.train_loader.sampler.lengths
+    seen = [sample for step in recorder.run.train_loader.sampler for sample in step.samples][:40]
     assert sorted(seen) == list(range(40))
     assert np.std([lengths[sample] for sample in seen[:8]]) < np.std(lengths)
 
 
 @pytest.mark.parametrize("noise", [-0.1, 1.5, "much"])
-def test_bad_options(noise, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(noise, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"plugins\.group_lengths\.noise"):
         plan_for(tiny_profile(group_lengths={"noise": noise}), tiny_job(tmp_path))

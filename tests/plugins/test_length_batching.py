@@ -1,4 +1,4 @@
-"""Laws of cutting (every row once, never over the budget, never worse than the plain cut)."""
+"""Properties of the cut: every row once, never over the budget, never more costly than the plain cut."""
 
 import pickle
 from itertools import pairwise
@@ -38,7 +38,7 @@ def test_cut_holds_every_row_once_within_the_budget(lengths, tokens, rows, overh
 
 
 @given(lengths=LENGTHS, rows=st.integers(1, 32), overhead=st.integers(0, 1024))
-def test_never_worse_than_the_plain_cut(lengths, rows, overhead):
+def test_cut_costs_at_most_the_plain_cut(lengths, rows, overhead):
     groups = cut_by_length(lengths, rows, tokens=None, overhead_tokens=overhead)
     assert cost(lengths, groups, overhead) <= cost(lengths, consecutive(len(lengths), rows), overhead)
 
@@ -55,11 +55,11 @@ def test_cut_points_are_optimal(lengths, tokens, overhead):
     assert cost(lengths, cut_by_length(lengths, 1, tokens=tokens, overhead_tokens=overhead), overhead) == best
 
 
-def test_a_row_over_the_budget_goes_alone():
+def test_row_over_the_budget_is_a_group_of_its_own():
     assert cut_by_length([300, 5, 5], 8, tokens=100, overhead_tokens=0) == [[0], [1, 2]]
 
 
-def test_nothing_to_cut():
+def test_no_rows_make_no_groups():
     assert cut_by_length([], 8, tokens=None, overhead_tokens=0) == []
 
 
@@ -67,7 +67,7 @@ def test_equal_lengths_stay_in_order():
     assert cut_by_length([7] * 4, 2, tokens=None, overhead_tokens=1) == [[2, 3], [0, 1]]
 
 
-def test_cut_pickles():
+def test_cut_is_picklable():
     plugin, recipe = LengthBatching(LengthBatching.Options()), Recipe()
     assert plugin.probe(CONTEXT).kind == "apply"
     plugin.apply(recipe, CONTEXT)
@@ -75,18 +75,18 @@ def test_cut_pickles():
     assert sorted(map(len, cut([100, 90, 5, 5], 2))) == [2, 2]
 
 
-def test_a_fixed_budget():
+def test_fixed_budget_limits_the_tokens_of_a_group():
     recipe = Recipe()
     LengthBatching(LengthBatching.Options(tokens=64)).apply(recipe, CONTEXT)
     assert all(len(group) * 32 <= 64 for group in recipe.cut([32] * 8, 8))
 
 
-def test_widths():
+def test_width_is_the_next_fixed_width_or_multiple():
     assert [padded_width(length, (32, 64), 8) for length in (5, 32, 33, 65)] == [32, 32, 64, 72]
     assert padded_width(7, (), 1) == 7
 
 
-def test_evidence():
+def test_evidence_compares_computed_tokens_with_the_plain_cut():
     lengths = [100, 100, 5, 5]
     cut = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 5)])
     plain = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 100)])
@@ -106,6 +106,6 @@ def test_evidence():
 
 
 @pytest.mark.parametrize("text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"budget": 9}'])
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         LengthBatching.Options.model_validate_json(text)

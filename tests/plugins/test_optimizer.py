@@ -1,4 +1,4 @@
-"""The fallback chain on each machine, the real optimizers on a CPU, and that the groups' own settings are theirs."""
+"""The fallback chain on each machine, real optimizers on a CPU, and the settings of parameter groups."""
 
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -93,8 +93,8 @@ def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
 @pytest.mark.usefixtures("broken")
 def test_run_with_a_package_that_cannot_be_imported(tmp_path):
     options = {"name": "adamw_bnb_8bit", "fallback": ["adamw_torch_fused"]}
-    heard = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
-    assert type(heard.run.optimizer).__module__.startswith("torch.optim")
+    recorder = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
+    assert type(recorder.run.optimizer).__module__.startswith("torch.optim")
 
 
 def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_every_reason_is_reported():
     assert "takes adamw_torch, the last candidate" in decision.reason
 
 
-def test_what_a_cpu_lacks():
+def test_unsupported_optimizer_on_a_cpu_names_what_is_missing():
     assert "found a CPU" in decided(CPU, "paged_adamw_8bit", "adamw_torch").reason
     assert "needs a C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
 
@@ -173,12 +173,12 @@ def test_evidence_where_every_tensor_is_too_small():
 @pytest.mark.parametrize(
     "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"fallback": ["adamw_torch", "adamw_torch"]}', '{"lr": 0.1}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Optimizer.Options.model_validate_json(text)
 
 
-def test_a_name_that_stands_among_the_fallbacks_too_is_tried_once():
-    """As where `--set plugins.optimizer.name=…` meets a profile's fallbacks."""
+def test_name_repeated_in_the_fallbacks_is_tried_once():
+    """For example `--set plugins.optimizer.name=…` with a name among the profile's fallbacks."""
     decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
     assert decision.kind == "apply"

@@ -1,4 +1,4 @@
-"""C3: packed rows give the logits, the loss and the gradients of rows with one document each."""
+"""Packed rows give the logits, the loss and the gradients of rows with one document each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def job_of(folder: Path, model_type: str, config: dict[str, Any], kind: str, **t
 
 
 def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
-    """Those of the first step, by parameter, and its loss."""
+    """The gradients of the first step by parameter, and its loss."""
     found: dict[str, Any] = {}
 
     def look(run: Any) -> None:
@@ -86,7 +86,7 @@ def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
 def test_gradients_and_losses_match_unpacked_rows(model_type: str, tmp_path: Path) -> None:
-    """Uneven documents, a partial last step, positions and sliding windows of their own."""
+    """Uneven documents, a partial last step, and models with own positions or sliding windows."""
     kind = "causal-lm" if model_type in DECODERS else "text-classification"
     job = job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind)
     tables = {"batch": {"train": 4, "gradient_accumulation_steps": 4}}
@@ -123,7 +123,7 @@ def test_logits_of_a_packed_row_match_its_documents(model_type: str, tmp_path: P
 
 
 def test_leak_between_documents_is_refused(tmp_path: Path) -> None:
-    """A model that is given no positions of its documents lets them see each other, and is refused before step 1."""
+    """Without position ids per document, attention crosses documents. Such a model is refused before step 1."""
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", "llama", TINY_LLAMA, "causal-lm"))
 
     def forget_positions(model: Any, run: Any) -> Any:
@@ -144,7 +144,7 @@ def test_leak_between_documents_is_refused(tmp_path: Path) -> None:
         ("deberta-v2", ENCODER, "text-classification", "does not accept position ids and a mask per document"),
     ],
 )
-def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
+def test_unsupported_model_is_skipped_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path, model_type, config, kind))
     entry = next(entry for entry in plan.entries if entry.name == "pack")
     assert entry.decision == "skip"
@@ -152,7 +152,7 @@ def test_refused_with_a_reason(model_type: str, config: Any, kind: str, why: str
 
 
 @pytest.mark.parametrize("model_type", ["albert", "mpnet"])
-def test_refused_when_its_outputs_show_it(model_type: str, tmp_path: Path) -> None:
+def test_model_whose_outputs_leak_is_refused(model_type: str, tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, ENCODER, "text-classification"))
     with pytest.raises(PluginError, match="does not support packed documents"):
         train_tiny(plan, tmp_path)
@@ -177,7 +177,7 @@ def test_every_document_once_and_no_row_too_long(lengths: list[int], width: int)
     assert max(sum(lengths[index] for index in row) for row in rows) <= width
 
 
-def test_a_document_longer_than_a_row() -> None:
+def test_document_longer_than_a_row_is_an_error() -> None:
     from hwopt_plugins.pack import pack_rows
 
     with pytest.raises(ValueError, match="longer than 10 tokens"):
@@ -186,7 +186,7 @@ def test_a_document_longer_than_a_row() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nearly_all_computed_tokens_are_real(seed: int) -> None:
-    """C2's lengths (log-normal, cut at 512), 16 x 8 a step: at least .98 of what is computed."""
+    """Log-normal lengths cut at 512, 16 x 8 rows a step: at least 98 % of the computed tokens are real."""
     collate = packed(rows=16)
     drawn = np.clip(np.random.default_rng(seed).lognormal(4, 0.9, 128), 2, 512).astype(int)
     batch = collate(Step(0, 0, tuple(range(128)), 128), [sample_of(length) for length in drawn], [1] * 128)
@@ -208,7 +208,7 @@ def sample_of(length: int) -> dict[str, Any]:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 3))
 def test_micro_batches_of_any_rung_hold_every_document_once(lengths: list[int], rows: int, rung: int) -> None:
-    """Labels, positions and masks go with their documents, however the rows are cut."""
+    """Labels, positions and masks stay with their documents for every split."""
     collate = packed(rows)
     batch = collate(Step(0, 0, tuple(range(len(lengths))), len(lengths)), [sample_of(n) for n in lengths], [1] * len(lengths))
     seen = []

@@ -1,4 +1,4 @@
-"""Which dtype each machine gets, O2 with masters against fp32 training, and that nothing is lost on the way out and in."""
+"""The dtype on each machine, O2 with masters compared with fp32 training, and lossless export and restore."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def written(hardware, **options):
     ("hardware", "dtype"),
     [(T4, "fp16"), (V100, "fp16"), (P100, "fp32"), *((card, "bf16") for card in AMPERE), (CPU, "fp32"), (AMX, "bf16")],
 )
-def test_auto(hardware, dtype):
+def test_auto_chooses_the_dtype_of_the_hardware(hardware, dtype):
     decision = decided(hardware)
     assert (decision.kind, decision.options[0].dtype) == ("apply", dtype)
 
@@ -72,7 +72,7 @@ def test_supported_dtype_is_kept():
     assert decided(T4, "fp32").kind == "apply"
 
 
-def test_what_is_written():
+def test_settings_of_each_level_are_written_to_the_recipe():
     o1 = written(T4, dtype="fp16")
     assert o1.accelerator["mixed_precision"] == "fp16"
     assert o1.batch == {"pad_to_multiple_of": 8}
@@ -101,7 +101,7 @@ def batches(steps):
 
 
 def build(recipe, model):
-    """What hwopt.training.build does, as far as this plugin is concerned."""
+    """Apply the recipe to the model as hwopt.training.build does, limited to what this plugin uses."""
     for step in recipe.model_steps:
         model = step(model, None)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -116,7 +116,7 @@ def build(recipe, model):
 
 
 def train(recipe, model, steps=30):
-    """The loop: collect gradients, unscale, clip, step, publish."""
+    """Train like the loop: backward, unscale, clip, step, copy masters to the weights."""
     run = build(recipe, model)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     for ids, labels in batches(steps):
@@ -218,7 +218,7 @@ def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
     model = add_adapter(model, dora=True, r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task="SEQ_CLS")
     recipe = Recipe()
-    recipe.final_steps.append(save_and_merge)  # the adapter's step is there first
+    recipe.final_steps.append(save_and_merge)  # the adapter's export step comes first
     Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))
     run = train(recipe, model, steps=5)
     stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -256,7 +256,7 @@ def observed(run, **matmuls):
     return run
 
 
-def test_evidence():
+def test_evidence_reads_dtypes_of_weights_and_operators():
     o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
     half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
     assert o2.evidence(observed(half, c10_BFloat16=40)).status == "active"
@@ -283,7 +283,7 @@ def test_evidence():
         '{"opt": "O1"}',
     ],
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Precision.Options.model_validate_json(text)
 
@@ -292,11 +292,11 @@ def test_message_about_full_eval_names_the_option():
     with pytest.raises(ValidationError, match='level = "O2"'):
         Precision.Options.model_validate_json('{"full_eval": true}')
     assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
-    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "without half weights it means nothing"
+    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "full_eval needs half weights"
 
 
 def test_evaluation_uses_the_masters():
-    """full_eval = false: evaluation is that of the fp32 masters under autocast; training then goes on with the same bits."""
+    """With full_eval = false the fp32 masters are evaluated under autocast. Training then continues with the same bits."""
     recipe = written(CPU, dtype="bf16", level="O2")
     run = train(recipe, bert(), steps=3)
     run.device = torch.device("cpu")

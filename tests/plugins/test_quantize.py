@@ -46,35 +46,35 @@ def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize(("kind", "bits"), [("lora", 4), ("dora", 4), ("lora", 8)])
 def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, kind: str, bits: int, tmp_path: Path) -> None:
-    """What is saved computes what was trained: the packed base and its adapter, without a second rounding."""
+    """The saved model gives the outputs of the trained one: packed base and adapter, without a second rounding."""
     plan = plan_for(tables(kind, bits, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
     kept: dict[str, Any] = {}
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
 
-    def look(trained: Any, run: Any) -> Any:  # the last step of all runs first
+    def look(trained: Any, run: Any) -> Any:  # the last final step runs first
         trained.eval()
         with torch.no_grad():
             kept["logits"] = trained(input_ids=tokens).logits.clone()
         return trained
 
     plan.recipe.final_steps.append(look)
-    heard = train_tiny(plan, tmp_path)
+    recorder = train_tiny(plan, tmp_path)
     from transformers import AutoModelForCausalLM
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float32)
     saved.eval()
     with torch.no_grad():
         again = saved(input_ids=tokens).logits
-    # LLM.int8() rounds the activations too, in training alone
+    # LLM.int8() also rounds activations, but only in training
     assert torch.allclose(again, kept["logits"], atol=1e-5 if bits == 4 else 0.05), (again - kept["logits"]).abs().max()
-    statuses = {entry.name: evidence for entry, evidence in heard.found}
+    statuses = {entry.name: evidence for entry, evidence in recorder.found}
     assert statuses["quantize"].status == statuses["adapter"].status == "active", statuses
-    assert heard.losses[-1] < heard.losses[0]
+    assert recorder.losses[-1] < recorder.losses[0]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
-    """It opens on the model that it was trained on, and has the keys of an adapter of a plain base."""
+def test_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> None:
+    """The adapter loads on its base model and has the keys of an adapter without quantization."""
     plan = plan_for(tables(kind, 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
     train_tiny(plan, tmp_path)
     folder = tmp_path / "run" / "final" / "adapter"
@@ -92,11 +92,11 @@ def test_the_adapter_is_saved_as_peft_saves_it(kind: str, tmp_path: Path) -> Non
     assert any("lora_B" in name and bool(p.any()) for name, p in opened.named_parameters())
 
 
-def test_half_weights_around_packed_ones(tmp_path: Path) -> None:
+def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     plan = plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job_of(tmp_path, TINY_LLAMA))
-    heard = train_tiny(plan, tmp_path)
-    assert {evidence.status for _, evidence in heard.found} == {"active"}, heard.found
-    dtypes = {p.dtype for p in heard.run.inner_model.parameters()}
+    recorder = train_tiny(plan, tmp_path)
+    assert {evidence.status for _, evidence in recorder.found} == {"active"}, recorder.found
+    dtypes = {p.dtype for p in recorder.run.inner_model.parameters()}
     assert dtypes == {torch.float32}, "restored and dequantized at the end"
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
 
@@ -115,20 +115,20 @@ def test_packed_weights_take_half_a_byte(tmp_path: Path) -> None:
     assert seen["bytes"] * 2 == sum(seen["weights"])
 
 
-def test_without_an_adapter_there_is_nothing_to_train(tmp_path: Path) -> None:
+def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
     with pytest.raises(PluginError, match="which is skipped: .* unless always = true"):
         plan_for(tiny_profile(adapter={}, quantize={}), tiny_job(tmp_path, "causal-lm"))
 
 
-def test_its_place_among_the_tables(tmp_path: Path) -> None:
+def test_quantize_above_the_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"move the table \[plugins.quantize\] below \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}, adapter={"always": True}), tiny_job(tmp_path, "causal-lm"))
 
 
-def test_a_small_card_trains_a_model_of_seven_billion_by_plan(tmp_path: Path) -> None:
-    """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not without its 4 bit."""
+def test_plan_of_a_7b_model_fits_in_8_gib_with_4_bit_weights(tmp_path: Path) -> None:
+    """rtx3070_8gb_qlora, a Llama-2-7B config: the plan fits in 8 GiB, and would not fit without 4-bit weights."""
     from hwopt import api
 
     config = (

@@ -32,14 +32,14 @@ def run_after(step, total, ratio):
     return SimpleNamespace(training=training, total_steps=total, optimizer=optimizer, scheduler=scheduler, step=step)
 
 
-def test_apply_sets_the_ratio():
+def test_apply_sets_the_warmup_ratio():
     plugin, recipe = Schedule(Schedule.Options(warmup_ratio=0.1)), Recipe()
     assert plugin.probe(context()).kind == "apply"
     plugin.apply(recipe, context())
     assert recipe.training == {"warmup_ratio": 0.1}
 
 
-def test_the_jobs_own_warmup_wins():
+def test_warmup_of_the_job_overrides_the_plugin():
     for key, value in (("warmup_steps", 0), ("warmup_ratio", 0.1)):
         decision = Schedule(Schedule.Options()).probe(context(**{key: value}))
         assert decision.kind == "apply"
@@ -52,7 +52,7 @@ def test_warmup_steps_round_up(ratio, total, steps):
     assert warmup_steps(ratio, total) == steps
 
 
-def test_evidence():
+def test_evidence_compares_the_learning_rate_with_the_warmup():
     plugin = Schedule(Schedule.Options())
     assert plugin.evidence(run_after(1, 100, 0.06)).status == "active"
     assert plugin.evidence(run_after(1, 10, 0.06)).status == "unknown"
@@ -67,6 +67,6 @@ def test_evidence():
 @pytest.mark.parametrize(
     "text", ['{"warmup_ratio": 1.0}', '{"warmup_ratio": -0.1}', '{"warmup_ratio": "0.1"}', '{"warmup": 0.1}']
 )
-def test_bad_options(text):
+def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Schedule.Options.model_validate_json(text)

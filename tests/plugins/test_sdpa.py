@@ -23,7 +23,7 @@ FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 3
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models: threads would only wait for each other."""
+    """One thread: several threads are slower for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def decided(capability, *prefer, **facts):
 
 
 def observed(dropout, kernels):
-    """A run of a tiny BERT in which the forward and backward pass of one step really happened."""
+    """A run of a tiny BERT after a real forward and backward pass of one step."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
@@ -54,12 +54,12 @@ def observed(dropout, kernels):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
-def test_all_kernels_from_ampere(capability):
+def test_all_kernels_apply_from_ampere_on(capability):
     assert decided(capability).kind == "apply"
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
-def test_older_cards_keep_what_they_can(capability):
+def test_older_cards_fall_back_to_their_kernels(capability):
     decision = decided(capability)
     assert (decision.kind, decision.options[0].prefer) == ("fallback", ("efficient", "math"))
     assert "needs compute capability 8.0" in decision.reason
@@ -67,7 +67,7 @@ def test_older_cards_keep_what_they_can(capability):
     assert decided(capability, "efficient", "math").kind == "apply"
 
 
-def test_cpu():
+def test_cpu_order_depends_on_dropout():
     assert decided(None).options[0].prefer == ("flash", "math")
     assert decided(None, "cudnn", "math").options[0].prefer == ("flash", "math")
     dropout = decided(None, attention_dropout=0.1)
@@ -76,13 +76,13 @@ def test_cpu():
     assert decided(None, "math", "flash", attention_dropout=0.1).kind == "apply"
 
 
-def test_what_is_left_is_never_one_alone_and_valid():
+def test_remaining_kernels_are_valid_options():
     options = decided((7, 5), "flash", "math").options[0]
     assert options.prefer == ("efficient", "math")
     assert Sdpa.Options.model_validate_json(options.model_dump_json()) == options
 
 
-def test_model_without_sdpa():
+def test_model_without_sdpa_is_skipped():
     decision = decided((8, 0), supports_sdpa=False)
     assert decision.kind == "skip"
     assert "BertForSequenceClassification" in decision.reason
@@ -91,7 +91,7 @@ def test_model_without_sdpa():
 @pytest.mark.parametrize(
     "prefer", ['["flash"]', '["math"]', '["flash", "efficient"]', '["flash", "math", "flash"]', "[]", '["xformers", "math"]']
 )
-def test_bad_options(prefer):
+def test_invalid_options_are_refused(prefer):
     with pytest.raises(ValidationError):
         Sdpa.Options.model_validate_json(f'{{"prefer": {prefer}}}')
 
@@ -102,9 +102,11 @@ def test_message_suggests_valid_kernels():
 
 
 def test_eager_attention_calls_no_kernel(tmp_path):
-    """The baseline: evidence from a real run, in which no attention kernel of torch is called."""
-    heard = train_tiny(plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
-    ((entry, evidence),) = [each for each in heard.found if each[0].name == "sdpa"]
+    """The baseline: in a real run, eager attention calls no attention kernel of torch."""
+    recorder = train_tiny(
+        plan_for(tiny_profile(sdpa={"prefer": ["eager"]}), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path
+    )
+    ((entry, evidence),) = [each for each in recorder.found if each[0].name == "sdpa"]
     assert (entry.decision, evidence.status) == ("apply", "active")
     assert evidence.seen == "attn_implementation eager; 0 calls of attention kernels in step 1"
 
@@ -114,7 +116,7 @@ def test_evidence_of_a_kernel_in_place_of_eager_attention():
     assert evidence.status == "inactive"
 
 
-def test_eager_is_never_one_of_several():
+def test_eager_with_other_kernels_is_refused():
     with pytest.raises(ValidationError, match=r'Use \["eager"\], or remove eager'):
         Sdpa.Options.model_validate_json('{"prefer": ["eager", "math"]}')
 
@@ -124,7 +126,7 @@ def test_profile_of_the_baseline_uses_eager_attention():
     assert dict(profile.plugin_tables())["sdpa"] == {"prefer": ["eager"]}
 
 
-def test_apply_and_the_order_is_put_back():
+def test_kernel_order_is_restored_after_the_block():
     recipe = Recipe()
     Sdpa(Sdpa.Options(prefer=("math", "flash"))).apply(recipe, context((8, 0)))
     assert recipe.model_kwargs == {"attn_implementation": "sdpa"}
@@ -145,11 +147,11 @@ def test_evidence_where_dropout_ruled_the_fused_kernel_out():
     evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).evidence(observed(0.1, ("flash", "math")))
     assert evidence.status == "inactive"
     assert "math 2" in evidence.seen
-    told = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
-    assert told.status == "active"
+    evidence = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
+    assert evidence.status == "active"
 
 
-def test_evidence_of_eager_attention_and_of_nothing():
+def test_evidence_of_eager_attention_is_inactive():
     run = observed(0.0, ("flash", "math"))
     run.inner_model.config._attn_implementation = "eager"
     assert Sdpa(Sdpa.Options()).evidence(run).status == "inactive"

@@ -1,4 +1,4 @@
-"""Both switches on inside, as found outside, and a skip where the card has no TF32."""
+"""Both switches are on inside the block and restored after it; cards without TF32 are skipped."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def settings():
     ("capability", "kind"),
     [((7, 5), "skip"), ((7, 0), "skip"), (None, "skip"), ((8, 6), "apply"), ((8, 0), "apply"), ((9, 0), "apply")],
 )
-def test_probe(capability, kind):
+def test_tf32_applies_from_compute_capability_8_0_on(capability, kind):
     decision = Tf32(Tf32.Options()).probe(context(capability))
     assert decision.kind == kind
     if capability == (7, 5):
@@ -47,7 +47,7 @@ def test_setting_is_restored_after_the_block():
     assert settings() == before
 
 
-def test_restored_after_an_error():
+def test_setting_is_restored_after_an_error():
     before = settings()
     with pytest.raises(RuntimeError, match="in the run"), tf32_kernels():
         raise RuntimeError("in the run")

@@ -32,38 +32,38 @@ STAGES = [(1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
 
 
 def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> Any:
-    """(final weights, what was heard) of a run over uneven micro-batches, with a partial last step and evaluations amid."""
+    """(final weights, recorder) of a run with uneven micro-batches, a partial last step and evaluations."""
     job = tiny_job(folder / "data", kind, samples=41, max_steps=8, eval_steps=3)
     tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
     plan = plan_for(tiny_profile(**tables, length_batching={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
-    heard = train_tiny(plan, folder / name)
-    return load_file(folder / name / "run" / "final" / "model.safetensors"), heard
+    recorder = train_tiny(plan, folder / name)
+    return load_file(folder / name / "run" / "final" / "model.safetensors"), recorder
 
 
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 def test_one_device_trains_the_same_model(stage: int, offload: str, tmp_path: Path) -> None:
-    ours, heard = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
+    ours, recorder = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
     theirs, plain = trained(tmp_path, "plain", "text-classification", "fp32")
     assert apart(ours, theirs) <= 1e-6
-    assert heard.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert {entry.name: evidence.status for entry, evidence in heard.found}["zero"] == "active"
-    assert all(evidence.status == "active" for _, evidence in heard.found), heard.found
+    assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert {entry.name: evidence.status for entry, evidence in recorder.found}["zero"] == "active"
+    assert all(evidence.status == "active" for _, evidence in recorder.found), recorder.found
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_half_weights_keep_fp32_masters(stage: int, tmp_path: Path) -> None:
-    """The initial weights are not rounded, and what is saved is fp32."""
-    ours, heard = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
+    """The initial weights are not rounded, and final/ is fp32."""
+    ours, recorder = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "bf16")
     assert {value.dtype for value in ours.values()} == {torch.float32}
     assert apart(ours, theirs) <= 3e-3
     rounded = sum(bool((value.bfloat16().float() == value).all()) for value in ours.values())
-    assert rounded <= 1  # a norm whose weights stayed 1
-    assert {entry.name: evidence.status for entry, evidence in heard.found}["precision"] == "active"
+    assert rounded <= 1  # norm weights that stayed 1
+    assert {entry.name: evidence.status for entry, evidence in recorder.found}["precision"] == "active"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_are_merged_and_saved_as_ever(stage: int, tmp_path: Path) -> None:
+def test_adapters_are_merged_and_saved_as_without_zero(stage: int, tmp_path: Path) -> None:
     adapter = {"always": True, "r": 4, "kind": "dora"}
     ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "fp32", adapter=adapter)
@@ -75,7 +75,7 @@ def test_adapters_are_merged_and_saved_as_ever(stage: int, tmp_path: Path) -> No
     )
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path) -> None:
+def test_nonfinite_gradient_ends_the_run_before_the_update(tmp_path: Path) -> None:
     from hwopt.errors import NonFiniteError
 
     job = tiny_job(tmp_path / "data", max_steps=4, learning_rate=1e30)
@@ -120,16 +120,16 @@ def test_reason_on_one_device_says_that_sharding_saves_nothing() -> None:
         (1, {"stage": 1, "offload": "auto"}, [(1, "none"), (1, "optimizer")]),
     ],
 )
-def test_candidates_the_cheapest_first(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
+def test_candidates_are_ordered_by_cost(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
     assert [(o.stage, o.offload) for o in decided(ranks, **options).options] == wanted
 
 
-def test_without_deepspeed_it_is_skipped_with_the_line_to_type() -> None:
+def test_missing_deepspeed_is_skipped_with_the_install_command() -> None:
     answer = decided(installed=False)
     assert (answer.kind, "pip install 'hwopt[deepspeed]'" in answer.reason) == ("skip", True)
 
 
-def test_strict_makes_that_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_makes_missing_deepspeed_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hwopt.testing import tiny_run
 
     monkeypatch.setattr(tiny_run, "detect_software", dict)
@@ -147,7 +147,7 @@ def test_conflicting_options_are_refused(options: dict[str, Any], tmp_path: Path
 
 
 def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
-    """The plan of a decoder of some 70 M parameters on a card that is not there."""
+    """The plan of a decoder of about 70 M parameters on a described card."""
     (folder / "mine.toml").write_text(
         f'name = "mine"\n[card]\nmatch = ["a card"]\nmemory_gib = {memory_gib}\ncompute_capability = "8.6"\n'
         f'[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 1\n[plugins.optimizer]\n[plugins.zero]\n{zero}'
@@ -161,7 +161,7 @@ def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
 
 def test_auto_chooses_the_cheapest_that_fits_with_the_reason(tmp_path: Path) -> None:
     chosen = {}
-    for memory_gib in (4.0, 1.5, 0.6):  # in the last one nothing fits
+    for memory_gib in (4.0, 1.5, 0.6):  # in the last case nothing fits
         entry = next(e for e in resolved(tmp_path, memory_gib, "").entries if e.name == "zero")
         chosen[memory_gib] = (entry.options.stage, entry.options.offload), entry.reason
     assert [options for options, _ in chosen.values()] == [(0, "none"), (2, "optimizer"), (3, "parameters")]
@@ -174,7 +174,7 @@ def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:
     plan = resolved(tmp_path, 8.0, 'stage = 2\noffload = "optimizer"\n')
     elsewhere = plan_memory(plan, tmp_path / "cache")
     assert elsewhere.host_gib == pytest.approx(18 * plan.model.parameters / 2**30, rel=1e-3)
-    assert elsewhere.fits  # nobody knows that machine's memory
+    assert elsewhere.fits  # the host memory of a described machine is unknown
     for cpu_memory_gib, fits in ((2.0, True), (1.0, False)):
         hardware = replace(plan.hardware, source="detected", cpu_memory_gib=cpu_memory_gib)
         memory = plan_memory(replace(plan, hardware=hardware), tmp_path / "cache")
@@ -193,7 +193,7 @@ def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:
     ids=["1", "2-offload-bf16", "3-parameters"],
 )
 def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
-    """With two parameter groups: DeepSpeed tells only those of the first where their state lies."""
+    """Two parameter groups: DeepSpeed maps optimizer state only for the first group."""
     training = {"max_steps": 6, "save_steps": 3, "weight_decay": 0.1, "learning_rate": 1e-2}
     plan = plan_for(tiny_profile(zero=zero, **beside), tiny_job(tmp_path / "data", **training))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")

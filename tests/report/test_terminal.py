@@ -1,4 +1,4 @@
-"""What `hwopt plan` prints: the plan, and with --values every value and its place."""
+"""The output of `hwopt plan`: the plan, and with --values every value and its place."""
 
 from __future__ import annotations
 

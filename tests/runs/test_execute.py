@@ -34,8 +34,8 @@ class Failing(Recorder):
         super().__init__()
         self.what = what
 
-    def row(self, run: Any, row: Any) -> None:
-        super().row(run, row)
+    def on_log(self, run: Any, row: Any) -> None:
+        super().on_log(run, row)
         if row["step"] == 2 and "loss" in row:
             if isinstance(self.what, BaseException):
                 raise self.what
@@ -73,9 +73,9 @@ def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, messag
         api.execute(make_plan(tmp_path), tmp_path / "run", Failing(error), cache=tmp_path / "cache")
     assert caught.value is error or caught.value.__cause__ is error
     assert isinstance(caught.value, StorageError) == (code == 6)
-    found, said = status(tmp_path / "run")
+    found, status_message = status(tmp_path / "run")
     assert found == code
-    assert message in said
+    assert message in status_message
     assert not (tmp_path / "run" / LOCK).exists()
     assert not (tmp_path / "run" / "final").exists()
 
@@ -85,10 +85,10 @@ def test_signal_saves_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         api.execute(plan, run, Failing(lambda: signal.raise_signal(signal.SIGTERM)), cache=tmp_path / "cache")
     assert caught.value.code == 143
-    code, said = status(run)
+    code, status_message = status(run)
     assert code == 143
     (saved,) = run.glob("checkpoint-*")
-    assert said == f"terminated after step {saved.name.removeprefix('checkpoint-')}, saved; resume with --resume"
+    assert status_message == f"terminated after step {saved.name.removeprefix('checkpoint-')}, saved; resume with --resume"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert api.execute(plan, run, cache=tmp_path / "cache", resume=True)["step"] == 3
     assert status(run) == (0, "done")

@@ -98,13 +98,13 @@ def test_copy_of_a_folder_in_use_is_free(tmp_path: Path) -> None:
 def test_folder_of_a_dead_process_is_free(tmp_path: Path) -> None:
     with lock_run_folder(tmp_path / "run") as folder:
         owner = read_owner(folder)
-        reused = owner | {"began": psutil.Process().create_time() - 1000}  # its pid belongs to another process now
+        reused = owner | {"began": psutil.Process().create_time() - 1000}  # another process now has its pid
         (folder / OWNER).write_text(json.dumps(reused))
         assert not in_use_on_this_host(folder)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', "\x00"])
-def test_unreadable_owner_is_no_owner(content: str, tmp_path: Path) -> None:
+def test_unreadable_owner_file_does_not_lock_the_folder(content: str, tmp_path: Path) -> None:
     (tmp_path / OWNER).write_text(content)
     assert read_owner(tmp_path) == {}
     assert not in_use_on_this_host(tmp_path)

@@ -1,4 +1,4 @@
-"""What the launcher of `--processes` decides, without processes."""
+"""Decisions of the launcher behind `--processes`, without processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwopt.runs.status import write_status
 
 
 def test_launch_of_a_complete_run_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends with 0 on each rank, and so does the launch."""
+    """Each rank of a complete run exits with 0, and so does the launch."""
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
     write_status(tmp_path, 0, "done")
     assert broadcast_folder(tmp_path, None, AlreadyComplete.exit_code)[2] == AlreadyComplete.exit_code

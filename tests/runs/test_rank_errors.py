@@ -58,7 +58,7 @@ def test_secondhand_error_is_not_the_cause(ranks: FailedRanks) -> None:
     (ranks.folder / "run-folder").write_text(str(ranks.folder))
     assert ranks.outcome((0, 7), (1, 143)) == (7, "error: too large"), "rank 1 was ended before it could report"
     ranks.report(1, 7, "error: too large")
-    assert ranks.outcome((0, 7), (1, 7)) == (7, "error: too large"), "although reported later"
+    assert ranks.outcome((0, 7), (1, 7)) == (7, "error: too large"), "rank 0 is the cause although it reported later"
 
 
 def test_killed_rank_is_the_cause_unless_the_launcher_killed_it(ranks: FailedRanks) -> None:

@@ -44,7 +44,7 @@ def one_thread() -> Any:
 
 
 def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
-    """Dropout, three micro-batches a step, a checkpoint after every step."""
+    """A plan with dropout, three micro-batches a step, and a checkpoint after every step."""
     settings = {
         "max_steps": LAST,
         "learning_rate": 1e-2,
@@ -61,9 +61,9 @@ def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: An
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     api.execute(make_plan(folder), folder / "run", cache=folder / "cache")
     return folder
 
@@ -83,25 +83,25 @@ def same(ours: Path, theirs: Path) -> bool:
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
-def test_resume_from_any_step_gives_the_same_bits(step: int, whole: Path, tmp_path: Path) -> None:
-    """In the middle of an epoch, at its end (4, 8, 12), after an evaluation (5), in a log interval (1, 3, 5, 11)."""
-    resumed_from(whole, step, tmp_path / "run")
-    assert same(tmp_path / "run", whole / "run")
+def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path, tmp_path: Path) -> None:
+    """Steps in an epoch, at its end (4, 8, 12), after an evaluation (5), and in a log interval (1, 3, 5, 11)."""
+    resumed_from(uninterrupted, step, tmp_path / "run")
+    assert same(tmp_path / "run", uninterrupted / "run")
     for key in ("step", "loss", "eval_loss", "learning_rate"):
-        assert logged(tmp_path / "run", key) == logged(whole / "run", key)
-    ours, theirs = (json.loads((run / "run" / "summary.json").read_text()) for run in (tmp_path, whole))
+        assert logged(tmp_path / "run", key) == logged(uninterrupted / "run", key)
+    ours, theirs = (json.loads((run / "run" / "summary.json").read_text()) for run in (tmp_path, uninterrupted))
     timed = ("_runtime", "_per_second", "data_wait")
     assert ours.keys() == theirs.keys()
     assert all(ours[key] == theirs[key] for key in ours if not key.endswith(timed))
 
 
-def test_second_resume_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    resumed_from(whole, 3, tmp_path / "run")
+def test_second_resume_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
+    resumed_from(uninterrupted, 3, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
-    shutil.copytree(whole / "data", tmp_path / "first" / "data")
+    shutil.copytree(uninterrupted / "data", tmp_path / "first" / "data")
     again = gone_back(tmp_path / "run", tmp_path / "again", 7)
-    api.execute(make_plan(whole), again, cache=whole / "cache", resume=True)
-    assert same(again, whole / "run")
+    api.execute(make_plan(uninterrupted), again, cache=uninterrupted / "cache", resume=True)
+    assert same(again, uninterrupted / "run")
 
 
 class Killed(BaseException):
@@ -109,9 +109,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("then", ["signal", "killed"])
-def test_interrupted_evaluation_is_repeated_once(then: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_evaluation_is_repeated_once(
+    then: str, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if the resumed run gets another signal during the evaluation, or is killed after it."""
-    run, options = gone_back(whole / "run", tmp_path / "run", 4), {"cache": whole / "cache", "resume": True}
+    run, options = gone_back(uninterrupted / "run", tmp_path / "run", 4), {"cache": uninterrupted / "cache", "resume": True}
 
     def cut_short(evaluation: Evaluation) -> None:
         patched.setattr(signals, "received", lambda: 143)
@@ -119,7 +121,7 @@ def test_interrupted_evaluation_is_repeated_once(then: str, whole: Path, tmp_pat
     def cut_short_again() -> None:
         patched.setattr(Evaluation, "evaluate", cut_short)
         with pytest.raises(SystemExit):
-            api.execute(make_plan(whole), run, **options)
+            api.execute(make_plan(uninterrupted), run, **options)
 
     with monkeypatch.context() as patched:
         cut_short_again()
@@ -128,14 +130,14 @@ def test_interrupted_evaluation_is_repeated_once(then: str, whole: Path, tmp_pat
             cut_short_again()
     else:
         killed = Recorder()
-        monkeypatch.setattr(killed, "row", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
+        monkeypatch.setattr(killed, "on_log", lambda run, row: raised(Killed()) if "eval_loss" in row else None)
         with pytest.raises(Killed):
-            api.execute(make_plan(whole), run, killed, **options)
+            api.execute(make_plan(uninterrupted), run, killed, **options)
     assert resume.list_checkpoints(run)[0].name == "checkpoint-5"
-    api.execute(make_plan(whole), run, **options)
-    assert same(run, whole / "run")
+    api.execute(make_plan(uninterrupted), run, **options)
+    assert same(run, uninterrupted / "run")
     for key in ("step", "loss", "eval_loss"):
-        assert logged(run, key) == logged(whole / "run", key)
+        assert logged(run, key) == logged(uninterrupted / "run", key)
 
 
 def raised(error: BaseException) -> None:
@@ -144,21 +146,21 @@ def raised(error: BaseException) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_resume_with_workers_gives_the_same_bits(workers: int, whole: Path, tmp_path: Path) -> None:
-    plan = make_plan(whole, dataloader={"num_workers": workers})
-    resumed_from(whole, 6, tmp_path / "run", plan)
-    assert same(tmp_path / "run", whole / "run")
+def test_resume_with_workers_gives_the_same_bits(workers: int, uninterrupted: Path, tmp_path: Path) -> None:
+    plan = make_plan(uninterrupted, dataloader={"num_workers": workers})
+    resumed_from(uninterrupted, 6, tmp_path / "run", plan)
+    assert same(tmp_path / "run", uninterrupted / "run")
 
 
 @pytest.mark.parametrize("train", [1, 12])
-def test_resume_with_another_micro_batch_size(train: int, whole: Path, tmp_path: Path) -> None:
+def test_resume_with_another_micro_batch_size(train: int, uninterrupted: Path, tmp_path: Path) -> None:
     """As on another card: samples, schedule and effective batch are the same. Dropout is off, since its masks would differ."""
     from safetensors.torch import load_file
 
-    still = make_plan(whole)
+    still = make_plan(uninterrupted)
     still.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
-    api.execute(still, tmp_path / "still" / "run", cache=whole / "cache")
-    other = make_plan(whole, batch={"train": train, "effective": 12})
+    api.execute(still, tmp_path / "still" / "run", cache=uninterrupted / "cache")
+    other = make_plan(uninterrupted, batch={"train": train, "effective": 12})
     other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
     resumed_from(tmp_path / "still", 6, tmp_path / "run", other)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
@@ -166,14 +168,14 @@ def test_resume_with_another_micro_batch_size(train: int, whole: Path, tmp_path:
     assert logged(tmp_path / "run", "learning_rate") == logged(tmp_path / "still" / "run", "learning_rate")
 
 
-def test_resume_rejects_another_optimizer(whole: Path, tmp_path: Path) -> None:
-    plan = make_plan(whole, optimizer={"name": "adamw_bnb_8bit"})
+def test_resume_rejects_another_optimizer(uninterrupted: Path, tmp_path: Path) -> None:
+    plan = make_plan(uninterrupted, optimizer={"name": "adamw_bnb_8bit"})
     with pytest.raises(InputError, match=r"checkpoint-6 belongs to another model or optimizer: .*AdamW"):
-        resumed_from(whole, 6, tmp_path / "run", plan)
+        resumed_from(uninterrupted, 6, tmp_path / "run", plan)
 
 
 @pytest.mark.parametrize(
-    ("training", "tables", "said"),
+    ("training", "tables", "message"),
     [
         ({"seed": 7}, {}, "seed was 0 and is now 7"),
         ({}, {"batch": {"train": 4, "effective": 8}}, r"rows a step was 12 and is now 8.*plugins.batch.effective=12"),
@@ -181,27 +183,29 @@ def test_resume_rejects_another_optimizer(whole: Path, tmp_path: Path) -> None:
         ({"max_steps": 4}, {}, r"is of step 6, but the job has only 4 steps"),
     ],
 )
-def test_resume_rejects_changed_settings(training: Any, tables: Any, said: str, whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=said):
-        resumed_from(whole, 6, tmp_path / "run", make_plan(whole, training, **tables))
+def test_resume_rejects_changed_settings(training: Any, tables: Any, message: str, uninterrupted: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        resumed_from(uninterrupted, 6, tmp_path / "run", make_plan(uninterrupted, training, **tables))
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
 
 
-def test_resume_rejects_changed_data(whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_data(uninterrupted: Path, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "other")
     path = Path(plan.job.data.train)
     path.write_text(path.read_text(encoding="utf-8").replace("red", "blue"), encoding="utf-8")
     with pytest.raises(InputError, match="The data or data.max_length changed"):
-        resumed_from(whole, 6, tmp_path / "run", plan)
+        resumed_from(uninterrupted, 6, tmp_path / "run", plan)
 
 
-def test_resume_rejects_changed_frozen_weights(whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_frozen_weights(uninterrupted: Path, tmp_path: Path) -> None:
     """An adapter resumes on its own base weights, also in another precision, and on no others."""
     base = tmp_path / "base"
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT))
     model.save_pretrained(base)
-    plan = make_plan(whole, {"save_steps": 6}, adapter={"always": True})
-    named = plan.job.model.model_copy(update={"name": str(base), "config": None, "tokenizer": str(whole / "run" / "final")})
+    plan = make_plan(uninterrupted, {"save_steps": 6}, adapter={"always": True})
+    named = plan.job.model.model_copy(
+        update={"name": str(base), "config": None, "tokenizer": str(uninterrupted / "run" / "final")}
+    )
     plan = replace(plan, job=plan.job.model_copy(update={"model": named}))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     again = gone_back(tmp_path / "run", tmp_path / "again", 6)
@@ -213,27 +217,29 @@ def test_resume_rejects_changed_frozen_weights(whole: Path, tmp_path: Path) -> N
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
-def test_resume_rejects_another_method_and_reports_other_changes(whole: Path, tmp_path: Path) -> None:
+def test_resume_rejects_another_method_and_reports_other_changes(uninterrupted: Path, tmp_path: Path) -> None:
     """Another scale of the same tensors changes the model; another number of workers does not."""
     few, adapter = {"save_steps": 6}, {"always": True, "lora_alpha": 16}
-    plan = make_plan(whole, few, adapter=adapter)
-    api.execute(plan, tmp_path / "run", cache=whole / "cache")
+    plan = make_plan(uninterrupted, few, adapter=adapter)
+    api.execute(plan, tmp_path / "run", cache=uninterrupted / "cache")
     again = gone_back(tmp_path / "run", tmp_path / "again", 6)
     with pytest.raises(InputError, match=r"plugins\.adapter\.lora_alpha was 16 and is now 32.* Keep it"):
-        api.execute(make_plan(whole, few, adapter=adapter | {"lora_alpha": 32}), again, cache=whole / "cache", resume=True)
+        api.execute(
+            make_plan(uninterrupted, few, adapter=adapter | {"lora_alpha": 32}), again, cache=uninterrupted / "cache", resume=True
+        )
     with pytest.raises(InputError, match=r"plugins\.adapter was 'in use' and is now None"):
-        api.execute(make_plan(whole, few), again, cache=whole / "cache", resume=True)
+        api.execute(make_plan(uninterrupted, few), again, cache=uninterrupted / "cache", resume=True)
     recorder = Recorder()
-    other = make_plan(whole, few, adapter=adapter, dataloader={"num_workers": 0}, batch={"train": 6, "effective": 12})
-    api.execute(other, again, recorder, cache=whole / "cache", resume=True)
+    other = make_plan(uninterrupted, few, adapter=adapter, dataloader={"num_workers": 0}, batch={"train": 6, "effective": 12})
+    api.execute(other, again, recorder, cache=uninterrupted / "cache", resume=True)
     assert recorder.warnings == [
         "Settings changed since the run started: plugins.batch.train was 4 and is 6; plugins.dataloader is new"
     ]
 
 
-def test_resume_with_more_steps_reports_the_change(whole: Path, tmp_path: Path) -> None:
+def test_resume_with_more_steps_reports_the_change(uninterrupted: Path, tmp_path: Path) -> None:
     """More steps change the schedule from the checkpoint on, hence the report."""
-    recorder = resumed_from(whole, 12, tmp_path / "run", make_plan(whole, {"max_steps": 14}))
+    recorder = resumed_from(uninterrupted, 12, tmp_path / "run", make_plan(uninterrupted, {"max_steps": 14}))
     assert recorder.warnings == ["Settings changed since the run started: training.max_steps was 12 and is 14"]
     assert logged(tmp_path / "run", "step")[-1] == 14
 
@@ -246,7 +252,7 @@ def test_best_weights_survive_a_resume(tmp_path: Path) -> None:
     best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
     assert best < LAST
     again = gone_back(tmp_path / "run", tmp_path / "again", best + 1)
-    assert (again / f"best-{best}").is_dir(), "a checkpoint speaks of it"
+    assert (again / f"best-{best}").is_dir(), "a checkpoint refers to it"
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     assert same(again, tmp_path / "run")
 
@@ -274,9 +280,7 @@ def test_plugin_state_is_restored(tmp_path: Path) -> None:
 
     def counting() -> tuple[Counter, Plan]:
         counter = Counter()
-        plan = make_plan(
-            tmp_path, {"eval_steps": LAST}
-        )  # the best weights, whose state is restored at the end, are the last ones
+        plan = make_plan(tmp_path, {"eval_steps": LAST})  # the last step is the best, and its state is restored at the end
         plan.recipe.state.append(counter)
         plan.recipe.events["step_end"].append(counter.updated)
         return counter, plan
@@ -290,13 +294,13 @@ def test_plugin_state_is_restored(tmp_path: Path) -> None:
     assert counter.state["steps"] == through.state["steps"] == best, "final/ has the best weights, and their plugin state"
 
 
-def test_timed_checkpoints_are_written_and_pruned(whole: Path, tmp_path: Path) -> None:
-    """Every so many minutes; the newest are kept."""
+def test_timed_checkpoints_are_written_and_pruned(uninterrupted: Path, tmp_path: Path) -> None:
+    """With save_minutes, checkpoints are written by the clock, and only the newest are kept."""
     training = {"save_steps": None, "save_minutes": 1e-6, "save_total_limit": 2}
-    api.execute(make_plan(whole, training), tmp_path / "run", cache=whole / "cache")
+    api.execute(make_plan(uninterrupted, training), tmp_path / "run", cache=uninterrupted / "cache")
     assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == [f"checkpoint-{LAST}", f"checkpoint-{LAST - 1}"]
-    assert same(tmp_path / "run", whole / "run")
-    api.execute(make_plan(whole, training | {"save_minutes": 0}), tmp_path / "never", cache=whole / "cache")
+    assert same(tmp_path / "run", uninterrupted / "run")
+    api.execute(make_plan(uninterrupted, training | {"save_minutes": 0}), tmp_path / "never", cache=uninterrupted / "cache")
     assert not resume.list_checkpoints(tmp_path / "never")
 
 
@@ -314,15 +318,15 @@ def test_timed_save_is_due_earlier_by_the_write_time(write: float, due: float, m
     assert timing.timed_save_due()
 
 
-def test_timed_save_is_skipped_without_host_memory(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_save_is_skipped_without_host_memory(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the copy does not fit, only requested checkpoints are written, with one warning."""
     monkeypatch.setattr(save_timing, "host_memory", lambda: (2000, 1000))
     recorder = Recorder()
-    plan = make_plan(whole, {"save_minutes": 1e-6, "save_steps": 6})
-    api.execute(plan, tmp_path / "run", recorder, cache=whole / "cache")
+    plan = make_plan(uninterrupted, {"save_minutes": 1e-6, "save_steps": 6})
+    api.execute(plan, tmp_path / "run", recorder, cache=uninterrupted / "cache")
     assert [path.name for path in resume.list_checkpoints(tmp_path / "run")] == ["checkpoint-12", "checkpoint-6"]
-    (said,) = recorder.warnings
-    assert "Skipping timed checkpoint: needs" in said
+    (warning,) = recorder.warnings
+    assert "Skipping timed checkpoint: needs" in warning
 
 
 def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
@@ -342,8 +346,8 @@ def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
     assert storage.find_corruption(again / "final") == ""
 
     class Damaging(Recorder):
-        def row(self, run: Any, row: Any) -> None:
-            super().row(run, row)
+        def on_log(self, run: Any, row: Any) -> None:
+            super().on_log(run, row)
             if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
                 path.write_bytes(path.read_bytes()[:-1] + b"x")
 
@@ -359,12 +363,12 @@ def weights_of(checkpoint: Path) -> dict[str, str]:
 
 
 def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
-    """Also in a run without checkpoints."""
+    """Old best weights are deleted, also in a run without checkpoints."""
     plan = make_plan(tmp_path, {"eval_steps": 1, "save_steps": None, "save_minutes": 0})
     most = 0
 
     class Counting(Recorder):
-        def row(self, run: Any, row: Any) -> None:
+        def on_log(self, run: Any, row: Any) -> None:
             nonlocal most
             most = max(most, len(resume.best_folders(run.folder)))
 
@@ -372,79 +376,79 @@ def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
     assert 1 <= most <= 2
 
 
-def test_complete_run_rejects_another_seed(whole: Path, tmp_path: Path) -> None:
+def test_complete_run_rejects_another_seed(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole / "run", run)
+    shutil.copytree(uninterrupted / "run", run)
     with pytest.raises(InputError, match="seed was 0 and is now 5"):
-        api.execute(make_plan(whole, {"seed": 5}), run, cache=whole / "cache", resume=True)
+        api.execute(make_plan(uninterrupted, {"seed": 5}), run, cache=uninterrupted / "cache", resume=True)
 
 
-def test_repeated_steps_of_a_complete_run_are_reported(whole: Path, tmp_path: Path) -> None:
+def test_repeated_steps_of_a_complete_run_are_reported(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole / "run", run)
+    shutil.copytree(uninterrupted / "run", run)
     for path in resume.list_checkpoints(run)[: LAST - 6]:
         shutil.rmtree(path)
     recorder = Recorder()
-    api.execute(make_plan(whole, {"max_steps": 14}), run, recorder, cache=whole / "cache", resume=True)
+    api.execute(make_plan(uninterrupted, {"max_steps": 14}), run, recorder, cache=uninterrupted / "cache", resume=True)
     assert any("had reached step 12; its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
 
 
-def test_run_with_only_corrupt_checkpoints_does_not_restart(whole: Path, tmp_path: Path) -> None:
-    """Also on the second attempt, as scripts retry."""
-    run = gone_back(whole / "run", tmp_path / "run", 2)
+def test_run_with_only_corrupt_checkpoints_does_not_restart(uninterrupted: Path, tmp_path: Path) -> None:
+    """The second attempt is refused too, because scripts retry."""
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
     for _ in range(2):
         with pytest.raises(StorageError, match=r"are corrupt, renamed to: checkpoint-1.damaged, .*--fresh"):
-            api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+            api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
     assert not (run / "final").exists()
 
 
 @pytest.mark.parametrize("name", [".DS_Store", "._model.safetensors", "Thumbs.db", ".nfs0001"])
-def test_hidden_os_files_are_ignored(name: str, whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
+def test_hidden_os_files_are_ignored(name: str, uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted / "run" / "checkpoint-6", tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / name).write_bytes(b"x")
     found = resume.latest_valid(tmp_path, print)
     assert found is not None
     assert found.state["engine"]["parameters"]
 
 
-def test_resume_of_a_complete_run_changes_no_file(whole: Path, tmp_path: Path) -> None:
+def test_resume_of_a_complete_run_changes_no_file(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole / "run", run)
+    shutil.copytree(uninterrupted / "run", run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    summary = api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+    summary = api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
     assert summary["step"] == LAST
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
-def test_resume_without_a_checkpoint_starts_at_step_1(whole: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_resume_without_a_checkpoint_starts_at_step_1(uninterrupted: Path, tmp_path: Path) -> None:
+    messages: list[str] = []
 
     class Listening(Recorder):
-        def said(self, run: Any, message: str) -> None:
-            said.append(message)
+        def on_message(self, run: Any, message: str) -> None:
+            messages.append(message)
 
-    api.execute(make_plan(whole), tmp_path / "run", Listening(), cache=whole / "cache", resume=True)
-    assert same(tmp_path / "run", whole / "run")
-    assert said == [f"{tmp_path / 'run'} has no checkpoint: starting from step 1"]
+    api.execute(make_plan(uninterrupted), tmp_path / "run", Listening(), cache=uninterrupted / "cache", resume=True)
+    assert same(tmp_path / "run", uninterrupted / "run")
+    assert messages == [f"{tmp_path / 'run'} has no checkpoint: starting from step 1"]
 
 
-def test_run_folder_is_overwritten_only_with_fresh(whole: Path, tmp_path: Path) -> None:
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+def test_run_folder_is_overwritten_only_with_fresh(uninterrupted: Path, tmp_path: Path) -> None:
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
-        api.execute(make_plan(whole), run, cache=whole / "cache")
+        api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache")
     assert resume.list_checkpoints(run)[0].name == "checkpoint-6"
-    api.execute(make_plan(whole), run, cache=whole / "cache", fresh=True)
-    assert same(run, whole / "run")
+    api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", fresh=True)
+    assert same(run, uninterrupted / "run")
     assert resume.list_checkpoints(tmp_path / "run.old")[0].name == "checkpoint-6"
 
 
-def test_resume_from_a_checkpoint_of_another_folder(whole: Path, tmp_path: Path) -> None:
+def test_resume_from_a_checkpoint_of_another_folder(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    api.execute(make_plan(whole), run, cache=whole / "cache", resume=whole / "run" / "checkpoint-6")
-    assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(whole / "run" / f"checkpoint-{LAST}")
-    assert (run / "checkpoint-6").is_dir()  # before the first step of its own: whoever is killed there can --resume
+    api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=uninterrupted / "run" / "checkpoint-6")
+    assert saved_bits(run / f"checkpoint-{LAST}") == saved_bits(uninterrupted / "run" / f"checkpoint-{LAST}")
+    assert (run / "checkpoint-6").is_dir()  # saved before its first step, so that a run killed there can --resume
 
 
 def test_best_weights_are_copied_from_another_folder(tmp_path: Path) -> None:
@@ -458,19 +462,19 @@ def test_best_weights_are_copied_from_another_folder(tmp_path: Path) -> None:
     assert saved_bits(tmp_path / "other" / "final") == saved_bits(tmp_path / "run" / "final")
 
 
-def test_older_checkpoint_is_refused_in_its_own_folder(whole: Path, tmp_path: Path) -> None:
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+def test_older_checkpoint_is_refused_in_its_own_folder(uninterrupted: Path, tmp_path: Path) -> None:
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
-        api.execute(make_plan(whole), run, cache=whole / "cache", resume=run / "checkpoint-4")
+        api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=run / "checkpoint-4")
 
 
-def test_corrupt_resume_from_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
-    """In its own folder and in another one; the checkpoint is not renamed."""
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+def test_corrupt_resume_from_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
+    """A corrupt --resume-from is refused in its own folder and in another one. The checkpoint is not renamed."""
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
     for target in (run, tmp_path / "other"):
         with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is corrupt: .* --resume"):
-            api.execute(make_plan(whole), target, cache=whole / "cache", resume=run / "checkpoint-6")
+            api.execute(make_plan(uninterrupted), target, cache=uninterrupted / "cache", resume=run / "checkpoint-6")
     assert (run / "checkpoint-6").is_dir()
     assert not (tmp_path / "other" / "checkpoint-6").exists()
 
@@ -482,23 +486,23 @@ def test_plugin_states_are_named_by_class() -> None:
     assert len(both) == 3
 
 
-def test_corrupt_checkpoint_is_quarantined_with_a_warning(whole: Path, tmp_path: Path) -> None:
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, tmp_path: Path) -> None:
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     weights = run / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     recorder = Recorder()
-    api.execute(make_plan(whole), run, recorder, cache=whole / "cache", resume=True)
+    api.execute(make_plan(uninterrupted), run, recorder, cache=uninterrupted / "cache", resume=True)
     assert "checkpoint-6 is corrupt: model.safetensors does not match its SHA-256" in recorder.warnings[0]
     assert (run / "checkpoint-6.damaged").is_dir()
-    assert same(run, whole / "run")
+    assert same(run, uninterrupted / "run")
 
 
-def test_run_without_a_valid_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
-    run = gone_back(whole / "run", tmp_path / "run", 2)
+def test_run_without_a_valid_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "config.json").unlink()
     with pytest.raises(StorageError, match=r"all checkpoints in .* are corrupt.*config.json is missing.*--fresh"):
-        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+        api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
 
 
 def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -512,7 +516,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
 
 
 def add_payload(checkpoint: Path) -> None:
-    """A payload that torch.load would run."""
+    """Add a payload that torch.load would run."""
     (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
     (checkpoint / "model.safetensors").unlink()
 
@@ -537,10 +541,10 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_checkpoint_is_refused(name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_checkpoint_is_refused(name: str, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is valid; the content is not what hwopt writes."""
     monkeypatch.chdir(tmp_path)
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
@@ -548,22 +552,24 @@ def test_hostile_checkpoint_is_refused(name: str, whole: Path, tmp_path: Path, m
     if name != "a link to a device":
         storage.write_manifest(checkpoint)
     with pytest.raises((StorageError, InputError)):
-        api.execute(make_plan(whole), run, cache=whole / "cache", resume=True)
+        api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
     assert not (tmp_path / "RUN").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])
-def test_signal_at_the_end_loses_no_step(moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_at_the_end_loses_no_step(
+    moment: str, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before final/ is written the last step is saved, even without save_steps. After that the run is complete."""
-    plan, run = make_plan(whole, {"save_steps": None, "save_minutes": 0}), tmp_path / "run"
+    plan, run = make_plan(uninterrupted, {"save_steps": None, "save_minutes": 0}), tmp_path / "run"
 
     def signal_comes(*_: Any) -> None:
         patched.setattr(signals, "received", lambda: 143)
 
     class AtTheEnd(Recorder):
-        def row(self, run: Any, row: Any) -> None:
-            super().row(run, row)
+        def on_log(self, run: Any, row: Any) -> None:
+            super().on_log(run, row)
             if moment == "before" and "eval_loss" in row and row["step"] == LAST:
                 signal_comes()
 
@@ -571,7 +577,7 @@ def test_signal_at_the_end_loses_no_step(moment: str, whole: Path, tmp_path: Pat
         if moment == "behind":
             patched.setattr(loop, "summarize", lambda *given: signal_comes() or summarize(*given))
         with pytest.raises(SystemExit):
-            api.execute(plan, run, AtTheEnd(), cache=whole / "cache")
+            api.execute(plan, run, AtTheEnd(), cache=uninterrupted / "cache")
     message = json.loads((run / "status.json").read_text())["message"]
     found = [path.name for path in resume.list_checkpoints(run)]
     if moment == "before":
@@ -579,13 +585,13 @@ def test_signal_at_the_end_loses_no_step(moment: str, whole: Path, tmp_path: Pat
     else:
         assert (message, found) == ("terminated after the last step: final/ is complete", [])
     recorder = Recorder()
-    api.execute(plan, run, recorder, cache=whole / "cache", resume=True)
+    api.execute(plan, run, recorder, cache=uninterrupted / "cache", resume=True)
     assert [row["step"] for row in recorder.rows if "loss" in row] == []
-    assert saved_bits(run / "final") == saved_bits(whole / "run" / "final")
+    assert saved_bits(run / "final") == saved_bits(uninterrupted / "run" / "final")
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["a notebook", "a shell's background"])
-def test_signal_to_a_script_saves_the_run(ignored: bool, whole: Path, tmp_path: Path) -> None:
+def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tmp_path: Path) -> None:
     """Without the command line, execute() handles signals itself and then restores the script's handlers."""
     number, ends = (signal.SIGTERM, SystemExit) if ignored else (signal.SIGINT, KeyboardInterrupt)
     if ignored:
@@ -594,20 +600,20 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, whole: Path, tmp_path: 
     assert before == [signal.SIG_IGN if ignored else signal.default_int_handler, signal.SIG_DFL]
 
     class Ending(Recorder):
-        def row(self, run: Any, row: Any) -> None:
+        def on_log(self, run: Any, row: Any) -> None:
             if row["step"] == 4:
                 os.kill(os.getpid(), number)
 
     with pytest.raises(ends):
-        api.execute(make_plan(whole), tmp_path / "run", Ending(), cache=whole / "cache")
+        api.execute(make_plan(uninterrupted), tmp_path / "run", Ending(), cache=uninterrupted / "cache")
     assert "saved; resume with --resume" in json.loads((tmp_path / "run" / "status.json").read_text())["message"]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
-    api.execute(make_plan(whole), tmp_path / "run", cache=whole / "cache", resume=True)
-    assert same(tmp_path / "run", whole / "run")
+    api.execute(make_plan(uninterrupted), tmp_path / "run", cache=uninterrupted / "cache", resume=True)
+    assert same(tmp_path / "run", uninterrupted / "run")
 
 
-def test_hidden_files_of_tools_are_ignored(whole: Path, tmp_path: Path) -> None:
-    run = gone_back(whole / "run", tmp_path / "run", 6)
+def test_hidden_files_of_tools_are_ignored(uninterrupted: Path, tmp_path: Path) -> None:
+    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
     for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
         path = resume.list_checkpoints(run)[0] / place
         path.parent.mkdir(parents=True)
@@ -617,7 +623,7 @@ def test_hidden_files_of_tools_are_ignored(whole: Path, tmp_path: Path) -> None:
     assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])
 
 
-def test_copy_of_a_running_folder_is_unlocked(whole: Path, tmp_path: Path) -> None:
+def test_copy_of_a_running_folder_is_unlocked(uninterrupted: Path, tmp_path: Path) -> None:
     with lock_run_folder(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         assert in_use_on_this_host(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, which ones are kept, and what is saved of a run that fails."""
+"""The content of checkpoints, which checkpoints are kept, and emergency saves of failed runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counter:
 
 
 class Writer:
-    """Keeps what it is asked to write."""
+    """Records the write requests."""
 
     seconds = 0.0
 
@@ -46,7 +46,7 @@ class Writer:
 
 
 def make_run(folder: Path, step: int = 5, **changed: Any) -> Any:
-    """What the checkpointer reads of a run on one rank."""
+    """The part of a run on one rank that the checkpointer reads."""
     model = torch.nn.BatchNorm1d(2)
     engine = SimpleNamespace(
         meets_in_micro_batches=False,
@@ -82,7 +82,7 @@ def make_checkpointer(run: Any, writer: Any = None, **parts: Any) -> Checkpointe
 
 
 def checkpoint(folder: Path, step: int, state: Any, own: bool = True) -> Any:
-    """A checkpoint of this run's folder, or of another one."""
+    """A checkpoint in the folder of `run`, or in another folder."""
     return SimpleNamespace(folder=(folder if own else folder / "other") / f"checkpoint-{step}", step=step, state=state)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions: the old names of options are read as the present ones."""
+"""Checkpoints of earlier versions: old option names are read as their present names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, by enumerating the places where writing them can fail or end."""
+"""Folders are complete or absent: every operation of a write fails, or ends the process, once."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_written_folder_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("damage") / "checkpoint-1"
     write(target)
     return target
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int) -> None:
-    path = whole / name
+def test_flipped_byte_is_found(complete: Path, name: str, place: float, flip: int) -> None:
+    path = complete / name
     before = path.read_bytes()
     if not before:
         return
@@ -60,40 +60,40 @@ def test_a_flipped_byte_is_found(whole: Path, name: str, place: float, flip: int
     path.write_bytes(before[:at] + bytes([before[at] ^ flip]) + before[at + 1 :])
     try:
         # changed white space in the manifest has no effect
-        assert find_corruption(whole) or (name == MANIFEST and before[at : at + 1].isspace())
+        assert find_corruption(complete) or (name == MANIFEST and before[at : at + 1].isspace())
     finally:
         path.write_bytes(before)
-    assert find_corruption(whole) == ""
+    assert find_corruption(complete) == ""
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_short_is_found(whole: Path, name: str, place: float) -> None:
-    path = whole / name
+def test_truncated_file_is_found(complete: Path, name: str, place: float) -> None:
+    path = complete / name
     before = path.read_bytes()
     kept = before[: int(place * len(before))]
     path.write_bytes(kept)
     try:
-        assert find_corruption(whole) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
+        assert find_corruption(complete) or kept == before or (name == MANIFEST and before[len(kept) :].isspace())
     finally:
         path.write_bytes(before)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_file_that_is_gone_is_named(name: str, whole: Path) -> None:
-    before = (whole / name).read_bytes()
-    (whole / name).unlink()
+def test_missing_file_is_named(name: str, complete: Path) -> None:
+    before = (complete / name).read_bytes()
+    (complete / name).unlink()
     try:
-        assert name in find_corruption(whole)
+        assert name in find_corruption(complete)
     finally:
-        (whole / name).write_bytes(before)
+        (complete / name).write_bytes(before)
 
 
-def test_extra_file_is_named(whole: Path) -> None:
-    (whole / "pytorch_model.bin").write_bytes(b"pickle")
+def test_extra_file_is_named(complete: Path) -> None:
+    (complete / "pytorch_model.bin").write_bytes(b"pickle")
     try:
-        assert "pytorch_model.bin is not listed" in find_corruption(whole)
+        assert "pytorch_model.bin is not listed" in find_corruption(complete)
     finally:
-        (whole / "pytorch_model.bin").unlink()
+        (complete / "pytorch_model.bin").unlink()
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_extra_file_is_named(whole: Path) -> None:
         (b"[" * 100_000, "cannot be read"),
     ],
 )
-def test_invalid_manifest_is_reported(manifest: bytes, why: str, whole: Path) -> None:
-    before = (whole / MANIFEST).read_bytes()
-    (whole / MANIFEST).write_bytes(manifest)
+def test_invalid_manifest_is_reported(manifest: bytes, why: str, complete: Path) -> None:
+    before = (complete / MANIFEST).read_bytes()
+    (complete / MANIFEST).write_bytes(manifest)
     try:
-        assert why in find_corruption(whole)
+        assert why in find_corruption(complete)
     finally:
-        (whole / MANIFEST).write_bytes(before)
+        (complete / MANIFEST).write_bytes(before)
 
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "fsync")
@@ -146,13 +146,13 @@ def killed_at(target: Path, call: int) -> int:
     return subprocess.run(command, check=False, capture_output=True).returncode
 
 
-def test_a_process_that_dies_leaves_a_whole_folder(tmp_path: Path) -> None:
-    """At every third call; at every one in the long form."""
+def test_dying_process_leaves_a_complete_folder(tmp_path: Path) -> None:
+    """The process dies at every third call; in the long form at every call."""
     every_call_of_a_process_that_dies(tmp_path, range(1, 200, 3))
 
 
 @pytest.mark.soak
-def test_a_process_that_dies_at_any_call_leaves_a_whole_folder(tmp_path: Path) -> None:
+def test_process_dying_at_any_call_leaves_a_complete_folder(tmp_path: Path) -> None:
     every_call_of_a_process_that_dies(tmp_path, range(1, 200))
 
 
@@ -170,12 +170,12 @@ def every_call_of_a_process_that_dies(folder: Path, calls: range) -> None:
             break
         assert code == 9
     else:
-        pytest.fail("it never came to its end")
+        pytest.fail("the write still failed at call 99")
     assert marks == {b"old", b"new"}
 
 
 def failing(call: int, error: OSError, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The `call`-th operation of the disk, and all behind it, raise `error`. Returns a counter."""
+    """Make the `call`-th disk operation and all later ones raise `error`. Returns a counter."""
     counted = [0]
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,24 +200,24 @@ def message_of(target: Path) -> str:
     return ""
 
 
-def test_a_disk_that_fails_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
+def test_disk_failing_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
     for call in range(1, 100):
         target = tmp_path / str(call) / "checkpoint-1"
         write(target, b"old")
         with pytest.MonkeyPatch.context() as patched:
             counted = failing(call, OSError(28, "No space left on device"), patched)
-            said = message_of(target)
-        assert not said or f"{target} could not be written: No space left on device (needs " in said
-        assert not said or "GiB are free" in said
+            message = message_of(target)
+        assert not message or f"{target} could not be written: No space left on device (needs " in message
+        assert not message or "GiB are free" in message
         repair_interrupted_write(target)
         assert mark_of(target) in (b"old", b"new")
         if counted[0] < call:
             assert mark_of(target) == b"new"
             return
-    pytest.fail("it never came to its end")
+    pytest.fail("the write still failed at call 99")
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_json_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_json(path, {"exit_code": 0})
     before = path.read_bytes()
@@ -248,7 +248,7 @@ def test_disk_error_suggests_a_remedy(
     ids=["a disk", "a quota", "tokenizers"],
 )
 def test_full_disk_is_recognized_in_other_errors(error: Exception, tmp_path: Path) -> None:
-    """Packages written in Rust raise a bare Exception; in a plugin it is no fault of the plugin."""
+    """Packages written in Rust raise a bare Exception for a full disk. It is a StorageError, not an error of the plugin."""
     with pytest.raises(StorageError, match="GiB are free"), staged(tmp_path / "folder", 0):
         raise error
     with pytest.raises(StorageError, match=r"^plugin 'x': its step: .*\. Free some space"):
@@ -265,7 +265,7 @@ def test_full_disk_is_recognized_in_other_errors(error: Exception, tmp_path: Pat
     ids=["a bad job", "a bad option", "a listing", "help"],
 )
 def test_full_disk_of_stdout_keeps_the_exit_code(arguments: list[str], code: int, unbuffered: str) -> None:
-    """Python ends with 120 where what it has buffered cannot be written at its end."""
+    """Python exits with 120 if it cannot flush its buffers at exit."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [sys.executable, "-m", "hwopt", *arguments],

@@ -1,4 +1,4 @@
-"""Signals of this process: which one came first, what it raises, and what the handlers leave behind."""
+"""Signals: the first one, its exception, and the handlers after the block."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BOTH = [(signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGTERM, 143, SystemExi
 
 @pytest.fixture
 def handlers() -> None:
-    """The handlers, installed; the session's fixture takes them away again."""
+    """Install the handlers; the fixture of the session removes them."""
     signals.install_handlers()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of the handlers, in seconds, which the test sets."""
+    """The clock of the handlers in seconds, set by the test."""
     now = [100.0]
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
@@ -44,11 +44,11 @@ def test_first_signal_raises_and_is_remembered(
 def test_first_signal_is_deferred_inside_the_block(
     number: signal.Signals, code: int, error: type[BaseException], handlers: None
 ) -> None:
-    heard: list[int] = []
-    with signals.deferred(heard.append):
+    received: list[int] = []
+    with signals.deferred(received.append):
         signal.raise_signal(number)
         signal.raise_signal(number)  # the copy that a launcher forwards
-    assert (heard, signals.received()) == ([number], code)
+    assert (received, signals.received()) == ([number], code)
     with pytest.raises(error):
         signal.raise_signal(number)
 

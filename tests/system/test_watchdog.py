@@ -39,7 +39,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     return Exits(monkeypatch)
 
 
-def test_a_hung_run_exits_with_9_and_stack_traces(tmp_path: Path, exits: Exits) -> None:
+def test_hung_run_exits_with_9_and_stack_traces(tmp_path: Path, exits: Exits) -> None:
     with exits.watch(tmp_path):
         assert exits.exited.wait(20)
     assert exits.codes == [9]
@@ -48,10 +48,10 @@ def test_a_hung_run_exits_with_9_and_stack_traces(tmp_path: Path, exits: Exits) 
     assert code == 9
     assert message.startswith("rank 1: no progress for ")
     assert f"Stack traces: {stacks}." in message
-    assert "test_a_hung_run_exits_with_9" in stacks.read_text()
+    assert "test_hung_run_exits_with_9" in stacks.read_text()
 
 
-def test_heartbeats_and_a_slow_first_step_keep_a_run_alive(tmp_path: Path, exits: Exits) -> None:
+def test_heartbeats_and_a_slow_first_step_prevent_the_exit(tmp_path: Path, exits: Exits) -> None:
     with exits.watch(tmp_path, in_first_step=True):
         time.sleep(1.0)
     with exits.watch(tmp_path) as watchdog:
@@ -61,7 +61,7 @@ def test_heartbeats_and_a_slow_first_step_keep_a_run_alive(tmp_path: Path, exits
     assert exits.codes == []
 
 
-def test_a_forwarded_copy_is_no_second_signal() -> None:
+def test_forwarded_copy_is_not_a_second_signal() -> None:
     now = time.monotonic()
     assert not is_second_signal(15, [])
     assert not is_second_signal(15, [(15, now)])

@@ -60,7 +60,7 @@ def test_prompted_predicts_the_completion_only(prompt: list[int], completion: li
     assert prompted(prompt, completion, end, size) == (inputs[:size], labels[:size])
 
 
-def test_plain_text(tmp_path: Path) -> None:
+def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog\n" * 20
     (tmp_path / "a.txt").write_text(text)
     _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", max_length=16)
@@ -81,7 +81,7 @@ def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
     assert prepared.warnings == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
 
 
-def test_what_is_held_out(tmp_path: Path) -> None:
+def test_held_out_part_is_the_end_of_the_data(tmp_path: Path) -> None:
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", eval_fraction=0.1)
@@ -101,7 +101,7 @@ def test_what_is_held_out(tmp_path: Path) -> None:
     assert prepared.tokenizer.decode(prepared.eval.array("labels")).endswith("ld out")
 
 
-def test_prompts(tmp_path: Path) -> None:
+def test_prompt_tokens_have_no_label(tmp_path: Path) -> None:
     rows = [{"ask": "two and two?", "answer": " four"}, {"ask": "", "answer": "nothing asked"}]
     _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", prompt="ask", completion="answer")
     row = prepared.train.row(0)
@@ -111,7 +111,7 @@ def test_prompts(tmp_path: Path) -> None:
     assert prepared.train.counts.tolist() == [(prepared.train.row(index)["labels"] != IGNORED).sum() for index in range(2)]
 
 
-def test_prompts_that_are_cut(tmp_path: Path) -> None:
+def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: Path) -> None:
     rows = [{"ask": "ab", "answer": "cdefghijklmnopqrstuvwxyz"}, {"ask": "a", "answer": "c"}]
     source = write(tmp_path / "a.jsonl", rows)
     config = {**GPT2, "vocab_size": 258}  # bytes only
@@ -119,14 +119,14 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
     _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
     assert prepared.notes == ["truncated 1 of 2 texts to 6 tokens"]
     labels = prepared.train.row(0)["labels"]
-    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last one is predicted from the sixth token
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last character is predicted from the sixth token
     with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, more than .* limit of 20; set data\.max_length = 20"):
         prepare(source, tmp_path / "cache", config, 20, **columns)
     prepare(source, tmp_path / "cache", config, 26, **columns)
     source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
     with pytest.raises(DataError, match=r"b\.jsonl:2: has no completion after truncation: the prompt has 6 tokens"):
         prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
-    for _ in range(2):  # made, and found in the cache
+    for _ in range(2):  # first built, then loaded from the cache
         _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, max_bad_rows=0.5, **columns)
         assert len(prepared.train) == 1
         assert prepared.bad_rows[0]["rows"] == 2
@@ -136,7 +136,7 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
         prepare(source, tmp_path / "cache", config, **columns)
 
 
-def test_too_short(tmp_path: Path) -> None:
+def test_empty_text_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'text' is empty"):
         prepare(write(tmp_path / "a.jsonl", [{"text": ""}]), tmp_path / "cache")
 
@@ -163,7 +163,7 @@ def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> N
     parts = [task.loss(model(input_ids=row["input_ids"]), row["labels"]) for row in rows]
     assert int(count) == sum(int(part[1]) for part in parts) == prepared.train.counts.sum()
     torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
-    # the same as the model's own loss, which shifts by itself
+    # equal to the model's own loss, which shifts the labels
     row = rows[1]
     tokens = torch.cat([row["input_ids"], row["labels"][:, -1:]], 1)
     own = torch.cat([torch.full((1, 1), IGNORED), row["labels"]], 1)

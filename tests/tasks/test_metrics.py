@@ -20,7 +20,7 @@ from hwopt.tasks.metrics import ClassMetrics, TokenMetrics
     batch=st.integers(1, 20),
 )
 @settings(deadline=None)
-def test_values_are_those_of_scikit_learn(labels: int, seed: int, samples: int, batch: int) -> None:
+def test_class_metrics_equal_those_of_scikit_learn(labels: int, seed: int, samples: int, batch: int) -> None:
     random = np.random.default_rng(seed)
     logits = torch.from_numpy(random.normal(size=(samples, labels))).float()
     targets = torch.from_numpy(random.integers(0, random.integers(1, labels + 1), samples))  # some classes may be absent
@@ -41,7 +41,7 @@ def test_values_are_those_of_scikit_learn(labels: int, seed: int, samples: int, 
     assert all(isinstance(value, float) for value in found.values())
 
 
-def test_tokens() -> None:
+def test_token_metrics_weigh_by_tokens() -> None:
     metrics = TokenMetrics("cpu")
     metrics.update(None, torch.empty(0), torch.tensor(6.0), torch.tensor(2))
     metrics.update(None, torch.empty(0), torch.tensor(3.0), 1)
@@ -50,7 +50,7 @@ def test_tokens() -> None:
     assert metrics.compute()["perplexity"] == math.inf
 
 
-def test_nothing_to_evaluate() -> None:
+def test_metrics_of_no_samples_are_nan() -> None:
     assert all(math.isnan(value) for value in TokenMetrics("cpu").compute().values())
     assert math.isnan(ClassMetrics(3, "cpu").compute()["f1"])
 
@@ -67,7 +67,7 @@ class FailsOnce(ClassMetrics):
             raise torch.OutOfMemoryError
 
 
-def test_a_micro_batch_that_ran_out_of_memory_is_counted_once() -> None:
+def test_micro_batch_that_ran_out_of_memory_is_counted_once() -> None:
     metrics, outputs, targets = FailsOnce(2, "cpu"), SimpleNamespace(logits=torch.eye(2)), torch.tensor([0, 0])
     with pytest.raises(torch.OutOfMemoryError):
         metrics.update(outputs, targets, torch.tensor(3.0), 2)

@@ -18,7 +18,7 @@ def job_of(**tables: Any) -> Job:
     return Job.model_validate({"model": {"config": {"model_type": "bert"}}, "data": {"train": "a.csv"}} | tables)
 
 
-def test_make_task_and_its_metrics() -> None:
+def test_task_knows_which_metrics_it_has() -> None:
     classification = make_task(job_of())
     assert classification.kind == "text-classification"
     assert classification.greater_is_better("eval_f1")
@@ -48,7 +48,7 @@ def test_batch_norm_is_refused_by_name() -> None:
     refuse_inexact(torch.nn.Sequential(torch.nn.LayerNorm(2)), job_of())
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("bert").save_pretrained(tmp_path)
     job = job_of(model={"name": str(tmp_path)})
     config = load_config(str(tmp_path), None)

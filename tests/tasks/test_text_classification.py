@@ -42,7 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 def prepare(
     folder: Path, rows: Any = ROWS, config: Any = None, positions: int | None = None, **data: Any
 ) -> tuple[Job, Task, Prepared]:
-    """A job over `rows`, prepared under `folder`; `data` are keys of its data table, lists become files."""
+    """A job over `rows`, prepared under `folder`. `data` has the keys of its data table; lists become files."""
     if isinstance(data.get("eval"), list):
         data["eval"] = write(folder / "eval.jsonl", data["eval"])
     source = rows if isinstance(rows, str) else write(folder / "train.jsonl", rows)
@@ -59,7 +59,7 @@ def load(job: Job, task: Task, prepared: Prepared, **model_kwargs: Any) -> Any:
 
 
 def padded(prepared: Prepared, rows: list[int]) -> dict[str, torch.Tensor]:
-    """As the collator does it: padding on the right."""
+    """The inputs of `rows`, padded on the right like the collator."""
     found = [prepared.train.row(row)["input_ids"] for row in rows]
     width = max(map(len, found))
     ids = torch.full((len(rows), width), prepared.tokenizer.pad_token_id)
@@ -70,7 +70,7 @@ def padded(prepared: Prepared, rows: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def test_single_texts(tmp_path: Path) -> None:
+def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, eval=ROWS[:2])
     assert prepared.label_names == ("no", "yes")
     assert prepared.eval is not None
@@ -92,7 +92,7 @@ def test_pairs_have_token_types(tmp_path: Path) -> None:
     ]
 
 
-def test_the_longer_text_of_a_pair_is_cut(tmp_path: Path) -> None:
+def test_longer_text_of_a_pair_is_truncated(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, text=["text", "second"], max_length=10, eval=ROWS)
     assert prepared.train.lengths.max() == 10
     whole = prepare(tmp_path, text=["text", "second"])[2].train.lengths
@@ -103,11 +103,11 @@ def test_the_longer_text_of_a_pair_is_cut(tmp_path: Path) -> None:
     ]
 
 
-def test_too_long(tmp_path: Path) -> None:
+def test_text_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:2: has \d+ tokens, more than .* limit of 8; set data\.max_length = 8"):
         prepare(tmp_path, positions=8)
     prepare(tmp_path, positions=32)
-    with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens are those of a model that takes more
+    with pytest.raises(DataError, match=r"train\.jsonl:2: has"):  # the cached tokens belong to a model with a larger limit
         prepare(tmp_path, positions=8)
     with pytest.raises(InputError, match="40 exceeds the model.s limit of 32 tokens"):
         prepare(tmp_path, positions=32, max_length=40)
@@ -124,13 +124,15 @@ def test_too_long(tmp_path: Path) -> None:
         (["10", "9", "neutral", "2"], ("10", "2", "9", "neutral"), [0, 2, 3, 1]),
     ],
 )
-def test_numbers_of_labels(tmp_path: Path, values: list[Any], names: tuple[str, ...], numbers: list[int]) -> None:
+def test_labels_are_numbered_in_sorted_order(
+    tmp_path: Path, values: list[Any], names: tuple[str, ...], numbers: list[int]
+) -> None:
     _, _, prepared = prepare(tmp_path, [{**row, "label": value} for row, value in zip(ROWS, values, strict=True)])
     assert prepared.label_names == names
     assert prepared.train.array("labels").tolist() == numbers
 
 
-def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
+def test_label_order_of_the_model_or_the_data_set_is_kept(tmp_path: Path) -> None:
     import datasets
 
     config = {**BERT, "id2label": {"0": "yes", "1": "no"}}
@@ -160,12 +162,12 @@ def test_the_numbers_of_a_model_and_of_a_data_set_stay(tmp_path: Path) -> None:
         ([[1], [2]], r"column 'label' holds list<.*>; labels must be strings or integers"),
     ],
 )
-def test_labels_that_are_none(values: list[Any], message: str) -> None:
+def test_missing_or_non_class_label_is_refused(values: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_labels(Rows(pa.table({"label": values}), Places("a.csv", "row", [1, 2]), BadRows("a.csv", "row", True)), "label")
 
 
-def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:
+def test_unknown_eval_label_and_single_class_are_refused(tmp_path: Path) -> None:
     unknown = [ROWS[0], {**ROWS[1], "label": "yess"}]
     message = r"eval\.jsonl:2: has a label that is not in the training data: 'yess'\. Did you mean 'yes'\?"
     with pytest.raises(DataError, match=message):
@@ -180,7 +182,7 @@ def test_labels_that_cannot_be_learnt(tmp_path: Path) -> None:
     assert prepare(tmp_path, many)[2].notes == ["9 labels in 9 samples: is 'label' the right column?"]
 
 
-def test_a_fraction_is_held_out(tmp_path: Path) -> None:
+def test_eval_fraction_is_held_out(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, eval_fraction=0.25)
     assert prepared.eval is not None
     assert (len(prepared.train), len(prepared.eval)) == (3, 1)
@@ -198,7 +200,7 @@ def test_label_without_an_evaluation_sample_is_named(tmp_path: Path) -> None:
     assert prepare(tmp_path, rare, eval_fraction=0.1)[2].notes == ["the evaluation data has no sample of 'maybe'"]
 
 
-def test_cached_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_cached_until_data_or_options_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(tmp_path)[2].train.folder
     assert prepare(tmp_path, max_length=8)[2].train.folder != first
     assert prepare(tmp_path, [{**row, "label": row["second"]} for row in ROWS])[2].train.folder != first
@@ -209,7 +211,7 @@ def test_cached_until_something_changes(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_eos: bool) -> None:
-    """Also where the tokenizer pads with the end of text and a text ends with it."""
+    """Also if the padding token is the end of text and a text ends with it."""
     rows = [dict(row) for row in ROWS]
     rows[2]["text"] += "<|endoftext|>"
     config = DECODERS[kind]
@@ -235,8 +237,8 @@ def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_
             torch.testing.assert_close(model.score(hidden), together[row], atol=1e-5, rtol=1e-4)
 
 
-def test_a_padding_token_is_added_where_no_other_is_free(tmp_path: Path) -> None:
-    """A trained model whose tokenizer has only an end of text, which stands in the texts."""
+def test_padding_token_is_added_if_no_other_is_free(tmp_path: Path) -> None:
+    """A trained model whose tokenizer has only an end-of-text token, which the texts contain."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -248,7 +250,7 @@ def test_a_padding_token_is_added_where_no_other_is_free(tmp_path: Path) -> None
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "trained")
     tokenizer.save_pretrained(tmp_path / "trained")
     job, task, prepared = prepare(tmp_path, config={"name": str(tmp_path / "trained")})
-    assert prepared.tokenizer.pad_token == "<|endoftext|>"  # free here
+    assert prepared.tokenizer.pad_token == "<|endoftext|>"  # these texts do not contain it
     assert load(job, task, prepared).get_input_embeddings().num_embeddings == 257
     rows = [{**row, "text": row["text"] + "<|endoftext|>"} for row in ROWS]
     job, task, prepared = prepare(tmp_path, rows, {"name": str(tmp_path / "trained")})
@@ -261,7 +263,7 @@ def test_a_padding_token_is_added_where_no_other_is_free(tmp_path: Path) -> None
         torch.testing.assert_close(model.score(hidden), together[0], atol=1e-5, rtol=1e-4)
 
 
-def test_load_model_random(tmp_path: Path) -> None:
+def test_new_model_is_random_and_reproducible(tmp_path: Path) -> None:
     job, task, prepared = prepare(tmp_path)
     config = load_config(None, job.model.config)
     model = load(job, task, prepared)
@@ -275,14 +277,14 @@ def test_load_model_random(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_load_model_keeps_a_given_vocabulary_size(tmp_path: Path) -> None:
+def test_new_model_keeps_a_given_vocabulary_size(tmp_path: Path) -> None:
     job, task, prepared = prepare(tmp_path, config={**BERT, "vocab_size": 500})
     assert len(prepared.tokenizer) < 500
     assert load(job, task, prepared).config.vocab_size == 500
 
 
-def test_load_model_trained(tmp_path: Path) -> None:
-    """With another number of labels, the head is new and the rest is kept; the saved model opens by itself."""
+def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> None:
+    """With another number of labels only the head is new. The saved model loads without hwopt."""
     job, task, prepared = prepare(tmp_path)
     model = load(job, task, prepared)
     model.save_pretrained(tmp_path / "trained")
@@ -300,7 +302,7 @@ def test_load_model_trained(tmp_path: Path) -> None:
         assert torch.allclose(again(**tokens).logits, tuned(**padded(prepared, [0])).logits, atol=1e-6)
 
 
-def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path)
     prepared.tokenizer.save_pretrained(tmp_path / "own")
     data = {"train": str(tmp_path / "train.jsonl")}
@@ -311,7 +313,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
         load(job, task, prepared)
 
 
-def test_loss_is_a_sum(tmp_path: Path) -> None:
+def test_loss_is_summed_over_samples(tmp_path: Path) -> None:
     job, task, prepared = prepare(tmp_path)
     model = load(job, task, prepared)
     labels = torch.from_numpy(np.array(prepared.train.array("labels")))

@@ -29,7 +29,7 @@ def test_spike_limit_is_above_the_median_and_robust_to_outliers(recent: list[flo
 
 
 @given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
-def test_a_long_spike_is_reported_once(seed: int, length: int, height: float) -> None:
+def test_long_spike_is_reported_once(seed: int, length: int, height: float) -> None:
     noise = random.Random(seed)
     history = LossHistory()
     calm = [2.0 * 0.99**step * (1 + noise.uniform(-0.05, 0.05)) for step in range(60)]
@@ -39,13 +39,13 @@ def test_a_long_spike_is_reported_once(seed: int, length: int, height: float) ->
     assert history.spike_starts(calm[-1] + height), "a second spike"
 
 
-def test_a_loss_that_stays_high_becomes_the_new_level() -> None:
+def test_loss_that_stays_high_becomes_the_new_level() -> None:
     history = LossHistory()
     jumps = [history.spike_starts(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
     assert [number for number, jumped in enumerate(jumps) if jumped] == [10, 70]
 
 
-def test_the_first_log_points_are_never_spikes() -> None:
+def test_first_log_points_are_never_spikes() -> None:
     history = LossHistory()
     assert not any(history.spike_starts(loss) for loss in [9.0, 0.1, 50.0, 0.1])
 
@@ -56,7 +56,7 @@ def observe(
     return monitor.observe(Training(**training or {}), 1_000, LoggedInterval(step, norms, loss=1.0, **given))
 
 
-def test_a_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
+def test_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     nan, monitor = float("nan"), DivergenceMonitor()
     assert observe(monitor, 10, [nan] * 10, scale=64.0) == ([], None)
     assert observe(monitor, 50, [nan] * 40, scale=64.0) == ([], None)
@@ -66,9 +66,9 @@ def test_a_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     assert "loss scale 0.5" in str(error)
     _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1)
     assert "the loss was not finite at or before step 1" in str(error)
-    said, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
+    messages, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
     assert error is None
-    assert "the loss of 1 micro-batch(es) was not finite" in said[0]
+    assert "the loss of 1 micro-batch(es) was not finite" in messages[0]
 
 
 def test_long_lists_of_steps_are_shortened() -> None:
@@ -97,8 +97,8 @@ def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, 
         with pytest.raises(NonFiniteError, match=r"the loss rose to [\d.e+]+ at step \d+; the median of .*diverged"):
             train_tiny(plan, tmp_path)
         return
-    heard = train_tiny(plan, tmp_path)
-    assert sum("the loss rose to" in line for line in heard.warnings) == (1 if follows == "warn" else 0), heard.losses
+    recorder = train_tiny(plan, tmp_path)
+    assert sum("the loss rose to" in line for line in recorder.warnings) == (1 if follows == "warn" else 0), recorder.losses
 
 
 def spiking_schedule(run: Any) -> Any:

@@ -39,7 +39,7 @@ def test_gradients_event_sees_named_unscaled_unclipped_gradients(tmp_path: Path)
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for dtype, level in (("fp32", "O1"), ("fp16", "O2")):
         plan = planned(tmp_path, {"precision": {"dtype": dtype, "level": level}}, max_steps=1, max_grad_norm=1e-3)
-        if dtype == "fp16":  # a CPU takes no fp16 plan: the recipe as on a card
+        if dtype == "fp16":  # a CPU plan has no fp16, so the test uses the recipe of a card
             plan = with_fp16(plan)
         found = seen.setdefault(dtype, {})
         plan.recipe.events["gradients"].append(
@@ -127,12 +127,12 @@ def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: 
         plan.recipe.final_steps.append(average.final)
         return plan
 
-    heard = train_tiny(averaging(), tmp_path)
+    recorder = train_tiny(averaging(), tmp_path)
     run = tmp_path / "run"
     if resumed:
         run = gone_back(run, tmp_path / "again", 4)
         api.execute(averaging(), run, cache=tmp_path / "cache", resume=True)
-    losses = {int(row["step"]): row["eval_f1"] for row in heard.rows if "eval_f1" in row}
+    losses = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
     best = max(losses, key=lambda step: (losses[step], -step))
     assert best < 6, "the test needs a best step before the last one"
     saved = load_file(run / "final" / "model.safetensors")

@@ -96,7 +96,7 @@ def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int
     """The gradients over each rank's samples, summed, equal the gradient of a single rank."""
     with tiny_run(tmp_path, kind, "float64") as run:
         dataset = run.train_loader.dataset
-        for step in range(run.steps_per_epoch):  # the last one is partial
+        for step in range(run.steps_per_epoch):  # the last step is partial
             parts = []
             for ranks in (1, world):
                 run.world_size = 1  # the weights count all ranks; this test sums the ranks itself
@@ -129,7 +129,7 @@ def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
                 torch.testing.assert_close(found, expected)
 
 
-def test_a_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
+def test_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
     with tiny_run(tmp_path, "text-classification", "float64") as run:
         sampler = run.train_loader.sampler
         steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))

@@ -79,7 +79,7 @@ def counted_step(run: Run, steps: int = 3) -> Calls:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_host_syncs_per_step(name: str, tmp_path: Path) -> None:
+def test_host_syncs_per_step_match_their_causes(name: str, tmp_path: Path) -> None:
     tables, reads = READS[name]
     kind = "causal-lm" if name == "decoder" else "text-classification"
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", kind, max_steps=4, logging_steps=4))
@@ -89,7 +89,7 @@ def test_host_syncs_per_step(name: str, tmp_path: Path) -> None:
         assert counted_step(run).syncs == expected
 
 
-def test_a_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> None:
+def test_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) -> None:
     """A bare loop has forward, backward, clipping and the optimizer's step."""
     plan = plan_for(tiny_profile(**FUSED), tiny_job(tmp_path / "data", max_steps=4, logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
@@ -116,10 +116,10 @@ def test_a_step_adds_a_fixed_number_of_kernels_to_a_bare_loop(tmp_path: Path) ->
 
 def test_schedule_counts_steps_and_summary_names_the_best_one(tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", max_steps=10, learning_rate=1e-2, eval_steps=2, lr_scheduler_type="linear")
-    heard = train_tiny(plan_for(tiny_profile(), job), tmp_path)
-    rates = [row["learning_rate"] for row in heard.rows if "loss" in row]
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    rates = [row["learning_rate"] for row in recorder.rows if "loss" in row]
     assert rates == pytest.approx([1e-2 * (1 - (n + 1) / 10) for n in range(10)])
-    evaluations = {int(row["step"]): row["eval_f1"] for row in heard.rows if "eval_f1" in row}
+    evaluations = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
     assert list(evaluations) == [2, 4, 6, 8, 10]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_eval_f1"] == max(evaluations.values())
@@ -156,11 +156,11 @@ def test_final_holds_the_best_weights(tmp_path: Path) -> None:
 
     job = tiny_job(tmp_path / "data", max_steps=8, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant")
     plan = plan_for(tiny_profile(), job)
-    heard = train_tiny(plan, tmp_path)
-    losses = {int(row["step"]): row["eval_loss"] for row in heard.rows if "eval_loss" in row}
+    recorder = train_tiny(plan, tmp_path)
+    losses = {int(row["step"]): row["eval_loss"] for row in recorder.rows if "eval_loss" in row}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
-    run = heard.run
+    run = recorder.run
     run.inner_model.load_state_dict(saved.state_dict())
     metrics = Evaluation(run).evaluate()
     assert metrics is not None
@@ -243,7 +243,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_failed_step_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
     """For example, a worker dies between two micro-batches. The resumed run repeats this step."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
     with build(plan, tmp_path / "run", tmp_path / "cache") as run:
@@ -268,7 +268,7 @@ def test_a_failed_step_leaves_nothing_in_the_log(tmp_path: Path) -> None:
 
 
 def test_best_metric_is_accepted_with_and_without_eval_prefix(tmp_path: Path) -> None:
-    """`eval_f1`, as evaluations log it, or `accuracy`."""
+    """`eval_f1`, the logged name, or `accuracy`, the name without prefix."""
     for metric in ("eval_f1", "accuracy"):
         job = tiny_job(tmp_path / "data", metric_for_best_model=metric, max_steps=2)
         train_tiny(plan_for(tiny_profile(), job), tmp_path / metric)

@@ -101,10 +101,10 @@ def planned(folder: Path, tables: dict[str, Any], poison: dict[str, Any] | None 
 
 
 def trained(plan: Plan, folder: Path) -> tuple[Run, Recorder, list[dict[str, Any]]]:
-    heard = Recorder()
-    api.execute(plan, folder / "run", heard, cache=folder / "cache")
+    recorder = Recorder()
+    api.execute(plan, folder / "run", recorder, cache=folder / "cache")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return heard.run, heard, rows
+    return recorder.run, recorder, rows
 
 
 def state_of(run: Run) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ def test_nonfinite_update_is_skipped(
     for place, draw in enumerate(draws(number, optimizers)):
         folder = tmp_path / str(place)
         tables = {"optimizer": {"name": draw.optimizer}, "precision": draw.precision}
-        run, heard, rows = trained(planned(folder, tables, draw.poison, on_nonfinite="skip"), folder)
+        run, recorder, rows = trained(planned(folder, tables, draw.poison, on_nonfinite="skip"), folder)
         wanted = state_without_updates(planned(folder, tables), folder, (draw.step,))
         found = state_of(run)
         assert all(torch.isfinite(tensor.float()).all() for tensor in found), draw
@@ -195,7 +195,7 @@ def test_nonfinite_update_is_skipped(
         assert [row["skipped_updates"] for row in rows if "skipped_updates" in row][-1] == 1
         assert all(math.isfinite(row["loss"]) for row in rows), "the mean counts finite losses only"
         assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
-        assert [line for line in heard.warnings if f"at step {draw.step}: the update was skipped" in line], heard.warnings
+        assert [line for line in recorder.warnings if f"at step {draw.step}: the update was skipped" in line], recorder.warnings
     figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
 
 
@@ -236,9 +236,9 @@ def test_run_stops_at_the_limit_of_skipped_updates(
 
 def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> None:
     plan = planned(tmp_path, {}, {"steps": [2, 3, 5]}, on_nonfinite="skip", nonfinite_limit=2, nonfinite_fraction=0.5)
-    _, heard, rows = trained(plan, tmp_path)
+    _, recorder, rows = trained(plan, tmp_path)
     assert (rows[-1]["step"], rows[-1]["skipped_updates"]) == (6, 3)
-    assert sum("was skipped" in line for line in heard.warnings) == 3, "one line per log point"
+    assert sum("was skipped" in line for line in recorder.warnings) == 3, "one line per log point"
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) ->
     tables = {"zero": {"stage": stage, "offload": "none"}, "precision": {"dtype": dtype}}
     parameter = {1: None, 2: 0, 3: 7}[stage]
     poison = {"steps": [3], "micro_batch": 1} | ({} if parameter is None else {"parameter": parameter})
-    run, heard, rows = trained(planned(tmp_path, tables, poison, on_nonfinite="skip"), tmp_path)
+    run, recorder, rows = trained(planned(tmp_path, tables, poison, on_nonfinite="skip"), tmp_path)
     assert all(torch.isfinite(p).all() for p in run.engine.parameters)
     assert rows[-1]["skipped_updates"] == 1
-    assert any("at step 3: the update was skipped" in line for line in heard.warnings)
+    assert any("at step 3: the update was skipped" in line for line in recorder.warnings)
     # the other updates equal those of a run without ZeRO
     again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
     _, _, plain = trained(again, tmp_path / "plain")

@@ -20,7 +20,7 @@ BATCH: Any = SimpleNamespace(rows=4, tokens=10)
 
 
 def make_run(folder: Path, total_steps: int = 6, **training: Any) -> Any:
-    """What telemetry reads of a run on one CPU rank."""
+    """The part of a run on one CPU rank that telemetry reads."""
     run = SimpleNamespace(
         device=torch.device("cpu"),
         world_size=1,
