@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     help="Resume from this checkpoint in a new folder.",
 )
 @click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the evidence of every plugin.")
 @click.pass_obj
 def run(
     typed: list[str],
@@ -45,6 +46,7 @@ def run(
     resume: bool,
     resume_from: Path | None,
     fresh: bool,
+    verbose: bool,
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
@@ -70,7 +72,8 @@ def run(
         return ending.exit_code
     from hwopt import api
     from hwopt.report.memory import show_forecast
-    from hwopt.report.terminal import Screen, Terminal, show_plan
+    from hwopt.report.screen import Screen
+    from hwopt.report.terminal import Terminal, show_plan
     from hwopt.system import signals
 
     quiet_transformers()
@@ -108,7 +111,7 @@ def run(
             plan = api.with_memory(plan, resolved)
         show_plan(console, plan)
         show_forecast(console, plan)
-    screen = Screen(console)
+    screen = Screen(console, verbose)
     signals.install_handlers()
     try:
         api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh)

@@ -1,7 +1,4 @@
-"""The terminal: the plan before the run, one live line in it, the evidence after step 1, a summary at the end.
-
-On a terminal the line is updated in place; in a log file or a notebook each interval prints a line.
-"""
+"""The terminal, and what is printed of a plan. hwopt.report.screen prints what happens in a run."""
 
 from __future__ import annotations
 
@@ -10,21 +7,17 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from hwopt.text import printable, short_place
-from hwopt.training.listener import Listener, Row
 
 if TYPE_CHECKING:
     from hwopt.planning.decisions import PluginDecision
     from hwopt.planning.plan import Plan
-    from hwopt.training.run import Run
 
 STYLES = {
     "apply": "green",
@@ -138,89 +131,6 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
             super().on_broken_pipe()
-
-
-class Screen(Listener):
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.live: Live | None = None
-
-    def on_start(self, run: Run) -> None:
-        for note in run.notes:
-            say(self.console, "data", note)
-        self.show_warnings(run)
-        samples = len(run.prepared.train)
-        held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
-        say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
-        if self.console.is_terminal:
-            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
-            self.live.start()
-
-    def on_evidence(self, run: Run, found: list[Any]) -> None:
-        titles = ("evidence", f"after step {run.step:,}", "seen")  # a resumed run collects its evidence again
-        self.console.print(table(titles, ((e.name, v.status, v.seen) for e, v in found)))
-
-    def on_log(self, run: Run, row: Row) -> None:
-        if "test_loss" in row:
-            self.console.print(Text(eval_line(row, "test")))
-        elif "eval_loss" in row:
-            self.console.print(Text(eval_line(row)))
-        elif self.live is not None:
-            self.live.update(Text(line(run, row)))
-        else:
-            self.console.print(Text(line(run, row)), soft_wrap=True)
-
-    def on_message(self, run: Run, message: str) -> None:
-        say(self.console, "note", message)
-
-    def on_warning(self, run: Run, message: str) -> None:
-        say(self.console, "WARNING", message, "bold red")
-
-    def on_finish(self, run: Run, summary: Row) -> None:
-        self.close()
-        rows = ((key, f"{value:,.4f}".rstrip("0").rstrip(".")) for key, value in summary.items())
-        self.console.print(table(("summary", ""), rows))
-        self.show_warnings(run)
-        say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
-
-    def show_warnings(self, run: Run) -> None:
-        """Print which data is not used: at the start, and again at the end."""
-        for warning in run.prepared.warnings:
-            say(self.console, "data", warning, "bold yellow")
-
-    def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
-
-
-def line(run: Run, row: Row) -> str:
-    """step, ETA, loss, lr, steps/s, real tokens/s, samples/s, peak memory, GPU %, data wait."""
-    left = (run.total_steps - row["step"]) / max(row["steps_per_second"], 1e-9)
-    parts = [
-        f"step {int(row['step'])}/{run.total_steps}",
-        f"ETA {timedelta(seconds=round(left))}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['learning_rate']:.3g}",
-        f"{row['steps_per_second']:.3g} steps/s",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-        f"{row['samples_per_second']:,.4g} samples/s",
-        f"peak {row['peak_memory_gib']:.2f} GiB",
-    ]
-    if "gpu_utilization" in row:
-        parts.append(f"GPU {row['gpu_utilization']:.0f} %")
-    parts.append(f"data wait {row['data_wait']:.0%}")
-    if "skipped_updates" in row:
-        parts.append(f"skipped {row['skipped_updates']:.0f}")
-    return "  ".join(parts)
-
-
-def eval_line(row: Row, prefix: str = "eval") -> str:
-    """The metrics of an evaluation, or of the test, without its speed."""
-    timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
-    shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
-    metrics = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
-    return f"{prefix} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {metrics}"
 
 
 def show_values(console: Console, plan: Plan) -> None:

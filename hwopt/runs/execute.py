@@ -29,6 +29,7 @@ from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
+from hwopt.runs.run_log import RunLog
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, list_checkpoints
@@ -85,7 +86,8 @@ class Execution:
     def __init__(self, plan: Plan, folder: Path, cache: Path, listener: Listener | None, stack: contextlib.ExitStack) -> None:
         self.plan, self.folder, self.cache, self.stack = plan, folder, cache, stack
         self.rank, _ = rank_and_world(os.environ)
-        shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
+        self.log = RunLog(stack)
+        shown = [Journal(), self.log, *([listener] if listener else [])] if self.rank == 0 else []
         self.hang_watch = HangWatch(stack, self.set_status)
         self.listener = Listeners(*shown, MemoryLimits(cache), self.hang_watch)
         self.own: Run | None = None
@@ -108,6 +110,7 @@ class Execution:
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
             self.set_status(0, "done")
+            self.log.ended("done")
             return summary
         except AlreadyComplete as complete:
             complete.run.say(
@@ -145,7 +148,9 @@ class Execution:
         secondhand = isinstance(error, HwoptError) and error.secondhand
         if (secondhand and (recorded or self.own is None)) or (caused_elsewhere and recorded):
             return False
-        self.set_status(code, self.ended_by_signal(code) or str(error) or type(error).__name__)
+        ending = self.ended_by_signal(code) or str(error) or type(error).__name__
+        self.set_status(code, ending)
+        self.log.ended(f"ended with exit code {code}: {ending}")
         return True
 
     def ended_by_signal(self, code: int) -> str:

@@ -18,7 +18,7 @@ from hwopt import api
 from hwopt.errors import HwoptError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.report.terminal import Screen
+from hwopt.report.screen import Screen
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, write_samples
 

@@ -1,0 +1,170 @@
+"""Screen: prints what happens in a run: one live line, evidence after step 1, evaluations, a summary.
+
+On a terminal a line with a progress bar is updated in place. In a log file or a notebook every log point prints a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from hwopt.report.terminal import say, table
+from hwopt.training.listener import Listener, Row
+
+if TYPE_CHECKING:
+    from hwopt.training.run import Run
+
+SMOOTHING = 0.3
+"""Weight of the last log point in the mean speed from which the remaining time is estimated."""
+
+
+class Screen(Listener):
+    def __init__(self, console: Console, verbose: bool = False) -> None:
+        """`verbose`: evidence of every plugin, instead of those that are not active."""
+        self.console, self.verbose = console, verbose
+        self.speed = Speed()
+        self.progress: Progress | None = None
+
+    def on_start(self, run: Run) -> None:
+        for note in run.notes:
+            say(self.console, "data", note)
+        self.show_warnings(run)
+        samples = len(run.prepared.train)
+        held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
+        say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
+        if self.console.is_terminal:
+            self.progress = live_line(self.console)
+            self.progress.add_task("", total=run.total_steps, completed=run.step, step=f"step {run.step:,}", rest="starting")
+            self.progress.start()
+
+    def on_evidence(self, run: Run, found: list[Any]) -> None:
+        shown = found if self.verbose else [(entry, seen) for entry, seen in found if seen.status != "active"]
+        active = sum(seen.status == "active" for _, seen in found)
+        counts = f"{active} of {len(found)} plugins are active"
+        say(self.console, "evidence", f"after step {run.step:,} {counts} in the running process")
+        if shown:
+            rows = ((entry.name, seen.status, seen.seen) for entry, seen in shown)
+            self.console.print(table(("plugin", "evidence", "seen"), rows))
+
+    def on_log(self, run: Run, row: Row) -> None:
+        if "test_loss" in row:
+            self.console.print(Text(eval_line(row, "test")))
+        elif "eval_loss" in row:
+            self.console.print(Text(eval_line(row)))
+        else:
+            self.speed.add(row)
+            left = self.speed.seconds_left(run.total_steps - int(row["step"]))
+            if self.progress is not None:
+                step = f"step {int(row['step']):,}/{run.total_steps:,}"
+                self.progress.update(self.progress.task_ids[0], completed=row["step"], step=step, rest=short_line(row, left))
+            else:
+                self.console.print(Text(log_line(run, row, left)), soft_wrap=True)
+
+    def on_message(self, run: Run, message: str) -> None:
+        say(self.console, "note", message)
+
+    def on_warning(self, run: Run, message: str) -> None:
+        say(self.console, "WARNING", message, "bold red")
+
+    def on_finish(self, run: Run, summary: Row) -> None:
+        self.close()
+        self.console.print(table(("summary", ""), summary_rows(summary)))
+        self.show_warnings(run)
+        say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+
+    def show_warnings(self, run: Run) -> None:
+        """Print which data is not used: at the start, and again at the end."""
+        for warning in run.prepared.warnings:
+            say(self.console, "data", warning, "bold yellow")
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+class Speed:
+    """The mean speed of the last log points. The first one of a process is left out: its first step compiles and allocates."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.seconds_per_step = 0.0
+
+    def add(self, row: Row) -> None:
+        """Add a log point."""
+        seconds = 1 / max(row["steps_per_second"], 1e-9)
+        self.rows += 1
+        if self.rows <= 2:  # the second one replaces the first
+            self.seconds_per_step = seconds
+        else:
+            self.seconds_per_step += SMOOTHING * (seconds - self.seconds_per_step)
+
+    def seconds_left(self, steps: int) -> timedelta:
+        """The remaining time of `steps` steps, in whole seconds."""
+        return timedelta(seconds=round(steps * self.seconds_per_step))
+
+
+def live_line(console: Console) -> Progress:
+    """One line as wide as the terminal; the bar takes what the numbers leave."""
+    columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
+    return Progress(*columns, console=console, refresh_per_second=4, transient=True, expand=True)
+
+
+def short_line(row: Row, left: timedelta) -> str:
+    """ETA, loss, real tokens/s and peak memory. The other numbers are in the log."""
+    parts = [
+        f"ETA {left}",
+        f"loss {row['loss']:.4f}",
+        f"{row['tokens_per_second']:,.0f} tok/s",
+        f"{row['peak_memory_gib']:.2f} GiB",
+    ]
+    return "  ".join(parts)
+
+
+def log_line(run: Run, row: Row, left: timedelta) -> str:
+    """step, ETA, loss, lr, steps/s, real tokens/s, samples/s, peak memory, GPU %, data wait."""
+    parts = [
+        f"step {int(row['step'])}/{run.total_steps}",
+        f"ETA {left}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['learning_rate']:.3g}",
+        f"{row['steps_per_second']:.3g} steps/s",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"{row['samples_per_second']:,.1f} samples/s",
+        f"peak {row['peak_memory_gib']:.2f} GiB",
+    ]
+    if "gpu_utilization" in row:
+        parts.append(f"GPU {row['gpu_utilization']:.0f} %")
+    parts.append(f"data wait {row['data_wait']:.0%}")
+    if "skipped_updates" in row:
+        parts.append(f"skipped {row['skipped_updates']:.0f}")
+    return "  ".join(parts)
+
+
+def eval_line(row: Row, prefix: str = "eval") -> str:
+    """The metrics of an evaluation, or of the test, without its speed."""
+    timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
+    shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
+    metrics = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
+    return f"{prefix} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {metrics}"
+
+
+def summary_rows(summary: Row) -> Iterator[tuple[str, str]]:
+    """(name, value with its unit) of everything in `summary`."""
+    for key, value in summary.items():
+        if key.endswith("_runtime"):
+            yield key, f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
+        elif key.endswith("_per_second"):
+            number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            yield key, f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
+        elif key == "data_wait":
+            yield key, f"{value:.1%}"
+        elif key in ("step", "best_step"):
+            yield key, f"{int(value):,}"
+        else:
+            yield key, f"{value:.4f}".rstrip("0").rstrip(".")
