@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def run(
             say(ending.message, err=True)
         return ending.exit_code
     from hwopt import api
+    from hwopt.interop.launcher_environment import missing_ranks, parent_command
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal, show_plan
@@ -105,6 +107,8 @@ def run(
     if resume and name is None and plan.chose:
         before = api.checkpoint_says(folder)
         plan = resolved()
+    if note := missing_ranks(os.environ, parent_command()):
+        plan = replace(plan, notes=(*plan.notes, note))
     console = Terminal()
     if rank == 0:
         if plan.hardware.device_type == "cuda":

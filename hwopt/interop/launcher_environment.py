@@ -6,9 +6,12 @@ A bare `accelerate launch` sets defaults (`no`, `NO`, `False`, `1`), which contr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
@@ -126,6 +129,34 @@ def refuse_contradictions(
             "ACCELERATE_USE_CPU is set, but the plan is for the CUDA device. Unset it, or hide the GPU: CUDA_VISIBLE_DEVICES="
         )
     problems.raise_if_any(InputError)
+
+
+def missing_ranks(environment: Mapping[str, str], parent_command: Sequence[str]) -> str:
+    """A note if `accelerate launch` was asked for several processes but started one, as it does on a CPU; "" otherwise.
+
+    `parent_command`: the command line of the parent process. The launcher passes the number to no variable.
+    """
+    launchers = ("accelerate", "accelerate-launch")
+    launched = any(Path(part).name in launchers or "accelerate.commands" in part for part in parent_command)
+    if environment.get("WORLD_SIZE") or not launched or "ACCELERATE_MIXED_PRECISION" not in environment:
+        return ""
+    asked = re.search(r"--num[-_]processes[ =]([0-9]{1,6})(?![0-9])", " ".join(parent_command))
+    count = int(asked[1]) if asked else 1
+    if count == 1:
+        return ""
+    return (
+        f"`accelerate launch --num_processes {count}` started one rank, not {count}: without --multi_gpu or a config file it "
+        f"starts one process. For {count} ranks on this machine run `hwopt run --processes {count} …`"
+    )
+
+
+def parent_command() -> list[str]:
+    """The command line of the parent process; empty if the system does not tell."""
+    try:
+        parent = psutil.Process().parent()
+        return [] if parent is None else parent.cmdline()
+    except psutil.Error:
+        return []
 
 
 def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
