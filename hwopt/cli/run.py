@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,10 @@ def run(
     plan = resolved()
     stem = "job" if job is None else job.stem
     default = f"{'demo' if plan.is_demo else stem}-{plan.profile.name}"
+    next_folder = None
     if resume_from is None:
+        if name is None and not (resume or fresh):
+            next_folder = partial(api.run_folder, output_dir, None, default)
         folder = api.run_folder(output_dir, name, default, resume=resume, fresh=fresh)
     else:
         folder = api.folder_for_resume(resume_from, output_dir, name, default)
@@ -118,7 +122,7 @@ def run(
     screen = Screen(console, verbose)
     signals.install_handlers()
     try:
-        api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh)
+        api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh, next_folder=next_folder)
     finally:
         screen.close()
     return 0

@@ -55,19 +55,20 @@ def execute(
     replan: Replan | None = None,
     resume: bool | Path = False,
     fresh: bool = False,
+    next_folder: Callable[[], Path] | None = None,
 ) -> Row:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
     `resume`: resume from the newest valid checkpoint of `folder`, or from the checkpoint of that path. `fresh`: start over;
     the old run folder is kept beside it. `replan` returns the plan with further assignments; with it, a run that does not fit
-    ends with the options that would save memory.
+    ends with the options that would save memory. `next_folder` returns another folder if a process took `folder` meanwhile.
     On several ranks every rank calls this; only rank 0 shows and writes. However it ends, `status.json` has the exit code.
     Raises FolderInUseError if another process trains in `folder`, InputError if `resume` names another run's checkpoint.
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.temporary_handlers())
-        return Execution(plan, folder, cache or cache_folder(), listener, stack).run(resume, fresh, replan)
+        return Execution(plan, folder, cache or cache_folder(), listener, stack).run(resume, fresh, replan, next_folder)
 
 
 class MemoryLimits(Listener):
@@ -93,10 +94,10 @@ class Execution:
         self.own: Run | None = None
         """The run, once its folder is locked."""
 
-    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None) -> Row:
+    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None) -> Row:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
-            claim_run_folder(run, self.stack, resume=resume, fresh=fresh)
+            claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
 
         try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from hwopt.distributed.data_parallel import error_of_rank
-from hwopt.errors import HwoptError, InputError, StorageError
+from hwopt.errors import FolderInUseError, HwoptError, InputError, StorageError
 from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
 from hwopt.runs.status import completed_steps
@@ -24,16 +25,24 @@ class AlreadyComplete(Exception):
         self.run = run
 
 
-def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool) -> None:
+def claim_run_folder(
+    run: Run,
+    stack: contextlib.ExitStack,
+    *,
+    resume: bool | Path,
+    fresh: bool,
+    next_folder: Callable[[], Path] | None = None,
+) -> None:
     """Set run.folder, run.checkpoint and run.progress, the same on all ranks.
 
-    The first rank locks the folder until `stack` closes, and chooses the checkpoint. What it raises, all ranks raise.
+    The first rank locks the folder until `stack` closes, and chooses the checkpoint. What it raises, all ranks raise. If another
+    process took the folder meanwhile, `next_folder` returns another one; None: the folder was asked for by name.
     """
     found: Checkpoint | None = None
     error: HwoptError | AlreadyComplete | None = None
     if run.is_main:
         try:
-            stack.enter_context(lock_run_folder(run.folder, resume=resume is not False, fresh=fresh))
+            lock(run, stack, resume is not False, fresh, next_folder)
             found = select_checkpoint(run, resume)
             if found is not None and found.folder.parent.absolute() != run.folder.absolute():
                 copy_best(found, run.folder)
@@ -51,6 +60,18 @@ def claim_run_folder(run: Run, stack: contextlib.ExitStack, *, resume: bool | Pa
         run.checkpoint = found or load_checkpoint(path, verify=False)
         run.progress.load_state_dict(run.checkpoint.content)
     run.folder = folder
+
+
+def lock(run: Run, stack: contextlib.ExitStack, resume: bool, fresh: bool, next_folder: Callable[[], Path] | None) -> None:
+    """Lock run.folder until `stack` closes, or the first of `next_folder` that no other process took."""
+    while True:
+        try:
+            stack.enter_context(lock_run_folder(run.folder, resume=resume, fresh=fresh))
+            return
+        except (FolderInUseError, InputError):
+            if next_folder is None:
+                raise
+            run.folder = next_folder()
 
 
 def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:

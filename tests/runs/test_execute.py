@@ -6,15 +6,16 @@ import errno
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hwopt import api
-from hwopt.errors import InputError, NonFiniteError, StorageError
+from hwopt.errors import FolderInUseError, InputError, NonFiniteError, StorageError
 from hwopt.planning.plan import Plan
-from hwopt.runs.folder import LOCK, OWNER
+from hwopt.runs.folder import LOCK, OWNER, lock_run_folder, run_folder
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 
 
@@ -107,3 +108,15 @@ def test_run_that_is_complete_returns_its_summary_again(tmp_path: Path) -> None:
     again = api.execute(plan, run, cache=tmp_path / "cache", resume=True)
     assert again["step"] == summary["step"]
     assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_run_without_a_name_takes_the_next_folder_if_another_process_is_faster(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=1))
+    runs = tmp_path / "runs"
+    chosen = run_folder(runs, None, "job-tiny")
+    with lock_run_folder(chosen):  # the other process
+        api.execute(plan, chosen, cache=tmp_path / "cache", next_folder=partial(run_folder, runs, None, "job-tiny"))
+        with pytest.raises(FolderInUseError):
+            api.execute(plan, chosen, cache=tmp_path / "cache")
+    assert (runs / "job-tiny-2" / "final" / "model.safetensors").is_file()
+    assert not (runs / "job-tiny").exists()
