@@ -140,6 +140,8 @@ def run_command(arguments: list[str]) -> int:
     except Exit as error:
         return int(error.exit_code)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            error = with_instead(error)
         object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
         with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
@@ -155,6 +157,14 @@ def run_command(arguments: list[str]) -> int:
         return 130
     except BaseException as error:
         return report(error, debug)
+
+
+def with_instead(error: click.NoSuchOption) -> click.ClickException:
+    """`error`, with what to give instead of the unknown option if it is a key of the job or of a plugin."""
+    from hwopt.cli.options import instead_of_option
+
+    instead = instead_of_option(error.option_name)
+    return click.UsageError(f"{error.message} Give {instead}.", error.ctx) if instead else error
 
 
 def report(error: BaseException, debug: bool) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -24,8 +25,48 @@ def profile_option(command: Command) -> Command:
     return click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(command)
 
 
+SHORTCUTS = {
+    "lr": ("training.learning_rate", "Learning rate"),
+    "epochs": ("training.num_train_epochs", "Epochs"),
+    "max_steps": ("training.max_steps", "Optimizer steps"),
+    "batch": ("plugins.batch.effective", "Rows per optimizer step, over all ranks"),
+}
+"""Options for keys that people change most: name -> (key, help)."""
+
+
+def with_shortcuts(command: Command) -> Command:
+    """`command` with an option for each of SHORTCUTS, which becomes an assignment before those of --set."""
+
+    @wraps(command)
+    def run(*args: Any, assignments: tuple[str, ...], **options: Any) -> Any:
+        given = {name: options.pop(name) for name in SHORTCUTS}
+        short = tuple(f"{SHORTCUTS[name][0]}={value}" for name, value in given.items() if value is not None)
+        return command(*args, assignments=(*short, *assignments), **options)
+
+    for name, (key, text) in SHORTCUTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        run = click.option(flag, name, metavar="NUMBER", help=f"{text}: the same as --set {key}=NUMBER.")(run)
+    return cast("Command", run)
+
+
+def instead_of_option(name: str) -> str:
+    """What to give instead of the unknown option `name`; "" if no key of the job or of a plugin has such a name."""
+    from hwopt.config.aliases import instead_of
+    from hwopt.config.job import Data, Model, Training
+
+    word = name.lstrip("-").replace("-", "_")
+    for table, keys in (("training", Training), ("data", Data), ("model", Model)):
+        if word in keys.model_fields:
+            return f"--set {table}.{word}=VALUE"
+    found = instead_of(word)
+    if not found or found.startswith("--"):
+        return found
+    return f"--set {found.split(' ')[0]}=VALUE"
+
+
 def job_options(command: Command) -> Command:
-    """JOB, --set, --memory-limit, --trust-remote-code and --strict."""
+    """JOB, --set and its shortcuts, --memory-limit, --trust-remote-code and --strict."""
+    command = with_shortcuts(command)
     command = click.option(
         "--trust-remote-code",
         "trusted",

@@ -29,6 +29,12 @@ class SaveTiming:
         """A checkpoint of this step is being written: restart the clock."""
         self.saved_at = time.monotonic()
 
+    def at_end(self) -> bool:
+        """Whether to save the last step, so that the run can be extended. The first rank decides for all."""
+        training = self.run.training
+        wanted = self.run.is_main and (training.save_steps is not None or training.save_minutes > 0) and self.fits_host_memory()
+        return bool(self.run.engine.all_reduce_max(int(wanted)))
+
     def requested_action(self) -> int:
         """What this rank asks for after a step: 0, SAVE, or the exit code of a signal that it received."""
         if code := signals.received():

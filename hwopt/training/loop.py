@@ -165,6 +165,9 @@ class Loop:
         self.writer.wait()
         if code := signalled(run):
             stop(run, code, self.checkpoints)  # before the best weights replace those of the last step
+        if self.checkpoints.timing.at_end():
+            self.checkpoints.save()  # a run with more steps resumes from here
+            self.writer.wait()
         self.best.restore()
         tested = self.test()
         save_final(run, self.writer)
