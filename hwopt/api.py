@@ -63,12 +63,12 @@ def resolve(
     cache = cache or cache_folder()
     machine = detect(local_rank(os.environ))
     reason = ""
+    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
     if profile == "auto":
         chosen, reason = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
-        chosen = inputs.overridden(chosen, assignments)
+        chosen = inputs.overridden(chosen, assignments, job_file)
     else:
-        chosen = inputs.profile(profile, assignments)
-    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
+        chosen = inputs.profile(profile, assignments, job_file)
     if hardware == "profile":
         machine = hardware_of_card(chosen)
     if memory_limit is not None:

@@ -203,6 +203,8 @@ class JobFile:
 
     job: Job
     document: Document
+    plugins: Document | None = None
+    """The table `plugins` of the job's file: options on top of those of the profile."""
 
     def place(self, *key: str) -> str:
         return self.document.place(key)
@@ -233,13 +235,10 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     document = read(path)
-    if (plugins := document.data.get("plugins")) is not None:
-        first = next(iter(plugins), "") if isinstance(plugins, dict) else ""
-        raise InputError(
-            f"{document.place(('plugins', first))}: plugins: a job has no plugins; "
-            "give them in a profile, or with --set plugins.NAME.OPTION=VALUE"
-        )
-    return make_job(document, assignments)
+    if (plugins := document.data.get("plugins")) is None:
+        return make_job(document, assignments)
+    without = replace(document, data={key: value for key, value in document.data.items() if key != "plugins"})
+    return replace(make_job(without, assignments), plugins=replace(document, data={"plugins": plugins}, notes=()))
 
 
 ALTERNATIVES = (

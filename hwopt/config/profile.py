@@ -125,19 +125,32 @@ def load_profile(
     assignments: Sequence[str] = (),
     rules: TableRules = PLAIN,
     read: Callable[[Path], Document] = read_toml,
+    job_plugins: Document | None = None,
 ) -> Profile:
-    """The profile called `spec`, or the file at the path `spec`, with its parents and `--set plugins.…` merged in.
+    """The profile called `spec`, or the file at the path `spec`, with its parents and what `make_profile` adds.
 
     Raises InputError if no such profile exists, a parent is missing or extends itself, or the file has problems.
     """
     document = _Parents(files, rules, read).merged(_find(spec, files), ())
     if {"model", "data"} <= document.data.keys():
         raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
-    return make_profile(document, assignments, rules)
+    return make_profile(document, assignments, rules, job_plugins)
 
 
-def make_profile(document: Document, assignments: Sequence[str] = (), rules: TableRules = PLAIN) -> Profile:
-    """The profile of `document`, checked, with `--set plugins.…` on top."""
+def merged_over(parent: Document, child: Document, rules: TableRules) -> Document:
+    """`parent` with the tables and keys of `child` on top. Each key keeps the place that it came from."""
+    places = {key: parent.place(key) for key in _keys(parent.data)} | {key: child.place(key) for key in _keys(child.data)}
+    notes = (*parent.notes, *child.notes)
+    merged = replace(parent, data=_merge(parent.data, child.data), places=places, notes=notes)
+    return _settled(parent, merged, child.data.get("plugins"), rules)
+
+
+def make_profile(
+    document: Document, assignments: Sequence[str] = (), rules: TableRules = PLAIN, job_plugins: Document | None = None
+) -> Profile:
+    """The profile of `document`, checked, with the plugin tables of a job and then `--set plugins.…` on top."""
+    if job_plugins is not None:
+        document = merged_over(document, renamed(job_plugins, rules.rename), rules)
     below = renamed(document, rules.rename)
     document = with_assignments(document, assignments, ("plugins",), rules.rename)
     document = _settled(below, document, _set_options(document), rules)
@@ -182,15 +195,9 @@ class _Parents:
         if (parent_path := self.parent(path, document, children)) is None:
             return document
         parent = self.merged(parent_path, (*children, path))
-        data = _merge(parent.data, document.data)
-        data.pop("claims", None)  # a parent's claims are its own
-        if "claims" in document.data:
-            data["claims"] = document.data["claims"]
-        places = {key: parent.place(key) for key in _keys(parent.data)}
-        places |= {key: document.place(key) for key in _keys(document.data)}
-        notes = (*parent.notes, *document.notes)
-        both = replace(document, data=data, places=places, notes=notes)
-        return _settled(parent, both, document.data.get("plugins"), self.rules)
+        data = {key: value for key, value in parent.data.items() if key != "claims"}  # a parent's claims are its own
+        merged = merged_over(replace(parent, data=data), document, self.rules)
+        return replace(merged, name=document.name, lines=document.lines)
 
     def parent(self, path: Path, document: Document, children: tuple[Path, ...]) -> Path | None:
         name = document.data.get("extends")

@@ -33,13 +33,13 @@ class Inputs:
         self.rules = rules_of(self.registry)
         self.read = cache(read_toml)
 
-    def profile(self, spec: str, assignments: Sequence[str] = ()) -> Profile:
-        """The profile called `spec`, or of the file `spec`, with `--set plugins.…` on top."""
-        return load_profile(spec, self.files, assignments, self.rules, self.read)
+    def profile(self, spec: str, assignments: Sequence[str] = (), job: JobFile | None = None) -> Profile:
+        """The profile called `spec`, or of the file `spec`, with the plugins of `job` and `--set plugins.…` on top."""
+        return load_profile(spec, self.files, assignments, self.rules, self.read, job.plugins if job else None)
 
-    def overridden(self, profile: Profile, assignments: Sequence[str]) -> Profile:
-        """`profile` with `--set plugins.…` on top."""
-        return make_profile(profile.document, assignments, self.rules)
+    def overridden(self, profile: Profile, assignments: Sequence[str], job: JobFile | None = None) -> Profile:
+        """`profile` with the plugins of `job` and `--set plugins.…` on top."""
+        return make_profile(profile.document, assignments, self.rules, job.plugins if job else None)
 
     def job(self, path: Path | None, assignments: Sequence[str]) -> JobFile | None:
         """The job at `path`; without a path job.toml of the working folder, or the job that `--set` spells out. None: the demo.
@@ -77,6 +77,9 @@ def refuse_mistakes(
         if profile != "auto":
             given_options(inputs.profile(profile, assignments), inputs.registry)
     found = inputs.job(job, assignments)
+    for profile in profiles if found is not None and found.plugins is not None else ():
+        if profile != "auto":
+            given_options(inputs.profile(profile, assignments, found), inputs.registry)
     if found is not None and (model := found.job.model.name) is not None:
         with found.placing():
             nowhere = path_kind(Path(model), "model.name:") == "missing"

@@ -13,7 +13,7 @@ from hwopt.config.aliases import INSTEAD, plugin_aliases
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.config.validation import _fields_at
-from hwopt.errors import DataError, InputError, StorageError, is_gated
+from hwopt.errors import DataError, HwoptError, InputError, StorageError, is_gated
 from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
@@ -66,14 +66,43 @@ def test_checking_does_not_create_the_demo(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
+SMALL_JOB = '[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n'
+
+
+def test_plugins_of_a_job_are_over_the_profile_and_under_set(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f"{SMALL_JOB}[plugins.batch]\ntrain = 4\neval = 6\n[plugins.compile]\n")
+    inputs = Inputs()
+    profile = inputs.profile("cpu", ["plugins.batch.eval=7"], inputs.job(job, []))
+    below = inputs.profile("cpu")
+    batch = profile.content.plugins["batch"]
+    assert (batch["train"], batch["eval"]) == (4, 7)
+    assert batch["effective"] == below.content.plugins["batch"]["train"], "a smaller micro-batch keeps the rows per step"
+    assert profile.document.place(("plugins", "batch", "train")) == f"{job}:6"
+    assert profile.document.place(("plugins", "batch", "eval")) == "--set"
+    assert list(profile.content.plugins) == [*below.content.plugins, "compile"]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("[plugins.batch]\ntrian = 4", r"job\.toml:6: plugins\.batch\.trian: unknown .*Did you mean 'train'"),
+        ("[plugins.batsh]\ntrain = 4", r"Did you mean 'batch'"),
+        ("[plugins]\nbatch = 4", r"job\.toml:6: plugins\.batch"),
+    ],
+)
+def test_bad_plugins_of_a_job_are_refused_with_their_line(table: str, message: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f"{SMALL_JOB}{table}\n")
+    with pytest.raises(HwoptError, match=message):
+        refuse_mistakes(Inputs(), ["cpu"], job, [], None)
+
+
 def test_job_given_as_a_profile_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n')
     with pytest.raises(InputError, match=r"this is a job; hwopt run \./job\.toml --profile NAME"):
         refuse_mistakes(Inputs(), ["./job.toml"], Path("job.toml"), [], None)
-    Path("both.toml").write_text('[model]\nname = "."\n[data]\ntrain = "rows.jsonl"\n[plugins.precision]\ndtype = "bf16"\n')
-    with pytest.raises(InputError, match=r"both\.toml:5: plugins: a job has no plugins; .* --set plugins\.NAME\.OPTION"):
-        refuse_mistakes(Inputs(), ["cpu"], Path("both.toml"), [], None)
     with pytest.raises(InputError, match=r"Did you mean 'rtx3070_8gb"):
         refuse_mistakes(Inputs(), ["RTX 3070"], Path("job.toml"), [], None)
 
