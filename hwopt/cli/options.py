@@ -29,9 +29,9 @@ SHORTCUTS = {
     "lr": ("training.learning_rate", "Learning rate"),
     "epochs": ("training.num_train_epochs", "Epochs"),
     "max_steps": ("training.max_steps", "Optimizer steps"),
-    "batch": ("plugins.batch.effective", "Rows per optimizer step, over all ranks"),
+    "batch": ("effective_batch_size", "Rows per optimizer step, over all ranks"),
 }
-"""Options for keys that people change most: name -> (key, help)."""
+"""Options for keys that people change most: name -> (key, or the word for which a plugin declares its option; help)."""
 
 
 def with_shortcuts(command: Command) -> Command:
@@ -40,13 +40,19 @@ def with_shortcuts(command: Command) -> Command:
     @wraps(command)
     def run(*args: Any, assignments: tuple[str, ...], **options: Any) -> Any:
         given = {name: options.pop(name) for name in SHORTCUTS}
-        short = tuple(f"{SHORTCUTS[name][0]}={value}" for name, value in given.items() if value is not None)
+        short = tuple(f"{key_of(SHORTCUTS[name][0])}={value}" for name, value in given.items() if value is not None)
         return command(*args, assignments=(*short, *assignments), **options)
 
-    for name, (key, text) in SHORTCUTS.items():
-        flag = f"--{name.replace('_', '-')}"
-        run = click.option(flag, name, metavar="NUMBER", help=f"{text}: the same as --set {key}=NUMBER.")(run)
+    for name, (_, text) in SHORTCUTS.items():
+        run = click.option(f"--{name.replace('_', '-')}", name, metavar="NUMBER", help=f"{text}; short for --set.")(run)
     return cast("Command", run)
+
+
+def key_of(word: str) -> str:
+    """The key of a job, or the option of a plugin that declares `word`."""
+    from hwopt.config.aliases import option_for
+
+    return word if "." in word else option_for(word)
 
 
 def instead_of_option(name: str) -> str:

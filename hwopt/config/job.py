@@ -108,6 +108,12 @@ class Data(Table):
     prompt: str | None = None
     """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
     completion: str | None = None
+    messages: str | None = None
+    """Causal language modelling: the column with conversations; default: recognised by its name and the text column's absence."""
+    chat_template: str | None = None
+    """A Jinja file, or "chatml"; default: the tokenizer's own template."""
+    assistant_turns: Literal["all", "last"] = "all"
+    """The answers in a conversation that count in the loss."""
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
@@ -125,6 +131,8 @@ class Data(Table):
             raise ValueError("eval and eval_fraction exclude each other")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt and completion go together")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("messages, and prompt with completion, exclude each other")
         return self
 
 

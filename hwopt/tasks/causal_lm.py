@@ -1,4 +1,4 @@
-"""Causal language modelling: plain text in blocks, or prompts with completions."""
+"""Causal language modelling: plain text in blocks, prompts with completions, or conversations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, Turns, chat_columns, read_conversations, set_template
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
@@ -30,12 +31,16 @@ BLOCK = 1_024
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, or prompts with completions, and their places."""
+    """Documents, prompts with completions, or conversations, and their places."""
 
     places: Places
     bad_rows: BadRows
     texts: list[list[str]]
-    """One list per column."""
+    """One list per column; empty for conversations."""
+    conversations: list[Conversation] | None = None
+
+    def __len__(self) -> int:
+        return len(self.places.numbers)
 
     def take(self, samples: Sequence[int]) -> Texts:
         """Some of the texts."""
@@ -43,7 +48,21 @@ class Texts:
             self,
             places=self.places.take(samples),
             texts=[[column[sample] for sample in samples] for column in self.texts],
+            conversations=None if self.conversations is None else [self.conversations[sample] for sample in samples],
         )
+
+
+def _samples(rows: Rows, job: Job) -> Texts:
+    """The rows that can be used, as the job says, or as conversations if their columns are recognised."""
+    data = job.data
+    if data.prompt is not None:
+        return _texts(rows, (data.prompt, str(data.completion)))
+    known = data.messages is None and set(data.text) <= set(rows.table.column_names)
+    if columns := () if known else chat_columns(rows.table.column_names, data.messages):
+        found = read_conversations(rows, columns)
+        usable = rows.usable()
+        return Texts(rows.places, rows.bad_rows, [], [found[row] for row in range(len(found))]).take(usable)  # type: ignore[misc]
+    return _texts(rows, data.text)
 
 
 def _texts(rows: Rows, names: Sequence[str]) -> Texts:
@@ -63,26 +82,30 @@ class CausalLM(Task):
         """Prepare the data.
 
         Plain text: documents are joined by the end-of-text token and split into blocks; every token except the first is predicted
-        exactly once. Prompts: one sample per row; only the completion and the end-of-text token are predicted.
+        exactly once. Prompts: one sample per row; only the completion and the end-of-text token are predicted. Conversations:
+        one sample per row, written by the chat template; only the tokens of the assistant are predicted.
         data.eval_fraction holds out rows, or the end of a single document.
         """
         refuse_router(config, job)
         limit = LengthLimit(job.data.max_length, max_positions)
         sources = read_sources(job)
-        names = job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
-        train = _texts(sources.train, names)
-        held_out, test = (None if rows is None else _texts(rows, names) for rows in (sources.eval, sources.test))
+        train = _samples(sources.train, job)
+        held_out, test = (None if rows is None else _samples(rows, job) for rows in (sources.eval, sources.test))
         fraction = job.data.eval_fraction
-        if fraction is not None and len(train.texts[0]) == 1 and job.data.prompt is None:
+        if fraction is not None and len(train) == 1 and len(train.texts) == 1:
             text = train.texts[0][0]
             at = len(text) - held_out_count(len(text), fraction, sources.train.source)
             train, held_out = replace(train, texts=[[text[:at]]]), replace(train, texts=[[text[at:]]])
         elif fraction is not None:
-            kept, held = split_rows(len(train.texts[0]), fraction, seed, sources.train.source)
+            kept, held = split_rows(len(train), fraction, seed, sources.train.source)
             train, held_out = train.take(kept.tolist()), train.take(held.tolist())
         texts = [text for column in train.texts for text in column]
+        texts += [str(message["content"]) for conversation in train.conversations or () for message in conversation.messages]
         tokenizer = tokenizer_for(job, config, texts, decoder=True, cache=cache)
-        stores = [None if part is None else _store(part, tokenizer, limit, cache) for part in (train, held_out, test)]
+        if train.conversations is not None:
+            set_template(tokenizer, job.data.chat_template)
+        turns = job.data.assistant_turns
+        stores = [None if part is None else _store(part, tokenizer, limit, cache, turns) for part in (train, held_out, test)]
         prepared = make_prepared(stores, tokenizer, None, avoid_used=False)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
@@ -115,22 +138,20 @@ def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], N
     return tokens[:-1].astype(np.int32), tokens[1:].astype(np.int64), offsets
 
 
-def prompted(
-    prompt: Sequence[int], completion: Sequence[int], end: int | None, max_length: int | None
-) -> tuple[list[int], list[int]]:
-    """(inputs, labels) of one sample, truncated on the right to `max_length` inputs.
+def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) -> tuple[list[int], list[int]]:
+    """(inputs, labels) of one sample.
 
     Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
     """
     tokens = [*prompt, *completion, *(() if end is None else (end,))]
-    if max_length is not None:
-        tokens = tokens[: max_length + 1]
     masked = max(len(prompt) - 1, 0)
     return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
 
 
-def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path) -> TokenStore:
+def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path, turns: Turns = "all") -> TokenStore:
     """The token store of `samples`, from the cache or written now."""
+    if samples.conversations is not None:
+        return _chat_store(samples, samples.conversations, ChatTemplate(tokenizer, turns), limit, cache)
     texts = samples.texts
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
@@ -158,6 +179,76 @@ def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path) -> T
     return store
 
 
+def _chat_store(
+    samples: Texts, conversations: list[Conversation], template: ChatTemplate, limit: LengthLimit, cache: Path
+) -> TokenStore:
+    """The token store of conversations, from the cache or written now."""
+    tokenizer = template.tokenizer
+    settings = [FORMAT, CausalLM.kind, "chat", limit.max_length, template.turns, tokenizer.chat_template]
+    key = fingerprint(settings, tokenizer_fingerprint(tokenizer), [conversation.key for conversation in conversations])
+
+    def make() -> tuple[dict[str, Any], dict[str, Any]]:
+        collected = SampleArrays(samples.places, limit)
+        for sample, conversation in enumerate(conversations):
+            try:
+                tokens, answer = template.encode(conversation)
+            except BadConversation as error:
+                collected.skipped[sample] = str(error)
+                continue
+            labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
+            collected.add(sample, tokens[:-1], labels, "no answer after truncation")
+        arrays, found = collected.finish()
+        meta = {"kind": CausalLM.kind, "label_names": None, "labels_per_token": True, "max_length": limit.max_length}
+        return arrays, meta | found.meta(tokenizer)
+
+    store = TokenStore.cached(cache / "tokens" / key, make)
+    add_tokenless_rows(store, samples.places, samples.bad_rows)
+    skipped = {sample for sample, _ in store.meta["left_out"]}
+    limit.check(store.lengths, samples.places.take([sample for sample in range(len(samples)) if sample not in skipped]))
+    return store
+
+
+class SampleArrays:
+    """Collects samples of tokens with a label each, for the arrays of a token store."""
+
+    def __init__(self, places: Places, limit: LengthLimit) -> None:
+        self.places, self.limit = places, limit
+        self.inputs: list[NDArray[np.int32]] = []
+        self.labels: list[NDArray[np.int64]] = []
+        self.truncated = 0
+        self.skipped: dict[int, str] = {}
+
+    def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
+        """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing)."""
+        import numpy as np
+
+        longest = self.limit.max_length
+        kept = len(tokens) if longest is None else min(longest, len(tokens))
+        self.limit.check([kept], self.places, sample)
+        if all(label == IGNORED for label in labels[:kept]):
+            self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
+            return
+        self.truncated += kept < len(tokens)
+        self.inputs.append(np.array(tokens[:kept], np.int32))
+        self.labels.append(np.array(labels[:kept], np.int64))
+
+    def finish(self) -> tuple[dict[str, Any], Encoded]:
+        """(arrays of a token store, tokens). Raises DataError if no sample is left."""
+        import numpy as np
+
+        if not self.inputs:
+            raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
+        lengths = np.array([len(one) for one in self.inputs], np.int64)
+        found = Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
+        arrays = {
+            "input_ids": found.ids,
+            "labels": np.concatenate(self.labels),
+            "offsets": np.concatenate([[0], np.cumsum(lengths)]),
+            "counts": np.array([(one != IGNORED).sum() for one in self.labels], np.int32),
+        }
+        return arrays, found
+
+
 def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
     """(arrays of a token store, tokens) of documents, joined and split into blocks."""
     import numpy as np
@@ -180,42 +271,18 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
 
 def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
     """(arrays of a token store, tokens) of prompts with completions, one sample per row."""
-    import numpy as np
-
-    inputs: list[NDArray[np.int32]] = []
-    labels: list[NDArray[np.int64]] = []
-    truncated = 0
-    skipped: dict[int, str] = {}
+    found = SampleArrays(places, limit)
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
         prompts = _tokens(tokenizer, texts[0][start : start + CHUNK], special=True)
         completions = _tokens(tokenizer, texts[1][start : start + CHUNK], special=False)
         for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
             if not completion:
-                skipped[sample] = "has a completion without tokens"
+                found.skipped[sample] = "has a completion without tokens"
                 continue
-            ids, targets = prompted(prompt, completion, end, limit.max_length)
-            limit.check([len(ids)], places, sample)
-            if all(target == IGNORED for target in targets):
-                skipped[sample] = (
-                    f"has no completion after truncation: the prompt has {len(prompt):,} tokens, "
-                    f"data.max_length = {limit.max_length}"
-                )
-                continue
-            truncated += len(prompt) + len(completion) > len(ids) + (end is None)
-            inputs.append(np.array(ids, np.int32))
-            labels.append(np.array(targets, np.int64))
-    if not inputs:
-        raise DataError(f"{places.source}: no row has a token to predict; {places.at(0)} {skipped[0]}")
-    lengths = np.array([len(one) for one in inputs], np.int64)
-    found = Encoded(np.concatenate(inputs), None, lengths, truncated, skipped)
-    arrays = {
-        "input_ids": found.ids,
-        "labels": np.concatenate(labels),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-        "counts": np.array([(one != IGNORED).sum() for one in labels], np.int32),
-    }
-    return arrays, found
+            tokens, labels = prompted(prompt, completion, end)
+            found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
+    return found.finish()
 
 
 def _tokens(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:

@@ -49,15 +49,13 @@ TOKENS = st.lists(st.integers(1, 9), max_size=12)
     prompt=TOKENS,
     completion=st.lists(st.integers(11, 19), min_size=1, max_size=12),
     end=st.sampled_from([None, 20]),
-    size=st.integers(1, 30),
 )
-def test_prompted_predicts_the_completion_only(prompt: list[int], completion: list[int], end: int | None, size: int) -> None:
+def test_prompted_predicts_the_completion_only(prompt: list[int], completion: list[int], end: int | None) -> None:
     whole = [*prompt, *completion, *([] if end is None else [end])]
-    inputs, labels = prompted(prompt, completion, end, None)
+    inputs, labels = prompted(prompt, completion, end)
     assert inputs == whole[:-1]
     assert [label for label in labels if label != IGNORED] == whole[max(len(prompt), 1) :]
     assert all(label == whole[place + 1] for place, label in enumerate(labels) if label != IGNORED)
-    assert prompted(prompt, completion, end, size) == (inputs[:size], labels[:size])
 
 
 def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
