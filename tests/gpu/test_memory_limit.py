@@ -13,6 +13,8 @@ from hwopt.plugin import RunView
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import limited_memory
 
+pytestmark = pytest.mark.device("any")
+
 LIMIT_GIB = 1
 
 
