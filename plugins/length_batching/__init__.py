@@ -67,8 +67,8 @@ class LengthBatching(Plugin):
         price = price_of(context)
         return Decision.apply(
             f"{reason}; one more costs {price.host_tokens} tokens of host time ({price.host_seconds * 1e3:.1f} ms for its "
-            f"launches) and {price.overhead_tokens} of device time ({price.device_seconds * 1e3:.1f} ms), the longer of the two counts; "
-            f"{price.token_seconds * 1e6:.2f} us a token on {price.basis}"
+            f"launches) and {price.overhead_tokens} of device time ({price.device_seconds * 1e3:.1f} ms), the longer of the two "
+            f"counts; {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
         )
 
     def apply(self, recipe: Recipe, context: Context) -> None:

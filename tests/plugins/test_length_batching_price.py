@@ -121,9 +121,9 @@ def test_length_batching_is_never_slower_than_no_split(card: str, model: str) ->
     assert max(gains) > 1.5, "padding is saved where it is large"
 
 
-@pytest.mark.parametrize(("card", "model"), [("Tesla T4", "109 M"), ("GeForce RTX 3070", "335 M"), ("NVIDIA A100", "1.1 B")])
+@pytest.mark.parametrize(("card", "model"), [("Tesla T4", "109 M"), ("GeForce RTX 3070", "335 M"), ("A100-SXM4-80GB", "1.1 B")])
 def test_gain_remains_for_large_steps(card: str, model: str) -> None:
-    context, recipe = context_of(next(name for name in cards() if name.startswith(card)), facts(model)), Recipe()
+    context, recipe = context_of(card, facts(model)), Recipe()
     LengthBatching(LengthBatching.Options()).apply(recipe, context)
     assert recipe.cut is not None
     for lengths in batches(128, 64):
