@@ -8,7 +8,7 @@ length over the epoch (transformers#20810).
 
 Source: padding, Krell et al. 2021 (arXiv:2107.02027); optimal partition of a sorted list by dynamic programming.
 Hardware: any.
-Cost: 1 to 4 ms per step of 128 rows, in the data workers.
+Cost: 1 to 2 ms per step of 128 rows, in the data workers.
 Numerical effect: rounding; with dropout, different masks.
 """
 

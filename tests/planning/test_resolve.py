@@ -253,3 +253,17 @@ def test_facts_of_detect_are_those_of_bert_base() -> None:
     for key in counted:  # other versions of torch and transformers run a few other operations
         assert getattr(found, key) == pytest.approx(getattr(BERT_BASE, key), rel=0.1), key
     assert replace(found, **{key: getattr(BERT_BASE, key) for key in counted}) == BERT_BASE
+
+
+def test_context_of_the_probes_and_of_the_plan_have_the_same_card() -> None:
+    seen: list[Context] = []
+
+    def keep(self: Plugin, context: Context) -> Decision:
+        seen.append(context)
+        return Decision.apply("sees the card")
+
+    profile = make_profile(Document("p.toml", {"name": "p", "card": {"match": ["RTX 3090"]}, "plugins": {"one": {}}}))
+    registry = registry_of(variant("one", probe=keep))
+    plans = [plan_of(profile, CARDS[card], registry=registry) for card in ("rtx3090", "t4", "no_gpu")]
+    assert [context.card for context in seen] == [profile.card, None, None]
+    assert [plan.context for plan in plans] == seen
