@@ -7,8 +7,8 @@ Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bi
 Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); 8-bit optimizers, Dettmers et al. 2022 (arXiv:2110.02861); paged
 optimizers, Dettmers et al. 2023 (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.
 Hardware: fused needs CUDA or a CPU; paged needs CUDA (unified memory); torchao needs Triton, or a C++ compiler on a CPU.
-Cost: the optimizers of bitsandbytes and torchao take no `found_inf`, so the host waits for the device once per step. The device is
-then idle until the host has launched the update. bitsandbytes launches one kernel per parameter: 9 ms for BERT-base on a slow core.
+Cost: the optimizers of bitsandbytes and torchao take no `found_inf`, so the host waits for the device once per step, and the
+device then waits for the launches of the update. bitsandbytes launches a kernel per parameter: 9 ms for BERT-base on a slow core.
 Paged states cost one more wait for each parameter of at least 100,000 elements, and one per step.
 Numerical effect: fused changes rounding; quantized states round the update itself.
 """
