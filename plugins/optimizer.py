@@ -93,7 +93,7 @@ def without_waits(cls: Any) -> Any:
     from bitsandbytes.utils import sync_gpu
 
     def step(self: Any, closure: Any = None) -> Any:
-        first = self.param_groups[0]["params"][0]
+        first = next(parameter for group in self.param_groups for parameter in group["params"])
         if first.is_cuda and torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device):
             return cls.step(self, closure)  # the order of two streams is unknown, so the waits are needed
         loss = None
