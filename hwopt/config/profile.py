@@ -19,6 +19,7 @@ from hwopt.config.renames import TableRules, renamed, with_assignments
 from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
+from hwopt.hardware.device import Hardware
 from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
@@ -108,6 +109,11 @@ class Profile:
     @property
     def card(self) -> Card:
         return self.content.card
+
+    def card_of(self, hardware: Hardware) -> Card | None:
+        """The profile's card if `hardware` has it; None for a CPU and for another card."""
+        same = any(part in hardware.name for part in self.card.match or (self.name,))
+        return self.card if same and hardware.device_type == "cuda" else None
 
     def plugin_tables(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The enabled plugins with their options, in order."""

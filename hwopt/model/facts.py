@@ -51,6 +51,12 @@ class ModelFacts:
     """Keeps packed documents of a row apart: accepts position ids, and derives masks from them or accepts a prebuilt mask."""
     logit_transform: str | None = None
     """Causal language models: how logits change after the output layer, or why that is unknown; None if they do not."""
+    operations: int = 0
+    """Operations of a forward pass that launch a kernel. This and the next two are 0 if they are unknown."""
+    flops_per_token: float = 0.0
+    """Floating-point operations of a forward pass in matrix products and attention, per token of a short input."""
+    values_per_token: float = 0.0
+    """Elements that all other operations of a forward pass read and write, per token."""
 
 
 LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
@@ -154,6 +160,8 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
 
     import torch
 
+    from hwopt.model.forward_cost import ForwardCost, forward_cost
+
     cls: Any = model_class(config, kind)
     text = config.get_text_config()
     try:
@@ -169,6 +177,8 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         positions -= 2  # their position ids start after the padding index
     prebuilt_mask = not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
     takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
+    longest = positions if isinstance(positions, int) and positions > 0 else None
+    cost = forward_cost(model, longest) or ForwardCost(0, 0.0, 0.0)
     dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
     return ModelFacts(
         name=name,
@@ -178,7 +188,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         layers=int(getattr(text, "num_hidden_layers", 0)),
         hidden_size=int(getattr(text, "hidden_size", 0)),
         vocab_size=int(getattr(text, "vocab_size", 0)),
-        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        max_positions=longest,
         is_decoder=decoder,
         supports_sdpa=bool(getattr(cls, "_supports_sdpa", False)),
         supports_flash=bool(getattr(cls, "_supports_flash_attn", False)),
@@ -188,6 +198,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         prebuilt_mask=prebuilt_mask,
         supports_packing=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
         logit_transform=logit_transform(model) if kind == "causal-lm" else None,
+        **cost._asdict(),
     )
 
 

@@ -61,7 +61,8 @@ class Plan:
     @property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
-        return Context(self.hardware, self.software, self.model, self.job, self.world_size)
+        card = self.profile.card_of(self.hardware)
+        return Context(self.hardware, self.software, self.model, self.job, self.world_size, card)
 
     @property
     def machine(self) -> list[Any]:

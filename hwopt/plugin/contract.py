@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from hwopt.config.job import Job
+from hwopt.config.profile import Card
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.conflicts import CAPABILITIES, Conflict
@@ -51,6 +52,8 @@ class Context:
     model: ModelFacts
     job: Job
     world_size: int = 1
+    card: Card | None = None
+    """The vendor's figures for the device, from the profile; None if the device is not the profile's card."""
 
     def has(self, package: str) -> bool:
         """Whether `package` is installed."""

@@ -58,6 +58,8 @@ def build(
             stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
         stack.callback(reset_accelerate, accelerator)
+        if plan.hardware.memory_limit_gib is not None:
+            stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
         run = prepare_data(plan, folder, cache, accelerator, listener or Listener())
         build_model(run)
         build_optimizer(run)
@@ -81,7 +83,7 @@ def make_engine(run: Run) -> Engine:
 
 
 def make_accelerator(plan: Plan) -> Accelerator:
-    """An Accelerator with the options of the recipe. Sets the memory limit of the plan's hardware, if it has one."""
+    """An Accelerator with the options of the recipe."""
     from accelerate import Accelerator
 
     options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)
@@ -90,11 +92,21 @@ def make_accelerator(plan: Plan) -> Accelerator:
     recipe = plan.recipe
     authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
     with plugin_guard(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
-        accelerator = Accelerator(**{key: option_value(value) for key, value in options.items()})
-    if plan.hardware.memory_limit_gib is not None:
-        total = torch.cuda.get_device_properties(accelerator.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * GIB / total), accelerator.device)
-    return accelerator
+        return Accelerator(**{key: option_value(value) for key, value in options.items()})
+
+
+@contextmanager
+def limited_memory(device: torch.device, gib: float) -> Iterator[None]:
+    """A block in which torch's allocator takes at most `gib` GiB of the CUDA `device` in this process."""
+    # torch wants an index here, and Accelerate's device has none if there is one process
+    index = torch.cuda.current_device() if device.index is None else device.index
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, index)
 
 
 def option_value(option: Any) -> Any:

@@ -8,6 +8,7 @@ from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
+from hwopt.hardware.device import described
 from hwopt.plugin.registry import Registry
 
 PARENT = """name = "parent"
@@ -110,3 +111,10 @@ def test_seed_profiles_keep_their_batch_sizes(name: str) -> None:
     assert {key: batch[key] for key in SEEDS[name] if key in batch} == {k: v for k, v in SEEDS[name].items() if k in batch}
     assert batch.get("eval", 2 * batch["train"]) == SEEDS[name]["eval"]
     assert batch.get("gradient_accumulation_steps", 1) == SEEDS[name]["gradient_accumulation_steps"]
+
+
+def test_card_of_is_the_profiles_card_on_such_a_device_only() -> None:
+    profile = load_profile("rtx3070_8gb", profile_files())
+    assert profile.card_of(described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)) is profile.card
+    assert profile.card_of(described("NVIDIA GeForce RTX 3090", (8, 6), 24.0)) is None
+    assert profile.card_of(described("NVIDIA GeForce RTX 3070", None, 8.0)) is None, "a CPU"

@@ -1,4 +1,4 @@
-"""Properties of the cut: every row once, never over the budget, never more costly than the plain cut."""
+"""Properties of the split: every row once, never over the budget, never slower than the plain split; and the plugin."""
 
 import pickle
 from itertools import pairwise
@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hwopt.hardware.device import described
+from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens, padded_width
 
-CONTEXT = Context(described("T4", (7, 5), 16.0), {}, None, None)
+CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, None)
+CPU_CONTEXT = Context(described("a CPU", None, 16.0), {}, BERT_BASE, None)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
 
 
@@ -55,6 +57,56 @@ def test_cut_points_are_optimal(lengths, tokens, overhead):
     assert cost(lengths, cut_by_length(lengths, 1, tokens=tokens, overhead_tokens=overhead), overhead) == best
 
 
+def step_time(lengths, groups, overhead, host):
+    """The tokens that the slower side of a step computes, or could compute."""
+    return max(cost(lengths, groups, overhead), host * len(groups))
+
+
+PRICES = st.tuples(st.integers(0, 1024), st.integers(0, 20_000))
+
+
+@given(lengths=LENGTHS, rows=st.integers(1, 32), prices=PRICES, faster_host=st.floats(0, 1), slower_device=st.floats(1, 8))
+def test_split_is_never_slower_than_no_split(lengths, rows, prices, faster_host, slower_device):
+    """Under the price, on a faster host and on a slower device."""
+    overhead, host = prices
+    groups = cut_by_length(lengths, rows, tokens=None, overhead_tokens=overhead, host_tokens=host)
+    unsplit = consecutive(len(lengths), rows)
+    assert step_time(lengths, groups, overhead, host) <= step_time(lengths, unsplit, overhead, host)
+    here = [max(slower_device * cost(lengths, each, overhead), faster_host * host * len(each)) for each in (groups, unsplit)]
+    assert here[0] <= here[1] * (1 + 1e-9)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths))), "every row exactly once"
+    assert all(len(group) == 1 or padded_tokens(lengths, [group]) <= rows * max(lengths) for group in groups)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
+    rows=st.integers(1, 9),
+    overhead=st.integers(0, 40),
+    host=st.integers(0, 300),
+)
+def test_split_is_the_fastest_that_a_faster_host_allows(lengths, rows, overhead, host):
+    ordered, count = sorted(lengths), len(lengths)
+    budget = rows * ordered[-1]
+    plain = [ordered[max(0, end - rows) : end] for end in range(count, 0, -rows)]
+    allowed = sum(len(group) * group[-1] + overhead for group in plain)
+    best = float("inf")
+    for choice in range(2 ** (count - 1)):
+        ends = [0, *(at for at in range(1, count) if choice >> (at - 1) & 1), count]
+        groups = [range(a, b) for a, b in pairwise(ends)]
+        within = all(len(g) == 1 or padded_tokens(ordered, [g]) <= budget for g in groups)
+        if within and cost(ordered, groups, overhead) <= allowed:
+            best = min(best, step_time(ordered, groups, overhead, host))
+    found = cut_by_length(lengths, rows, tokens=None, overhead_tokens=overhead, host_tokens=host)
+    assert step_time(lengths, found, overhead, host) == best
+
+
+def test_step_that_the_host_bounds_is_not_split():
+    lengths = [200, *[20] * 15]
+    assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256)) == 2
+    assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256, host_tokens=2000)) == 1
+    assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256, host_tokens=1000)) == 2
+
+
 def test_row_over_the_budget_is_a_group_of_its_own():
     assert cut_by_length([300, 5, 5], 8, tokens=100, overhead_tokens=0) == [[0], [1, 2]]
 
@@ -81,6 +133,26 @@ def test_fixed_budget_limits_the_tokens_of_a_group():
     assert all(len(group) * 32 <= 64 for group in recipe.cut([32] * 8, 8))
 
 
+def test_integer_is_the_whole_cost():
+    """Without a price of the host, as in earlier versions."""
+    recipe = Recipe()
+    options = LengthBatching.Options(overhead_tokens=64)
+    assert LengthBatching(options).probe(CONTEXT).reason.endswith("cost of one more: 64 tokens")
+    LengthBatching(options).apply(recipe, CONTEXT)
+    assert recipe.cut([200, *[20] * 15], 16) == cut_by_length([200, *[20] * 15], 16, tokens=None, overhead_tokens=64)
+
+
+def test_a_cpu_has_a_fixed_price():
+    decision = LengthBatching(LengthBatching.Options()).probe(CPU_CONTEXT)
+    assert decision.options[0].overhead_tokens == 256
+    cuts = []
+    for options in (LengthBatching.Options(), decision.options[0]):
+        recipe = Recipe()
+        LengthBatching(options).apply(recipe, CPU_CONTEXT)
+        cuts.append(recipe.cut([200, *[20] * 15], 16))
+    assert cuts[0] == cuts[1] == cut_by_length([200, *[20] * 15], 16, tokens=None, overhead_tokens=256)
+
+
 def test_width_is_the_next_fixed_width_or_multiple():
     assert [padded_width(length, (32, 64), 8) for length in (5, 32, 33, 65)] == [32, 32, 64, 72]
     assert padded_width(7, (), 1) == 7
@@ -105,7 +177,9 @@ def test_evidence_compares_computed_tokens_with_the_plain_cut():
     )
 
 
-@pytest.mark.parametrize("text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"budget": 9}'])
+@pytest.mark.parametrize(
+    "text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"overhead_tokens": "most"}', '{"budget": 9}']
+)
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         LengthBatching.Options.model_validate_json(text)

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.profiler import profile
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer
+from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -182,3 +183,79 @@ def test_name_repeated_in_the_fallbacks_is_tried_once():
     """For example `--set plugins.optimizer.name=…` with a name among the profile's fallbacks."""
     decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
     assert decision.kind == "apply"
+
+
+class Waits:
+    """Counts the calls of bitsandbytes' `sync_gpu`, also on a CPU, where it has nothing to wait for."""
+
+    def __init__(self, monkeypatch):
+        self.number = 0
+        for module in ("bitsandbytes.optim.optimizer", "bitsandbytes.utils"):
+            monkeypatch.setattr(import_module(module), "sync_gpu", self.count)
+        without_waits.cache_clear()  # the class keeps the function that it imported
+
+    def count(self, tensor):
+        self.number += 1
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    yield Waits(monkeypatch)
+    without_waits.cache_clear()
+
+
+def quantized_step(optimizer, weights):
+    """One update of `weights`, with gradients that depend on nothing but the shapes."""
+    generator = torch.Generator().manual_seed(2)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    return optimizer.step()
+
+
+def test_bitsandbytes_waits_for_no_unpaged_parameter(waits):
+    weights = parameters(128)
+    quantized_step(make_optimizer("adamw_bnb_8bit", [{"params": weights, "weight_decay": 0.1, **SETTINGS}]), weights)
+    assert waits.number == 0
+
+
+def test_bitsandbytes_waits_for_each_paged_parameter_and_at_the_end(waits):
+    weights = parameters(128)
+    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": weights, "weight_decay": 0.1, **SETTINGS}])
+    quantized_step(optimizer, weights)
+    optimizer.state[weights[0]]["state1"].is_paged = True  # as get_state_buffer() of a paged optimizer marks it
+    quantized_step(optimizer, weights)
+    assert waits.number == 1, "the other parameter is too small to be paged"
+    optimizer.is_paged, optimizer.prefetch_state = True, lambda parameter: None  # prefetching needs unified memory
+    quantized_step(optimizer, weights)
+    assert waits.number == 3
+
+
+def test_bitsandbytes_without_waits_has_the_bits_of_its_own_step(waits):
+    from bitsandbytes.optim import AdamW8bit
+
+    group = {"weight_decay": 0.1, **SETTINGS}
+    ours, theirs = parameters(128), parameters(128)
+    driven, plain = make_optimizer("adamw_bnb_8bit", [{"params": ours, **group}]), AdamW8bit([{"params": theirs, **group}])
+    for _ in range(3):
+        quantized_step(driven, ours)
+        quantized_step(plain, theirs)
+    assert waits.number == 3 * len(theirs), "bitsandbytes' own class is as it was"
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+        assert driven.state[a].keys() == plain.state[b].keys()
+        for key, value in driven.state[a].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(plain.state[b][key])), key
+    assert type(driven).__name__ == "AdamW8bit", "the name in checkpoints"
+
+
+def test_bitsandbytes_step_returns_the_loss_of_the_closure(waits):
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": [weight], "weight_decay": 0.0, **SETTINGS}])
+
+    def closure():
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).detach() == 64 * 64
+    assert weight.detach().max() < 1

@@ -1,7 +1,8 @@
 """Length batching: splits each step batch into micro-batches of similar length, so that less padding is computed.
 
 The samples of one optimizer step are sorted by length and split into micro-batches. Dynamic programming finds the split points
-that minimize the sum of rows x width (the longest row) plus a fixed cost per micro-batch, under a token budget.
+with the least time, under a token budget. On a CUDA device the time is the larger of the device's, for rows x width (the longest
+row) of each micro-batch, and the host's, for the launches of each micro-batch. So a model that is bound by the host is not split.
 The samples of a step and the order of the steps do not change, so the loss does not oscillate as it does with grouping by
 length over the epoch (transformers#20810).
 
@@ -21,39 +22,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt_plugins.length_batching.cut import cut_by_length
+from hwopt_plugins.length_batching.price import price_of
 
-
-def cut_by_length(lengths: Sequence[int], rows: int, *, tokens: int | None, overhead_tokens: int) -> list[list[int]]:
-    """Groups of row indexes, longest rows first. Every row is in exactly one group.
-
-    lengths: tokens of each row. tokens: the maximum of rows x width of a group; None means `rows` x the longest row, the size of
-    a micro-batch of `rows` unsorted rows. A row that exceeds this budget is a group of its own.
-    overhead_tokens: the cost of one more group, in tokens.
-    """
-    import numpy as np
-
-    order = np.argsort(np.asarray(lengths), kind="stable")
-    widths = np.maximum(np.asarray(lengths)[order], 1).tolist()  # ascending
-    count = len(widths)
-    if count == 0:
-        return []
-    budget = tokens if tokens is not None else rows * widths[-1]
-    cost = np.zeros(count + 1)  # cost[j]: the minimum for the j shortest rows
-    starts = [0] * (count + 1)
-    index = np.arange(count + 1)
-    for j in range(1, count + 1):
-        width = widths[j - 1]
-        first = j - max(1, min(j, budget // width))
-        # the last group of the j shortest rows is first..j-1, or first+1..j-1, …
-        candidates = cost[first:j] - index[first:j] * width
-        best = int(candidates.argmin())
-        starts[j] = first + best
-        cost[j] = candidates[best] + j * width + overhead_tokens
-    groups, end = [], count
-    while end > 0:
-        groups.append(order[starts[end] : end].tolist())
-        end = starts[end]
-    return groups
+CPU_OVERHEAD = 256
+"""Cost of one more micro-batch on a CPU, which is host and device: weights and gradients pass through its caches again."""
 
 
 def padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
@@ -77,19 +50,40 @@ class LengthBatching(Plugin):
             default="auto",
             description='Maximum rows x width of a micro-batch; "auto": batch.train x the longest row of the step.',
         )
-        overhead_tokens: int = Field(default=256, ge=0, description="Cost of one more micro-batch, in tokens.")
+        overhead_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+            default="auto", description='Cost of one more micro-batch, in tokens; "auto": from the card and the model.'
+        )
 
     options: Options
 
     def probe(self, context: Context) -> Decision:
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
+        reason = f"micro-batches by length, at most {budget} tokens each"
+        if self.options.overhead_tokens != "auto":
+            return Decision.apply(f"{reason}; cost of one more: {self.options.overhead_tokens} tokens")
+        if context.hardware.device_type == "cpu":
+            options = self.options.model_copy(update={"overhead_tokens": CPU_OVERHEAD})
+            return Decision.apply(f"{reason}; cost of one more: {CPU_OVERHEAD} tokens", options)
+        price = price_of(context)
         return Decision.apply(
-            f"micro-batches by length, at most {budget} tokens each; cost of one more: {self.options.overhead_tokens} tokens"
+            f"{reason}; one more costs {price.host_tokens} tokens of host time ({price.host_seconds * 1e3:.1f} ms for its "
+            f"launches) and {price.overhead_tokens} of device time ({price.device_seconds * 1e3:.1f} ms), the longer of the two "
+            f"counts; {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
         )
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         tokens = None if self.options.tokens == "auto" else self.options.tokens
-        recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=self.options.overhead_tokens)
+        overhead, host = self.prices(context)
+        recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=overhead, host_tokens=host)
+
+    def prices(self, context: Context) -> tuple[int, int]:
+        """`overhead_tokens` and `host_tokens` of `cut_by_length` on this machine."""
+        if self.options.overhead_tokens != "auto":
+            return self.options.overhead_tokens, 0
+        if context.hardware.device_type == "cpu":
+            return CPU_OVERHEAD, 0
+        price = price_of(context)
+        return price.overhead_tokens, price.host_tokens
 
     def evidence(self, run: RunView) -> Evidence:
         step, rows = run.last_step_batch, run.batch.train
@@ -103,5 +97,5 @@ class LengthBatching(Plugin):
         if computed < unsorted_tokens:
             return Evidence.active(seen)
         if len(lengths) <= rows or min(lengths) == max(lengths):
-            return Evidence.unknown(f"this step has no padding to save: {seen}")
+            return Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
         return Evidence.inactive(seen)

@@ -1,0 +1,61 @@
+"""The cost of a forward pass, counted on the meta device: operations, arithmetic and memory traffic. Needs no weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hwopt.model.attention_mask import skip_packed_row_search
+
+TOKENS = 64
+"""Length of the counted input: long enough that what does not depend on the length is a small part."""
+
+
+class ForwardCost(NamedTuple):
+    operations: int
+    """Operations that launch a kernel: views and allocations do not."""
+    flops_per_token: float
+    """Floating-point operations of matrix products and attention."""
+    values_per_token: float
+    """Elements that all other operations read and write, without parameters."""
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that run inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.flops, self.values = 0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or any(part in func.name() for part in ("empty", "_unsafe_view", "detach")):
+            return out
+        self.operations += 1
+        if count := flop_registry.get(func.overloadpacket):
+            self.flops += count(*args, **kwargs, out_val=out)
+        else:
+            tensors = (each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
+            self.values += sum(each.numel() for each in tensors if not isinstance(each, torch.nn.Parameter))
+        return out
+
+
+def forward_cost(model: Any, max_tokens: int | None) -> ForwardCost | None:
+    """The cost of a forward pass of `model`, on the meta device; None if the model needs values, which meta tensors lack."""
+    tokens = min(TOKENS, max_tokens or TOKENS)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with torch.no_grad(), skip_packed_row_search(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Counter() as counter:
+                model(input_ids=ids)
+        except Exception:  # every architecture raises its own errors
+            return None
+    return ForwardCost(counter.operations, counter.flops / tokens, counter.values / tokens)

@@ -1,0 +1,214 @@
+"""The price of one more micro-batch. From T4 to H200 and from 5 M to 1 B parameters, a split is never slower than none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hwopt.config.profile import Profile, load_profile
+from hwopt.config.profile_files import profile_files
+from hwopt.data.collate import cut_in_order
+from hwopt.data.step_batch import Groups
+from hwopt.hardware.device import described
+from hwopt.memory.tracer import trace_plan
+from hwopt.model.config import load_config
+from hwopt.model.facts import ModelFacts, model_facts
+from hwopt.planning.capabilities import BERT_BASE
+from hwopt.plugin import Context, Recipe
+from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt_plugins.length_batching import LengthBatching
+from hwopt_plugins.length_batching.price import FASTEST, LAUNCHES, Price, price_of
+
+FIVE_MILLION = {
+    "model_type": "bert",
+    "vocab_size": 8000,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+}
+MODELS = {
+    "5 M": ("text-classification", FIVE_MILLION),
+    "23 M": (
+        "text-classification",
+        {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
+    "109 M": ("text-classification", {"model_type": "bert"}),
+    "335 M": (
+        "text-classification",
+        {
+            "model_type": "bert",
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    ),
+    "1.1 B": (
+        "causal-lm",
+        {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+        },
+    ),
+}
+STEPS = ((16, 16), (64, 16), (128, 64), (128, 128))
+"""(rows of a step, rows of a micro-batch)."""
+
+
+@cache
+def facts(name: str) -> ModelFacts:
+    kind, config = MODELS[name]
+    return model_facts(load_config(None, config), kind, name)
+
+
+@cache
+def cards() -> dict[str, Profile]:
+    """The profile of every card whose peak and bandwidth are known."""
+    profiles = [load_profile(name, profile_files()) for name in profile_files()]
+    return {
+        p.card.match[0]: p for p in profiles if p.card.memory_bandwidth_gbps and any(p.card.dense_tflops.model_dump().values())
+    }
+
+
+def context_of(card: str, model: ModelFacts) -> Context:
+    found = cards()[card].card
+    assert found.memory_gib is not None
+    return Context(described(card, found.capability, found.memory_gib), {}, model, None, card=found)  # type: ignore[arg-type]
+
+
+def batches(rows: int, median: int) -> list[list[int]]:
+    """Lengths of some step batches, log-normal like those of real texts."""
+    random = np.random.Generator(np.random.Philox(0))
+    return [np.clip(random.lognormal(np.log(median), 0.9, rows), 4, 512).astype(int).tolist() for _ in range(4)]
+
+
+def seconds(lengths: list[int], groups: Groups, price: Price, host: float, device: float) -> float:
+    """The time of a step, micro-batch by micro-batch: the device needs what the host has launched. Factors slow both sides."""
+    launched = finished = 0.0
+    for group in groups:
+        launched += price.host_seconds * host
+        tokens = len(group) * max(lengths[row] for row in group)
+        finished = max(finished + (price.device_seconds + tokens * price.token_seconds) * device, launched)
+    return finished
+
+
+@pytest.mark.parametrize("card", sorted(cards()))
+@pytest.mark.parametrize("model", MODELS)
+def test_length_batching_is_never_slower_than_no_split(card: str, model: str) -> None:
+    """On slow and fast hosts, and on devices that reach 80 to 20 % of their peak."""
+    context, recipe = context_of(card, facts(model)), Recipe()
+    price, gains = price_of(context), []
+    LengthBatching(LengthBatching.Options()).apply(recipe, context)
+    assert recipe.cut is not None
+    for (step, rows), median in ((each, median) for each in STEPS for median in (16, 64, 200)):
+        for lengths in batches(step, median):
+            split, plain = recipe.cut(lengths, rows), cut_in_order(lengths, rows)
+            for host, device in ((1.0, 1.0), (0.3, 1.0), (1.0, 2.0), (0.3, 4.0)):
+                before, after = (seconds(lengths, groups, price, host, device) for groups in (plain, split))
+                assert after <= before * (1 + 1e-9), (step, rows, median, host, device)
+                gains.append(before / after)
+            launches = LAUNCHES * facts(model).operations
+            if len(split) > len(plain):
+                assert launches * len(split) * 25e-6 <= seconds(lengths, plain, price, 1.0, 1.0), "launched in the device's time"
+    assert max(gains) > 1.5, "padding is saved where it is large"
+
+
+@pytest.mark.parametrize(("card", "model"), [("Tesla T4", "109 M"), ("GeForce RTX 3070", "335 M"), ("A100-SXM4-80GB", "1.1 B")])
+def test_gain_remains_for_large_steps(card: str, model: str) -> None:
+    context, recipe = context_of(card, facts(model)), Recipe()
+    LengthBatching(LengthBatching.Options()).apply(recipe, context)
+    assert recipe.cut is not None
+    for lengths in batches(128, 64):
+        split, plain = recipe.cut(lengths, 64), cut_in_order(lengths, 64)
+        before, after = (seconds(lengths, groups, price_of(context), 1.0, 1.0) for groups in (plain, split))
+        assert before / after > 1.6
+        assert len(split) > len(plain)
+
+
+@pytest.mark.parametrize("median", [8, 16, 24])
+def test_short_texts_of_bert_base_stay_in_one_micro_batch_on_a_3090(median: int) -> None:
+    """A fixed price of 256 tokens made two micro-batches of them: 1,839 launches in a step instead of 1,042."""
+    context, recipe = context_of("GeForce RTX 3090", facts("109 M")), Recipe()
+    LengthBatching(LengthBatching.Options()).apply(recipe, context)
+    assert recipe.cut is not None
+    assert [len(recipe.cut(lengths, 16)) for lengths in batches(16, median)] == [1] * 4
+
+
+def test_decision_states_the_price_and_its_reason() -> None:
+    context = context_of("GeForce RTX 3090", BERT_BASE)
+    price, reason = price_of(context), LengthBatching(LengthBatching.Options()).probe(context).reason
+    for part in (f"{price.host_tokens} tokens", f"{price.overhead_tokens} of device", "ms for its launches", "GeForce RTX 3090"):
+        assert part in reason
+
+
+def test_price_depends_on_profile_hardware_and_model_only() -> None:
+    """So that a resumed run splits the same way, also with less memory free."""
+    context = context_of("GeForce RTX 3090", BERT_BASE)
+    later = replace(context, hardware=replace(context.hardware, free_memory_gib=1.0, cpu_cores=2), software={"torch": "3"})
+    assert price_of(later) == price_of(context)
+
+
+def test_faster_card_and_smaller_model_make_a_micro_batch_dearer() -> None:
+    tokens = [price_of(context_of(card, BERT_BASE)).host_tokens for card in ("Tesla T4", "GeForce RTX 3090", "NVIDIA H200")]
+    assert tokens == sorted(tokens)
+    tokens = [price_of(context_of("GeForce RTX 3090", facts(name))).host_tokens for name in reversed(MODELS)]
+    assert tokens == sorted(tokens)
+
+
+def test_card_without_figures_is_priced_as_the_fastest_of_its_capability() -> None:
+    unknown = Context(described("Some card", (8, 6), 12.0), {}, BERT_BASE, None)  # type: ignore[arg-type]
+    price = price_of(unknown)
+    assert price.basis == "the fastest card of compute capability 8.6"
+    for card in ("GeForce RTX 3060", "GeForce RTX 3070", "GeForce RTX 3090", "NVIDIA A10"):
+        assert price.token_seconds <= price_of(context_of(card, BERT_BASE)).token_seconds
+    for capability, expected in (((8, 7), "8.6"), ((6, 1), "6.0"), ((5, 2), "6.0"), ((12, 1), "12.0")):
+        hardware = described("Some card", capability, 12.0)
+        assert price_of(replace(unknown, hardware=hardware)).basis.endswith(expected)
+
+
+def test_figures_of_the_fastest_cards_bound_those_of_the_profiles() -> None:
+    for profile in cards().values():
+        assert profile.card.capability is not None
+        tflops, bandwidth = FASTEST[profile.card.capability]
+        assert max(peak for peak in profile.card.dense_tflops.model_dump().values() if peak) <= tflops
+        assert (profile.card.memory_bandwidth_gbps or 0) <= bandwidth
+
+
+def test_model_that_could_not_be_counted_has_a_price_of_the_same_order() -> None:
+    counted = price_of(context_of("GeForce RTX 3090", BERT_BASE))
+    uncounted = replace(BERT_BASE, operations=0, flops_per_token=0.0, values_per_token=0.0)
+    estimated = price_of(context_of("GeForce RTX 3090", uncounted))
+    assert 1 <= estimated.host_tokens / counted.host_tokens < 4, "the host's time is not taken too low"
+    assert 0.5 < estimated.token_seconds / counted.token_seconds <= 1
+
+
+def test_price_agrees_with_the_operations_of_a_traced_step(tmp_path: Path) -> None:
+    """The trace of the memory planner: every operation takes the longer of its arithmetic and its traffic."""
+    card = "GeForce RTX 3090"
+    hardware = context_of(card, BERT_BASE).hardware
+    tables = {"precision": {"dtype": "bf16"}, "sdpa": {}, "batch": {"train": 16, "gradient_accumulation_steps": 2}}
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, config=FIVE_MILLION), hardware=hardware)
+    trace = trace_plan(plan, 64, 2).train
+    peak, bandwidth = 71e12, 936e9
+
+    def traced(rows: int) -> tuple[float, int]:
+        timeline = trace.at(rows, 64)
+        part = slice(0, timeline.update)
+        longer = np.maximum(timeline.flops[part] / peak, timeline.bytes_moved()[part] / bandwidth)
+        return float(longer.sum()), len(longer)
+
+    (few, operations), (many, _) = traced(16), traced(80)
+    token = (many - few) / (64 * 64)
+    price = price_of(replace(context_of(card, plan.model), model=plan.model))
+    # the price's peak and bandwidth are 80 % of those above
+    assert 0.6 < 0.8 * price.token_seconds / token <= 1.1
+    assert 0.8 < 0.8 * price.device_seconds / (few - 16 * 64 * token) < 1.5
+    assert operations == pytest.approx(LAUNCHES * plan.model.operations, rel=0.2)
