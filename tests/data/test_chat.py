@@ -170,7 +170,7 @@ def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Pa
     rows = [
         {"messages": MESSAGES},
         {"messages": [MESSAGES[0]]},
-        {"messages": [{"role": "user", "content": "xyz" * 200}, MESSAGES[1]]},
+        {"messages": [{"role": "user", "content": " ".join(map(str, range(1000, 1400)))}, MESSAGES[1]]},
     ]
     prepared = prepare(job_of([*rows, {"messages": MESSAGES}], tmp_path, max_length=100), tmp_path)
     assert len(prepared.train) == 2
