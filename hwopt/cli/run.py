@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="Resume from this checkpoint in a new folder.",
 )
 @click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
+@click.option("--report-to", metavar="NAMES", default="", help="Trackers, separated by commas: tensorboard, wandb, mlflow, …")
 @click.option("-v", "--verbose", is_flag=True, help="Show the evidence of every plugin.")
 @click.pass_obj
 def run(
@@ -48,6 +49,7 @@ def run(
     resume: bool,
     resume_from: Path | None,
     fresh: bool,
+    report_to: str,
     verbose: bool,
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
@@ -77,9 +79,12 @@ def run(
     from hwopt.report.memory import show_forecast
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal, show_plan
+    from hwopt.report.trackers import listeners_for
     from hwopt.system import signals
+    from hwopt.training.listener import Listeners
 
     quiet_transformers()
+    trackers = listeners_for([name.strip() for name in report_to.split(",") if name.strip()])
     before: Mapping[str, Any] = {}
 
     def resolved(changes: Sequence[str] = ()) -> Plan:
@@ -122,7 +127,15 @@ def run(
     screen = Screen(console, verbose)
     signals.install_handlers()
     try:
-        api.execute(plan, folder, screen, replan=resolved, resume=resume_from or resume, fresh=fresh, next_folder=next_folder)
+        api.execute(
+            plan,
+            folder,
+            Listeners(screen, *trackers),
+            replan=resolved,
+            resume=resume_from or resume,
+            fresh=fresh,
+            next_folder=next_folder,
+        )
     finally:
         screen.close()
     return 0
