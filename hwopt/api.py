@@ -63,6 +63,8 @@ def resolve(
     inputs = inputs or Inputs(registry)
     cache = cache or cache_folder()
     machine = detect(local_rank(os.environ))
+    if hardware == "detected" and machine.problem and machine.device_type == "cuda":
+        raise InputError(machine.problem)
     reason = ""
     job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
     if profile == "auto":
@@ -71,7 +73,7 @@ def resolve(
     else:
         chosen = inputs.profile(profile, assignments, job_file)
     if hardware == "profile":
-        machine = hardware_of_card(chosen)
+        machine = replace(hardware_of_card(chosen), problem=machine.problem)
     if memory_limit is not None:
         machine = with_memory_limit(machine, memory_limit)
     model = job_file.job.model

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.terminal import say, table
+from hwopt.report.terminal import say, show_problem, table
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
@@ -56,6 +56,7 @@ def show_forecast(console: Console, plan: Plan) -> None:
 
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
     """Print one row per plan."""
+    show_problem(console, plans[0].hardware)
     rows = []
     for plan in plans:
         memory = plan.memory
