@@ -19,6 +19,7 @@ from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measurement
 from hwopt.memory.sharding import Comparison, compare_schemes
 from hwopt.model.config import load_config
+from hwopt.model.config_keys import unread_keys
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
@@ -33,7 +34,7 @@ from hwopt.saving.reader import checkpoint_in
 from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
-from hwopt.text import truncate
+from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
 
 
@@ -62,6 +63,8 @@ def resolve(
     inputs = inputs or Inputs(registry)
     cache = cache or cache_folder()
     machine = detect(local_rank(os.environ))
+    if hardware == "detected" and machine.problem and machine.device_type == "cuda":
+        raise InputError(machine.problem)
     reason = ""
     job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
     if profile == "auto":
@@ -70,7 +73,7 @@ def resolve(
     else:
         chosen = inputs.profile(profile, assignments, job_file)
     if hardware == "profile":
-        machine = hardware_of_card(chosen)
+        machine = replace(hardware_of_card(chosen), problem=machine.problem)
     if memory_limit is not None:
         machine = with_memory_limit(machine, memory_limit)
     model = job_file.job.model
@@ -93,6 +96,8 @@ def resolve(
         plan = planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {}))
     notes = [f"profile auto: {reason}"] if reason else []
     notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
+    if model.config is not None and (unread := unread_keys(config, model.config)):
+        notes.append(f"model.config: {config.model_type} does not read {listing(unread)}; ignored")
     job_name = job_file.document.name
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import string
 import unicodedata
 from collections import Counter
@@ -40,16 +41,28 @@ def job_vocab_size(job: Job) -> int | None:
 
 
 def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
-    """The config for planning, before any text is read.
+    """The config for planning, before any text is read: `config`, or for a model with random weights a copy with a vocabulary.
 
-    If a tokenizer will be trained and the job has no vocab_size, a copy of `config` with a vocabulary of 8,000; else `config`.
-    `Task.load_model` sets the real size of the trained tokenizer.
+    If a tokenizer will be trained and the job has no vocab_size, the vocabulary is 8,000. `Task.load_model` sets the real size,
+    and the ids of special tokens.
     """
-    if job.model.config is None or job.model.tokenizer is not None or job_vocab_size(job) is not None:
+    if job.model.config is None:
         return config
     config = copy.deepcopy(config)
-    config.get_text_config().vocab_size = VOCABULARY
+    if job.model.tokenizer is None and job_vocab_size(job) is None:
+        config.get_text_config().vocab_size = VOCABULARY
+    drop_special_tokens(config)
     return config
+
+
+def drop_special_tokens(config: PretrainedConfig) -> None:
+    """Remove ids of special tokens that are outside of the vocabulary of `config`, such as ModernBERT's default padding token."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None) or math.inf
+    for key, value in vars(text).items():
+        ids = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
+        if key.endswith("_token_id") and max(ids, default=0) >= size:
+            setattr(text, key, None)
 
 
 def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, decoder: bool, cache: Path) -> Any:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import shutil
-from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
+from hwopt.hardware.torch_build import torch_problem
 
 PACKAGES = (
     *("torch", "accelerate", "transformers", "datasets", "peft", "bitsandbytes", "torchao"),
@@ -23,23 +22,16 @@ PACKAGES = (
 def detect(index: int = 0) -> Hardware:
     """The hardware of this machine: the visible CUDA device `index`, or the CPU. Imports torch.
 
-    Raises InputError if the installed torch has no kernels for the device.
+    Its `problem` tells if the installed torch cannot use the NVIDIA cards of this machine.
     """
     import torch
 
-    host = detect_host()
+    host = replace(detect_host(), problem=torch_problem(index))
     if not torch.cuda.is_available():
         return host
     index = index if index < torch.cuda.device_count() else 0
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    if not has_kernels(capability, torch.cuda.get_arch_list()):
-        raise InputError(
-            f"torch {torch.__version__} has no kernels for {properties.name} "
-            f"(compute capability {capability[0]}.{capability[1]}); it was built for {', '.join(torch.cuda.get_arch_list())}. "
-            "Install a torch build that supports this device: https://pytorch.org/get-started/locally "
-            "(for Volta, such as V100: a build for CUDA 12.6)"
-        )
     free, total = torch.cuda.mem_get_info(index)
     return Hardware(
         device_type="cuda",
@@ -53,24 +45,8 @@ def detect(index: int = 0) -> Hardware:
         cpu_features=host.cpu_features,
         compiler=host.compiler,
         system=host.system,
+        problem=host.problem,
     )
-
-
-def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a torch build for `architectures` ("sm_80", "compute_90") runs on a device of compute capability `capability`.
-
-    It does with binary code of the same major version, or with PTX (compute_*) of the same or an older version. An empty list
-    (unknown) counts as yes.
-    """
-    for name in architectures:
-        kind, _, digits = name.partition("_")
-        number = re.match(r"\d+", digits)
-        if number is None:
-            continue
-        built = (int(number[0][:-1]), int(number[0][-1]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return not architectures
 
 
 CGROUP_ROOT, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -68,6 +68,8 @@ class Hardware:
     """A C++ compiler on the path, for torch.compile."""
     system: str = "Linux"
     source: Literal["detected", "described"] = "detected"
+    problem: str = ""
+    """Why the installed torch cannot use the NVIDIA cards of this machine, with the command that fixes it."""
     memory_limit_gib: float | None = None
     """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
 

@@ -22,7 +22,7 @@ def on_device(spec: MemorySpec) -> dict[str, float]:
 def states(spec: MemorySpec) -> dict[str, float]:
     """Return the bytes by kind on one device that holds the whole model."""
     return {
-        "weights": spec.parameters * spec.weight_bytes,
+        "weights": spec.weights,
         "gradients": spec.trained * spec.gradient_bytes,
         "optimizer_state": spec.trained * spec.state_bytes,
         "masters": spec.trained * spec.master_bytes,

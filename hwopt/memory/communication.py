@@ -83,7 +83,7 @@ def volume(scheme: Scheme, spec: MemorySpec, ranks: Ranks, micro_batches: int = 
 
     Gradients of trained parameters are sent in `gradient_bytes` each, weights in `weight_bytes`.
     """
-    weights = spec.parameters * spec.weight_bytes
+    weights = spec.weights
     updated = spec.trained * spec.weight_bytes
     gradients = spec.trained * spec.gradient_bytes
     # all weights for the forward and again for the backward pass; gradients are reduced at once, since no rank keeps all of them

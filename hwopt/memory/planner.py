@@ -110,6 +110,7 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         if trace.fixed_width
         else min(trace.train.max_width(shape.rows, budget, most), trace.eval.max_width(plan.batch.eval, budget, most)),
         time=predict_time(plan, trace.train, lengths.train),
+        unpacked_gib=unpacked_gib(plan),
         **host_memory(plan),
     )
 
@@ -133,6 +134,7 @@ def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> Me
         largest_eval=None,
         largest_max_length=None,
         note=why,
+        unpacked_gib=unpacked_gib(plan),
         **host_memory(plan),
     )
 
@@ -143,6 +145,12 @@ def host_memory(plan: Plan) -> dict[str, Any]:
     here = hardware.source == "detected" and hardware.device_type != "cpu"
     offloaded = memory_spec(plan).host * min(plan.world_size, max(1, hardware.count)) / GIB
     return {"host_gib": offloaded, "host_free_gib": HOST_FRACTION * hardware.cpu_memory_gib if here else None}
+
+
+def unpacked_gib(plan: Plan) -> dict[str, float]:
+    """Return the weights that a plugin cannot pack, by name."""
+    spec = memory_spec(plan)
+    return {name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()}
 
 
 def bucket_bytes(plan: Plan) -> int:

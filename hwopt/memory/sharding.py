@@ -141,7 +141,7 @@ def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
     """Return the bytes of weights and gradients of the largest part that is gathered at once: the embedding or a layer."""
     embedding = min(model.vocab_size * model.hidden_size, spec.parameters)
     layer = max(embedding, (spec.parameters - embedding) / max(model.layers, 1))
-    return layer * (spec.weight_bytes + spec.gradient_bytes * spec.trained / spec.parameters)
+    return layer * (spec.weights + spec.gradient_bytes * spec.trained) / spec.parameters
 
 
 def peaks_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Peak, Peak]:

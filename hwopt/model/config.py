@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import HwoptError, InputError, is_gated
+from hwopt.model.config_keys import unread_keys
 from hwopt.model.remote_code import is_trusted
 from hwopt.system.paths import path_kind, read_regular_file
 from hwopt.text import cut, first_line, listing, nearest, truncate
@@ -48,15 +50,13 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         options = {key: value for key, value in config.items() if key != "model_type"}
         refuse_out_of_range(config, "model.config")
         try:
-            made = AutoConfig.for_model(model_type, **options)
+            made = AutoConfig.for_model(model_type, **copy.deepcopy(options))  # transformers changes the tables in it
         except Exception as error:  # every architecture checks its own keys in its own way
             raise InputError(f"model.config: {model_type} rejects this config: {config_error_text(error, config)}") from error
-        unknown = sorted(set(options) - set(type(made)().to_dict()))
-        if unknown:
-            raise InputError(
-                f"model.config.{unknown[0]}: {model_type} has no such key.{nearest(unknown[0], type(made)().to_dict())}"
-            )
-        return made
+        unread = unread_keys(made, options)
+        for key in unread:  # without `quantization_config` and `auto_map`, which describe the files of trained weights
+            options.pop(key, None)
+        return AutoConfig.for_model(model_type, **copy.deepcopy(options)) if unread else made
     assert name is not None
     folder = Path(name)
     is_folder = path_kind(folder, "model.name:") == "folder"

@@ -8,9 +8,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ class ModelFacts:
     """Floating-point operations of a forward pass in matrix products and attention, per token of a short input."""
     values_per_token: float = 0.0
     """Elements that all other operations of a forward pass read and write, per token."""
+    other_weights: Mapping[str, int] = field(default_factory=dict)
+    """Matrices outside of linear layers and embeddings, such as fused experts: name (layers as *) -> number of weights."""
 
 
 LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
@@ -199,7 +202,21 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         supports_packing=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
         logit_transform=logit_transform(model) if kind == "causal-lm" else None,
         **cost._asdict(),
+        other_weights=other_weights(model),
     )
+
+
+def other_weights(model: Any) -> dict[str, int]:
+    """What `ModelFacts.other_weights` holds."""
+    from torch import nn
+
+    found: Counter[str] = Counter()
+    for path, module in model.named_modules():
+        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                if parameter.dim() > 1:
+                    found[re.sub(r"\b\d+\b", "*", name)] += parameter.numel()
+    return dict(found.most_common())
 
 
 def logit_transform(model: Any) -> str | None:

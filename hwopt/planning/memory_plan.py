@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -60,6 +60,8 @@ class MemoryPlan:
     """Host memory for offloading, over all ranks of this machine."""
     host_free_gib: float | None = None
     """Free host memory; None for a card that is not in this machine."""
+    unpacked_gib: dict[str, float] = field(default_factory=dict)
+    """The part of the weights that a plugin packs elsewhere, and cannot pack in this model, by name."""
 
     @property
     def host_fits(self) -> bool:

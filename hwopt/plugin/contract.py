@@ -118,10 +118,15 @@ class MemorySpec:
     trained: int
     """Number of parameters that get gradients."""
     weight_bytes: float = 4.0
-    """Bytes per parameter in the dtype that the model computes with. The next three are bytes per trained parameter."""
+    """Bytes per unpacked parameter, in the dtype that the model computes with. The next three are bytes per trained parameter."""
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0
     master_bytes: float = 0.0
+    packed: int = 0
+    """Number of parameters that a plugin stores in a format of its own, in `packed_bytes` bytes together."""
+    packed_bytes: float = 0.0
+    unpacked: Mapping[str, int] = field(default_factory=dict)
+    """Weights that the plugin cannot pack: name -> number of parameters. The plan shows their bytes."""
     held: dict[str, float] = field(default_factory=dict)
     """Kind of memory ("weights", "gradients", "optimizer_state", "update") -> fraction of it on this device, if below 1.
 
@@ -136,6 +141,11 @@ class MemorySpec:
 
     The stand-in of an engine may have `earlier_gradients()`, which allocates the gradients after a first micro-batch.
     """
+
+    @property
+    def weights(self) -> float:
+        """Bytes of all weights, packed and unpacked."""
+        return (self.parameters - self.packed) * self.weight_bytes + self.packed_bytes
 
 
 @dataclass(frozen=True)

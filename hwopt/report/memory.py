@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.terminal import say, table
+from hwopt.report.terminal import say, show_problem, table
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
@@ -21,6 +21,9 @@ def show_memory(console: Console, plan: Plan) -> None:
     console.print()
     rows = ((name.replace("_", " "), gib(size)) for name, size in memory.parts.items())
     console.print(table(("memory", "at the peak"), rows, folded=0))
+    if memory.unpacked_gib:
+        names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
+        say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
     sizes = f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
     say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}")
@@ -53,6 +56,7 @@ def show_forecast(console: Console, plan: Plan) -> None:
 
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
     """Print one row per plan."""
+    show_problem(console, plans[0].hardware)
     rows = []
     for plan in plans:
         memory = plan.memory

@@ -16,6 +16,7 @@ from rich.text import Text
 from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
+    from hwopt.hardware.device import Hardware
     from hwopt.planning.decisions import PluginDecision
     from hwopt.planning.plan import Plan
 
@@ -44,6 +45,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
     if hardware.memory_limit_gib is not None:
         device += ", limited by --memory-limit"
+    show_problem(console, hardware)
     say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
     say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
     say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
@@ -54,6 +56,13 @@ def show_plan(console: Console, plan: Plan) -> None:
     for note in plan.notes:
         say(console, "note", note, "yellow")
     console.print(table(("plugin", "decision", "why"), ((e.name, e.decision, describe(e)) for e in plan.entries)))
+
+
+def show_problem(console: Console, hardware: Hardware) -> None:
+    """Print why torch cannot use the cards of this machine, if it cannot."""
+    if hardware.problem:
+        text = Text.assemble(("PROBLEM: ", "bold red"), printable(hardware.problem))
+        console.print(text, soft_wrap=True)  # a command that is broken into lines cannot be copied
 
 
 def describe_batch(plan: Plan) -> str:
@@ -150,6 +159,7 @@ def show_values(console: Console, plan: Plan) -> None:
 
 def show_survey(console: Console, found: Any) -> None:
     hardware = found.hardware
+    show_problem(console, hardware)
     say(
         console,
         "hardware",

@@ -15,7 +15,7 @@ from hwopt.config.job import Job
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import check_vocabulary
-from hwopt.data.tokenizer_training import job_vocab_size
+from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.weights import load_weights
@@ -161,6 +161,7 @@ class Task:
         tokenizer = prepared.tokenizer
         if job_vocab_size(job) is None:
             config.get_text_config().vocab_size = len(tokenizer)
+        drop_special_tokens(config)
         # the padding row of an embedding is always zero, so the padding token must have no other role
         only_padding = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.unk_token_id)
         set_in_configs(

@@ -22,6 +22,7 @@ from hwopt import api
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
+from hwopt.data.tokenizer_training import planned_config
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
@@ -110,7 +111,7 @@ def plan_for(
 ) -> Plan:
     """The plan of `profile` and `job_file` on `hardware`, by default this machine."""
     model = job_file.job.model
-    config = load_config(model.name, model.config)
+    config = planned_config(job_file.job, load_config(model.name, model.config))
     facts = model_facts(config, job_file.job.task.kind, model.label)
     hardware = options.pop("hardware", None) or detect()
     return resolve(

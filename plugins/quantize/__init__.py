@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hwopt.hardware.device import Hardware
+from hwopt.hardware.device import GIB, Hardware
 from hwopt.plugin import (
     Conflict,
     Context,
@@ -28,6 +28,7 @@ from hwopt.plugin import (
     Evidence,
     MemoryOption,
     MemorySpec,
+    ModelFacts,
     Plugin,
     PluginOptions,
     Recipe,
@@ -38,6 +39,8 @@ from hwopt.plugin import (
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 """Bits -> bytes per weight, with a 32-bit scale for each block of 64 weights in 4 bit."""
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+SMALL_PART = 0.01
+"""Weights that stay unquantized are reported if they are a larger part of the model: not for small convolutions."""
 
 
 def compute_dtype(hardware: Hardware) -> Literal["bf16", "fp16", "fp32"]:
@@ -110,6 +113,19 @@ def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
+def frozen_matrices(model: Any) -> list[Any]:
+    """The frozen matrices outside of linear layers, embeddings and the output head, such as the weights of fused experts."""
+    from torch import nn
+
+    return [
+        parameter
+        for module in model.modules()
+        if not isinstance(module, (nn.Linear, nn.Embedding))
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() > 1 and not parameter.requires_grad
+    ]
+
+
 def dequantize(model: Any, run: RunView) -> Any:
     """`model` with plain fp32 linear layers, in host memory: the dequantized model may not fit on the device."""
     import torch
@@ -122,6 +138,27 @@ def dequantize(model: Any, run: RunView) -> Any:
             layer.bias = torch.nn.Parameter(packed.bias.detach().float().cpu(), requires_grad=False)
         setattr(parent, name, layer)
     return model.float().cpu()
+
+
+def bytes_per_weight(options: Quantize.Options) -> float:
+    """The bytes of a quantized weight, with its share of the scales."""
+    return DOUBLE_QUANTIZED_BYTES if options.bits == 4 and options.double else BYTES[options.bits]
+
+
+def unpacked_weights(model: ModelFacts) -> dict[str, int]:
+    """Name -> number of weights that bitsandbytes cannot quantize and that are a large part of `model`, such as fused experts."""
+    return {name: number for name, number in model.other_weights.items() if number > SMALL_PART * model.parameters}
+
+
+def describe_unpacked(weights: Mapping[str, int]) -> str:
+    """The part of the decision's reason about `weights`, or an empty string."""
+    if not weights:
+        return ""
+    total = sum(weights.values())
+    return (
+        f"; NOT quantized: {total:,} weights outside of linear layers, {4 * total / GIB:.2f} GiB in fp32 or "
+        f"{2 * total / GIB:.2f} GiB in half precision: {', '.join(weights)}"
+    )
 
 
 class Quantize(Plugin):
@@ -161,16 +198,18 @@ class Quantize(Plugin):
         if not context.has("bitsandbytes"):
             return Decision.skip("bitsandbytes is not installed")
         dtype = self.options.dtype
+        left = describe_unpacked(unpacked_weights(context.model))
         if dtype == "auto":
             chosen = self.options.model_copy(update={"dtype": compute_dtype(context.hardware)})
-            return Decision.apply(self.describe(chosen), chosen)
-        return Decision.apply(self.describe(self.options))
+            return Decision.apply(self.describe(chosen) + left, chosen)
+        return Decision.apply(self.describe(self.options) + left)
 
     def describe(self, options: Quantize.Options) -> str:
         if options.bits == 8:
             return "frozen linear layers in 8 bit (LLM.int8()), 1 byte per weight"
-        weight_bytes = DOUBLE_QUANTIZED_BYTES if options.double else BYTES[4]
-        return f"frozen linear layers in 4 bit (NF4), {weight_bytes:.3f} bytes per weight; products in {options.dtype}"
+        return (
+            f"frozen linear layers in 4 bit (NF4), {bytes_per_weight(options):.3f} bytes per weight; products in {options.dtype}"
+        )
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory
@@ -181,9 +220,9 @@ class Quantize(Plugin):
     def memory(self, spec: MemorySpec, context: Context) -> None:
         model = context.model
         embeddings = 2 * model.vocab_size * model.hidden_size  # input embeddings and output head
-        packed = max(spec.parameters - embeddings, 0)
-        packed_bytes = DOUBLE_QUANTIZED_BYTES if self.options.bits == 4 and self.options.double else BYTES[self.options.bits]
-        spec.weight_bytes = (packed * packed_bytes + (spec.parameters - packed) * spec.weight_bytes) / spec.parameters
+        spec.packed = max(spec.parameters - embeddings - sum(model.other_weights.values()), 0)
+        spec.packed_bytes = spec.packed * bytes_per_weight(self.options)
+        spec.unpacked = unpacked_weights(model)
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
@@ -199,5 +238,7 @@ class Quantize(Plugin):
         seen = (
             f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {size:,} bytes for {elements:,} weights; {missed} not quantized"
         )
+        if others := frozen_matrices(run.inner_model):
+            seen += f"; {sum(p.nbytes for p in others):,} bytes in {len(others)} matrices outside of linear layers not quantized"
         packed = size <= elements * self.options.bits / 8 * 1.01
         return Evidence.active(seen) if layers and packed and not missed else Evidence.inactive(seen)

@@ -126,8 +126,23 @@ def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
 
 def test_planned_config_sets_a_vocabulary_size_only_if_absent() -> None:
     assert planned_config(job_of(model_type="bert"), BERT).vocab_size == 8_000
-    assert planned_config(job_of(model_type="bert", vocab_size=77), BERT) is BERT
+    assert planned_config(job_of(model_type="bert", vocab_size=77), BERT).vocab_size == BERT.vocab_size
     assert BERT.vocab_size == 30_522
+
+
+@pytest.mark.parametrize("size", [None, 500])
+@pytest.mark.parametrize("model_type", ["modernbert", "gpt_oss", "gemma3", "phi3", "distilbert"])
+def test_planned_config_has_no_special_token_outside_of_its_vocabulary(model_type: str, size: int | None) -> None:
+    """The defaults of an architecture belong to its published tokenizer: ModernBERT pads with token 50283."""
+    sizes = {} if size is None else {"vocab_size": size}
+    part = {"text_config": sizes} if model_type == "gemma3" else sizes
+    loaded = AutoConfig.for_model(model_type, **part)
+    text = planned_config(job_of(model_type=model_type, **part), loaded).get_text_config()
+    assert text.vocab_size == (size or 8_000)
+    for role in ("pad", "bos", "eos", "cls", "sep"):
+        found = getattr(text, f"{role}_token_id", None)
+        assert found is None or 0 <= found < text.vocab_size
+    assert loaded.to_dict() == AutoConfig.for_model(model_type, **part).to_dict(), "the config of the job is not changed"
 
 
 def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:

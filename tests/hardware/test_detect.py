@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hwopt.errors import InputError
-from hwopt.hardware.detect import cgroup_memory, detect, detect_software, has_kernels
+from hwopt.hardware.detect import cgroup_memory, detect, detect_software
 from hwopt.hardware.device import GIB, Hardware, described, with_memory_limit
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
@@ -39,22 +39,6 @@ def test_cpu_has_bf16_only_with_bf16_units() -> None:
     assert fast.can("bf16")
     assert not fast.can("fp16")
     assert "fp32" in fast.can("fp16").reason
-
-
-@pytest.mark.parametrize(
-    ("capability", "built", "expected"),
-    [
-        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
-        ((7, 0), ["sm_70", "sm_80"], True),
-        ((8, 6), ["sm_80"], True),
-        ((8, 0), ["sm_86"], False),
-        ((12, 0), ["sm_90", "compute_90"], True),
-        ((10, 0), ["sm_100a"], True),
-        ((8, 6), [], True),
-    ],
-)
-def test_torch_build_supports_a_card(capability: tuple[int, int], built: list[str], expected: bool) -> None:
-    assert has_kernels(capability, built) is expected
 
 
 def test_memory_limit_replaces_total_and_free_memory() -> None:

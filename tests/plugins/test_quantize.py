@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from hwopt.errors import PluginError
+from hwopt.hardware.device import GIB
+from hwopt.memory.dry_run import memory_spec
+from hwopt.memory.planner import plan_memory
 from hwopt.plugin.registry import Registry
+from hwopt.report.memory import show_memory
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 
 Quantize = Registry().plugin("quantize")
@@ -145,3 +151,68 @@ def test_plan_of_a_7b_model_fits_in_8_gib_with_4_bit_weights(tmp_path: Path) -> 
     assert memory.tier == "traced"
     assert memory.fits
     assert 3.4 < memory.parts["weights"] < 4.2, "6.5 billion weights in .516 bytes, the embeddings in two"
+
+
+TINY_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 16,
+}
+EXPERTS = {"model.layers.*.mlp.experts.gate_up_proj": 2 * 4 * 64 * 128, "model.layers.*.mlp.experts.down_proj": 2 * 4 * 64 * 64}
+
+
+def job_of_experts(folder: Path, config: dict[str, Any]) -> Any:
+    job = job_of(folder, config)
+    task = job.job.task.model_copy(update={"ignore_router_loss": True})
+    return type(job)(**{**vars(job), "job": job.job.model_copy(update={"task": task})})
+
+
+@pytest.mark.parametrize(
+    ("precision", "size"), [({"dtype": "fp32"}, 4), ({"dtype": "bf16", "level": "O2"}, 2)], ids=["fp32", "O2"]
+)
+def test_plan_names_experts_that_stay_unquantized_with_their_bytes(precision: dict[str, Any], size: int, tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, precision), job_of_experts(tmp_path, TINY_GPT_OSS))
+    reason = next(entry.reason for entry in plan.entries if entry.name == "quantize")
+    assert f"NOT quantized: {sum(EXPERTS.values()):,} weights outside of linear layers" in reason
+    assert all(name in reason for name in EXPERTS)
+    memory = plan_memory(plan, tmp_path / "cache")
+    assert memory.unpacked_gib == {name: number * size / GIB for name, number in EXPERTS.items()}
+    assert memory.parts["weights"] > sum(memory.unpacked_gib.values())
+    console = Console(record=True, width=200)
+    show_memory(console, replace(plan, memory=memory))
+    assert "weights that keep their precision: " in console.export_text()
+
+
+def test_evidence_counts_the_bytes_of_experts_that_stay_unquantized(tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of_experts(tmp_path, TINY_GPT_OSS))
+    recorder = train_tiny(plan, tmp_path)
+    evidence = next(evidence for entry, evidence in recorder.found if entry.name == "quantize")
+    others = sum(plan.model.other_weights.values())  # the routers and the biases of the experts too
+    assert others > sum(EXPERTS.values())
+    assert f"{4 * others:,} bytes in 10 matrices outside of linear layers not quantized" in evidence.seen
+    assert evidence.status == "active"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_dense_model_has_no_unquantized_weights_to_report(model: str, tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
+    assert "NOT quantized" not in next(entry.reason for entry in plan.entries if entry.name == "quantize")
+    assert plan_memory(plan, tmp_path / "cache").unpacked_gib == {}
+
+
+def test_closed_form_counts_packed_weights_once_under_half_precision(tmp_path: Path) -> None:
+    """Half weights apply to what is not packed, in any order of the plugins."""
+    job = job_of(tmp_path, TINY_LLAMA)
+    full = memory_spec(plan_for(tables("lora", 4, {"dtype": "fp32"}), job))
+    half = memory_spec(plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job))
+    assert full.packed_bytes == half.packed_bytes > 0
+    assert full.weights - half.weights == 2 * (full.parameters - full.packed)

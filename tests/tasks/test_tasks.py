@@ -12,6 +12,7 @@ from hwopt.errors import InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Prepared, refuse_inexact
 from hwopt.tasks.registry import make_task
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 
 def job_of(**tables: Any) -> Job:
@@ -55,3 +56,23 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     prepared = Prepared(None, None, None, ("a", "b"))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"model\.name: .* has no weights in safetensors format, and hwopt does not"):
         make_task(job).load_model(job, config, prepared, {})
+
+
+@pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 90}], ids=["trained", "given"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "modernbert", "global_attn_every_n_layers": 2},
+        {"model_type": "deberta-v2", "relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_encoder_with_special_tokens_of_its_published_tokenizer_trains(
+    config: dict[str, Any], vocabulary: dict[str, int], tmp_path: Path
+) -> None:
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    job = tiny_job(tmp_path / "data", config=config | size | vocabulary, max_steps=2)
+    train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    saved = load_config(str(tmp_path / "run" / "final"), None)
+    assert 0 <= saved.pad_token_id < saved.vocab_size
+    assert saved.vocab_size <= vocabulary.get("vocab_size", 8_000)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from published_configs import PUBLISHED
+from transformers import AutoConfig
+
+from hwopt.errors import InputError
+from hwopt.model.config import load_config
+from hwopt.model.config_keys import SAVED_KEYS, unread_keys
+from hwopt.model.facts import model_facts
+
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_gives_the_published_number_of_parameters(name: str) -> None:
+    published = PUBLISHED[name]
+    given = copy.deepcopy(published.config)
+    config = load_config(None, given)
+    assert model_facts(config, published.kind, name).parameters == published.parameters
+    assert given == published.config, "transformers changes nested tables in place"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_that_transformers_no_longer_reads_are_reported_and_left_out(name: str) -> None:
+    published = PUBLISHED[name]
+    config = load_config(None, published.config)
+    assert tuple(unread_keys(config, published.config)) == published.unread
+    assert not [key for key in published.unread if hasattr(config, key)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_hand_written_config_may_have_only_keys_that_are_read(name: str) -> None:
+    published = PUBLISHED[name]
+    written = {key: value for key, value in published.config.items() if key not in SAVED_KEYS}
+    read = {key: value for key, value in written.items() if key not in published.unread}
+    assert model_facts(load_config(None, read), published.kind, name).parameters == published.parameters
+    for key in published.unread:
+        with pytest.raises(InputError, match=rf"model\.config\.{key}: {written['model_type']} has no such key"):
+            load_config(None, read | {key: written[key]})
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ({"model_type": "llama", "rope_theta": 5e5}, lambda made: made.rope_parameters["rope_theta"] == 5e5),
+        ({"model_type": "phi", "partial_rotary_factor": 0.4}, lambda made: made.rope_parameters["partial_rotary_factor"] == 0.4),
+        (
+            {"model_type": "gemma3_text", "rope_theta": 2e6, "rope_local_base_freq": 3e4},
+            lambda made: (
+                [made.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [2e6, 3e4]
+            ),
+        ),
+        (
+            {"model_type": "modernbert", "global_attn_every_n_layers": 2, "num_hidden_layers": 4},
+            lambda made: made.layer_types == ["full_attention", "sliding_attention"] * 2,
+        ),
+        ({"model_type": "mixtral", "num_experts": 4}, lambda made: made.num_local_experts == 4),
+        ({"model_type": "gpt_oss", "num_experts": 4}, lambda made: made.num_local_experts == 4),
+        ({"model_type": "qwen3_moe", "num_local_experts": 4}, lambda made: made.num_experts == 4),
+        ({"model_type": "gpt2", "hidden_size": 64}, lambda made: made.n_embd == 64),
+        ({"model_type": "bert", "num_labels": 5}, lambda made: len(made.id2label) == 5),
+        (
+            {"model_type": "gemma3", "text_config": {"rope_theta": 7e5}},
+            lambda made: made.text_config.rope_parameters["full_attention"]["rope_theta"] == 7e5,
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_other_names_of_a_key_take_effect(written: dict[str, Any], found: Any) -> None:
+    assert found(load_config(None, written))
+
+
+def test_keys_that_only_the_model_reads_take_effect() -> None:
+    """DeBERTa-v3's: buckets set the number of relative positions, and norm_rel_ebd adds a layer norm to them."""
+
+    def parameters(**written: Any) -> int:
+        config = load_config(
+            None, {"model_type": "deberta-v2", "vocab_size": 100, "relative_attention": True, **ENCODER, **written}
+        )
+        return model_facts(config, "text-classification", "deberta").parameters
+
+    assert parameters(position_buckets=16) == parameters() - 2 * (512 - 16) * 32
+    assert parameters(norm_rel_ebd="layer_norm") == parameters() + 2 * 32
+    assert parameters(share_att_key=True, pos_att_type="p2c|c2p") < parameters(pos_att_type="p2c|c2p")
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["hand-written", "config.json"])
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"model_type": "llama", "rope_teta": 5e5}, "rope_teta: llama has no such key. Did you mean 'rope_theta'?"),
+        ({"model_type": "deberta-v2", "norm_rel_embd": "layer_norm"}, "Did you mean 'norm_rel_ebd'?"),
+        ({"model_type": "deberta-v2", "position_bucket": 256}, "Did you mean 'position_buckets'?"),
+        ({"model_type": "qwen3_moe", "num_expert": 8}, "Did you mean 'num_experts'?"),
+        ({"model_type": "mixtral", "num_experts_per_token": 2}, "Did you mean 'num_experts_per_tok'?"),
+        ({"model_type": "modernbert", "global_rope_teta": 1e4}, "Did you mean 'global_rope_theta'?"),
+        (
+            {"model_type": "gemma3", "text_config": {"num_hiden_layers": 2}},
+            "model.config.text_config.num_hiden_layers: gemma3_text has no such key. Did you mean 'num_hidden_layers'?",
+        ),
+    ],
+    ids=lambda value: list(value)[1] if isinstance(value, dict) else "",
+)
+def test_misspelled_key_is_rejected_with_the_nearest_name(written: dict[str, Any], message: str, saved: bool) -> None:
+    with pytest.raises(InputError) as refused:
+        load_config(None, written | ({"architectures": ["LlamaForCausalLM"], "transformers_version": "4.45.0"} if saved else {}))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"model_type": "bert", "num_layers": 2},  # another architecture's name
+        {"model_type": "bert", "rope_theta": 1e4},  # no rotary embeddings
+        {"model_type": "modernbert", "rope_theta": 1e4},  # it has two
+        {"model_type": "llama", "temperature": 0.5},  # of text generation: transformers drops it
+        {"model_type": "llama", "attn_implementation": "eager"},  # a plugin selects the kernel
+        {"model_type": "llama", "gradient_checkpointing": True},  # likewise
+    ],
+    ids=lambda written: "-".join(map(str, written.values())),
+)
+def test_key_without_effect_is_rejected(written: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"has no such key"):
+        load_config(None, written)
+
+
+@pytest.mark.parametrize("kind", ["albert", "bart", "cohere2", "deepseek_v3", "falcon", "mamba", "opt", "qwen3_5_text", "xlnet"])
+def test_architecture_accepts_every_key_that_it_saves(kind: str) -> None:
+    saved = AutoConfig.for_model(kind).to_dict()
+    written = {key: value for key, value in saved.items() if key not in SAVED_KEYS}
+    assert load_config(None, written).to_dict() == saved
