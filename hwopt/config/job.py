@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.toml import Document, parse_assignment, read_toml
@@ -114,6 +114,8 @@ class Data(Table):
     """A Jinja file, or "chatml"; default: the tokenizer's own template."""
     assistant_turns: Literal["all", "last"] = "all"
     """The answers in a conversation that count in the loss."""
+    sample_prompts: tuple[str, ...] = ()
+    """Causal language modelling: prompts for which the model writes a sample after each evaluation."""
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
@@ -124,6 +126,11 @@ class Data(Table):
     """Skip unusable rows and list them, or stop at the first one."""
     max_bad_rows: float | None = Field(default=None, ge=0, le=1)
     """Allowed fraction of unusable rows of a file; default: 0.05, and no label may occur in unusable rows only."""
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        return _as_tuple(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:
@@ -197,6 +204,9 @@ class Job(Table):
     def _columns(self) -> Job:
         if self.task.kind == "text-classification" and self.data.prompt is not None:
             raise ValueError("data.prompt and data.completion belong to task.kind = 'causal-lm'")
+        for key in ("messages", "chat_template", "sample_prompts"):
+            if self.task.kind == "text-classification" and getattr(self.data, key):
+                raise ValueError(f"data.{key} belongs to task.kind = 'causal-lm'")
         if self.task.kind == "causal-lm" and len(self.data.text) > 1:
             raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
         return self

@@ -29,6 +29,7 @@ from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
 from hwopt.training.run import Run
+from hwopt.training.samples import Samples
 from hwopt.training.summary import summarize
 from hwopt.training.telemetry import Telemetry
 
@@ -54,6 +55,7 @@ class Loop:
         self.backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
         self.accumulation = Accumulation(run, self.telemetry, self.backoff)
         self.evaluation = Evaluation(run)
+        self.samples = Samples(run)
         self.memory_pressure = MemoryPressure(run.device)
         self.best = BestModel(run, writer, *best_metric(run))
         parts: dict[str, Stateful] = {
@@ -148,6 +150,7 @@ class Loop:
             if metrics is None:
                 return signalled(self.run)
             self.best.consider(metrics)
+            self.samples.show()
         self.run.listener.on_log(self.run, metrics)
         return 0
 
@@ -169,6 +172,8 @@ class Loop:
             self.checkpoints.save()  # a run with more steps resumes from here
             self.writer.wait()
         self.best.restore()
+        if run.eval_loader is None:
+            self.samples.show()
         tested = self.test()
         save_final(run, self.writer)
         self.checkpoints.prune(best_is_final=True)

@@ -1,0 +1,42 @@
+"""Samples of a language model after each evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt import api
+from hwopt.testing import Recorder, plan_for, saved_bits, tiny_job, tiny_profile
+from hwopt.training import samples
+
+
+def run(folder: Path, prompts: list[str]) -> Recorder:
+    data = {"sample_prompts": prompts}
+    job = tiny_job(folder / "data", "causal-lm", max_steps=4, eval_steps=2, save_steps=4, data=data)
+    recorder = Recorder()
+    api.execute(plan_for(tiny_profile(), job), folder / "run", recorder, cache=folder / "cache")
+    return recorder
+
+
+def test_samples_are_written_after_each_evaluation_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "NEW_TOKENS", 5)
+    run(tmp_path / "with", ["red one", "blue"])
+    rows = [json.loads(line) for line in (tmp_path / "with" / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt"]) for row in rows] == [(2, "red one"), (2, "blue"), (4, "red one"), (4, "blue")]
+    assert (tmp_path / "with" / "run" / "run.log").read_text().count("sample at step") == 4
+    run(tmp_path / "without", [])
+    assert saved_bits(tmp_path / "with" / "run" / "checkpoint-4") == saved_bits(tmp_path / "without" / "run" / "checkpoint-4")
+
+
+def test_failed_generation_warns_once_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> str:
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
+
+    monkeypatch.setattr(samples.Samples, "generate", fail)
+    recorder = run(tmp_path, ["red"])
+    assert len([warning for warning in recorder.warnings if "generation failed" in warning]) == 1
+    assert recorder.run.step == 4
