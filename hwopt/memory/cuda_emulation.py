@@ -1,15 +1,17 @@
 """Makes fake CPU tensors use memory as tensors of a CUDA device do.
 
-Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any machine. Four differences matter:
+Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any machine. These differences matter:
 
 * the operations that autocast computes in fp32 and so copies;
+* softmax: from fp16 to fp32 in one kernel, without a copy of its input; its backward multiplies gradient and output first;
 * the attention kernel: flash and memory-efficient attention store no score matrix;
 * dropout's mask of one byte;
 * optimizers that work on all tensors at once.
 
 The emulation affects the whole process, so use a child process.
-Source: torch's aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp,
-cuda/attention_backward.cu); its notes on CUDA semantics, "cuBLAS workspaces".
+Source: torch's aten/src/ATen/autocast_mode.h, aten/src/ATen/native/SoftMax.cpp, cuda/SoftMax.cu, ReduceOps.cpp and transformers
+(attention.cpp, cuda/sdp_utils.cpp, cuda/attention_backward.cu), aten/src/ATen/cuda/CublasHandlePool.cpp; its notes on CUDA
+semantics, "cuBLAS workspaces".
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ AUTOCAST_TO_FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "rms_norm", "group_norm"),
     *("nll_loss", "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "logsumexp", "cdist", "dist"),
-    *("binary_cross_entropy_with_logits", "cosine_similarity", "prod", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
-    *("linalg_vector_norm", "sum"),
+    *("binary_cross_entropy_with_logits", "cosine_similarity", "cumprod", "cumsum"),
 )
 """Operations that autocast computes in fp32 on CUDA, but most of them in the input's dtype on a CPU."""
 
+
+REDUCED_IN_FP32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "linalg_vector_norm")
+"""Operations to which autocast on CUDA passes `dtype=torch.float32`. Their kernels convert in registers (softmax only fp16)."""
 
 BINARY_OPERATORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
 
@@ -49,11 +53,14 @@ def allocation_granularity(hardware: Hardware) -> int:
     return GRANULARITY if hardware.device_type == "cuda" else 1
 
 
-def cublas_workspace_bytes(hardware: Hardware) -> int:
-    """Return the bytes that torch allocates for cuBLAS at the first matrix product (documented default sizes)."""
+def cublas_workspaces(hardware: Hardware) -> list[int]:
+    """Return the bytes of each workspace that torch allocates for cuBLAS (documented default sizes).
+
+    torch keeps a workspace per handle, and each thread has its own handle: one for forward, one for backward.
+    """
     if hardware.compute_capability is None:
-        return 0
-    return 32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)
+        return []
+    return [32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)] * 2
 
 
 @contextmanager
@@ -63,10 +70,13 @@ def emulated(hardware: Hardware) -> Iterator[None]:
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    for name in AUTOCAST_TO_FP32:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(aten, packet), overload or "default")
-        library.impl(name, partial(in_full_precision, op), "AutocastCPU")
+    for names, kernel in ((AUTOCAST_TO_FP32, in_full_precision), (REDUCED_IN_FP32, with_fp32_result)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            library.impl(name, partial(kernel, getattr(getattr(aten, packet), overload or "default")), "AutocastCPU")
+    library.impl("softmax.int", partial(softmax, aten._softmax.default), "AutogradCPU")
+    library.impl("log_softmax.int", partial(softmax, aten._log_softmax.default), "AutogradCPU")
+    library.impl("cross_entropy_loss", torch.library.fallthrough_kernel, "AutocastCPU")  # CUDA's autocast does not list it
     functional = torch.nn.functional
     try:
         with (
@@ -82,6 +92,22 @@ def emulated(hardware: Hardware) -> Iterator[None]:
 def in_full_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast("cpu", enabled=False):
         return op(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+
+
+def with_fp32_result(op: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call `op` with `dtype=torch.float32`, unless a dtype is given or the input is not in half precision."""
+    with torch.autocast("cpu", enabled=False):
+        has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        if has_dtype or input.dtype not in (torch.float16, torch.bfloat16):
+            return op(input, *args, **kwargs)
+        return op(input, *args, **kwargs | {"dtype": torch.float32})
+
+
+def softmax(kernel: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Softmax or log-softmax. CUDA's kernel takes fp16 and returns fp32; any other conversion copies the input first."""
+    if input.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(input, dim, True)
+    return kernel(input if dtype is None else input.to(dtype), dim, False)
 
 
 def _widened(value: Any) -> Any:
@@ -182,6 +208,11 @@ def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> i
     return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
 
 
+def softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> int:
+    """Return the bytes of the product of gradient and output, which CUDA's kernel reads."""
+    return gradient.numel() * gradient.itemsize
+
+
 def promotion_copies(one: Any, other: Any, **_: Any) -> int:
     """Return the bytes of operands copied to the common dtype. CPU kernels copy whole tensors, CUDA kernels use registers."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
@@ -195,6 +226,7 @@ def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
     if hardware.device_type != "cuda":
         return dict.fromkeys(BINARY_OPERATORS, promotion_copies)
     return {
+        aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     }

@@ -148,6 +148,7 @@ def dummy_model(run: Run) -> Any:
     with no_init_weights():
         options = in_float32(dict(run.recipe.model_kwargs))
         model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
+    model.tie_weights()  # `no_init_weights` skips it
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)  # uninitialized memory may not be finite, and the update would be skipped

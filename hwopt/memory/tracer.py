@@ -42,7 +42,7 @@ from hwopt.memory.tracker import Tracker
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""
@@ -234,8 +234,8 @@ def fake_step_functions(plan: Plan, labels: int) -> Iterator[tuple[StepFunction,
         tracker,
         dry_run_of(plan, fake_recipe(plan), labels, torch.device("cpu")) as run,
     ):
-        workspace = torch.empty(card.cublas_workspace_bytes(plan.hardware), dtype=torch.uint8)
-        tracker.label([workspace], "temporary")
+        workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.cublas_workspaces(plan.hardware)]
+        tracker.label(workspaces, "temporary")
         label_storages(run, tracker)
         make_optimizer_state(run, tracker)
         label_phases(run, tracker)

@@ -1,0 +1,102 @@
+"""Fake tensors use memory as CUDA's kernels do. The expected bytes are those of torch's CUDA allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hwopt.hardware.device import Hardware, described
+from hwopt.memory import cuda_emulation as card
+from hwopt.memory.dry_run import Shape, dry_run_of, fake_recipe
+from hwopt.memory.tracer import fake_step_functions
+from hwopt.memory.tracker import Tracker
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
+
+MIB = 1 << 20
+T4, H100 = described("a T4", (7, 5), 14.56), described("an H100", (9, 0), 79.2)
+
+
+class Emulated:
+    """Fake tensors of a card; `peak` returns the MiB that a function needs beyond what is allocated before it."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.tracker = Tracker(card.workspaces(hardware), card.allocation_granularity(hardware))
+
+    def peak(self, function: Callable[[], Any]) -> tuple[int, Any]:
+        gc.collect()
+        self.tracker.reset()
+        before = self.tracker.timeline().peak().bytes
+        result = function()
+        return round((self.tracker.timeline().peak().bytes - before) / MIB), result
+
+
+@pytest.fixture
+def on_t4() -> Iterator[Emulated]:
+    emulated = Emulated(T4)
+    with card.emulated(T4), emulated.tracker:
+        yield emulated
+
+
+SOFTMAX = [
+    (torch.float32, 4, 8),  # result; gradient and the product of gradient and output
+    (torch.float16, 4, 6),  # one kernel from fp16 to fp32
+    (torch.bfloat16, 8, 8),  # the input is copied to fp32 first, and so is its gradient
+]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize(("dtype", "forward", "backward"), SOFTMAX)
+def test_softmax_in_fp32_needs_the_memory_of_the_cuda_kernel(
+    on_t4: Emulated, dtype: torch.dtype, forward: int, backward: int
+) -> None:
+    scores = torch.zeros(1024, 1024, dtype=dtype).requires_grad_()
+    found, probabilities = on_t4.peak(lambda: functional.softmax(scores, -1, dtype=torch.float32))
+    assert found == forward
+    gradient = torch.zeros_like(probabilities)
+    assert on_t4.peak(lambda: torch.autograd.grad(probabilities, scores, gradient))[0] == backward
+
+
+OPERATIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "softmax": (lambda x: x.softmax(-1), 4),
+    "sum": (lambda x: x.sum(-1), 0),
+    "norm": (torch.linalg.vector_norm, 0),
+    "cumsum": (lambda x: x.cumsum(-1), 8),
+    "exp": (torch.exp, 8),
+    "cross entropy": (lambda x: functional.cross_entropy(x, torch.zeros(1024, dtype=torch.long)), 6),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast_converts_as_on_cuda(on_t4: Emulated, name: str) -> None:
+    operation, expected = OPERATIONS[name]
+    x = torch.zeros(1024, 1024, dtype=torch.float16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        found, result = on_t4.peak(lambda: operation(x))
+    assert found == expected
+    assert result.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_thread_has_a_cublas_workspace(tmp_path: Path) -> None:
+    """torch allocates one for the thread of the forward pass and one for autograd's."""
+    for hardware, each in ((T4, 8519680), (H100, 32 << 20)):
+        plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=hardware)
+        with fake_step_functions(plan, 2) as (train, evaluate):
+            for step in (train, evaluate):
+                assert sorted(step(Shape(2, 16)).sizes)[-2:] == [each, each]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [True, False])
+def test_traced_model_has_the_parameters_of_the_model_facts(tied: bool, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "causal-lm", config=TINY_LLAMA | {"tie_word_embeddings": tied})
+    plan = plan_for(tiny_profile(), job)
+    with dry_run_of(plan, fake_recipe(plan), 2, torch.device("cpu")) as run:
+        assert sum(parameter.numel() for parameter in run.inner_model.parameters()) == plan.model.parameters
