@@ -16,6 +16,7 @@ semantics, "cuBLAS workspaces".
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -61,6 +62,15 @@ def cublas_workspaces(hardware: Hardware) -> list[int]:
     if hardware.compute_capability is None:
         return []
     return [32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)] * 2
+
+
+def expandable_segments() -> bool:
+    """Return whether torch's settings ask the CUDA allocator for expandable segments. torch 2.10 cannot report its settings."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        settings = str(torch._C._accelerator_getAllocatorSettings())
+    else:
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.lower()
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Measured tier: run the same step on real tensors on this machine's device, and read the allocator's statistics.
 
-On CUDA these are `max_memory_allocated`; on a CPU, the allocations that torch's profiler reports. Weights are constant, which
-does not change their size. Memory outside the allocator (the CUDA context, libraries) is not included, as in a trace.
+On CUDA these are `max_memory_allocated` and `max_memory_reserved`; on a CPU, the allocations that torch's profiler reports.
+Weights are constant, which does not change their size. Memory outside the allocator (the CUDA context, libraries) is not
+included, as in a trace.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +25,27 @@ from hwopt.planning.resolve import write_recipe
 STEP = "hwopt.step"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of the allocator in a step that follows others."""
+
+    peak: int
+    reserved: int
+    """On a CPU, the peak."""
+
+
 def measure_peak(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
-    """Return the peak bytes of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
+    """Return the peak of `measure`."""
+    return measure(plan, shape, labels, what).peak
+
+
+def measure(plan: Plan, shape: Shape, labels: int, what: str = "train") -> Measured:
+    """Return the memory of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
 
     Raises torch.OutOfMemoryError if the device has less memory.
     """
     device = torch.device(plan.hardware.device_type)
-    peak_of = cuda_peak if device.type == "cuda" else cpu_peak
+    memory_of = cuda_memory if device.type == "cuda" else cpu_memory
 
     def run_step(start_measuring: Callable[[], None]) -> None:
         recipe = write_recipe(plan.entries, plan.context)
@@ -48,12 +63,20 @@ def measure_peak(plan: Plan, shape: Shape, labels: int, what: str = "train") -> 
                 if what == "eval"
                 else (lambda: train_step(run, batch, accumulates and not own_engine))
             )
+            if device.type == "cuda":
+                multiply_once(device)
             step()  # libraries allocate some memory only once
             gc.collect()
             start_measuring()
             step()
 
-    return peak_of(run_step)
+    return memory_of(run_step)
+
+
+def multiply_once(device: torch.device) -> None:
+    """Run a product forward and backward: cuBLAS then has a workspace for each thread, as in every step after the first."""
+    matrix = torch.ones(8, 8, device=device, requires_grad=True)
+    (matrix @ matrix).sum().backward()
 
 
 def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
@@ -63,8 +86,9 @@ def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
     """
     if plan.hardware.source == "described":
         raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
-    peak = measure_peak(plan, Shape(memory.rows, memory.width), labels) / GIB
-    evaluation = measure_peak(plan, Shape(plan.batch.eval, memory.width), labels, "eval") / GIB
+    training = measure(plan, Shape(memory.rows, memory.width), labels)
+    evaluation = measure(plan, Shape(plan.batch.eval, memory.width), labels, "eval")
+    peak = training.peak / GIB
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(
         memory,
@@ -72,20 +96,21 @@ def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
         error="one step and one evaluation on this device",
         parts=parts,
         peak_gib=peak,
-        eval_peak_gib=evaluation,
+        eval_peak_gib=evaluation.peak / GIB,
+        reserved_gib=max(training.reserved, evaluation.reserved) / GIB,
         note=f"predicted ({memory.tier}): {memory.peak_gib:.3f} GiB training, {memory.eval_peak_gib or 0:.3f} GiB evaluation",
     )
 
 
-def cuda_peak(work: Callable[[Callable[[], None]], None]) -> int:
+def cuda_memory(work: Callable[[Callable[[], None]], None]) -> Measured:
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     work(torch.cuda.reset_peak_memory_stats)
-    return torch.cuda.max_memory_allocated() - before
+    return Measured(torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved_before)
 
 
-def cpu_peak(work: Callable[[Callable[[], None]], None]) -> int:
+def cpu_memory(work: Callable[[Callable[[], None]], None]) -> Measured:
     from torch.autograd.profiler import profile, record_function
 
     def mark() -> None:
@@ -95,7 +120,8 @@ def cpu_peak(work: Callable[[Callable[[], None]], None]) -> int:
     gc.collect()  # earlier garbage must not be released during the measurement
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
         work(mark)
-    return highest_after(STEP, profiler.kineto_results.events())
+    peak = highest_after(STEP, profiler.kineto_results.events())
+    return Measured(peak, peak)
 
 
 def highest_after(mark: str, events: Any) -> int:

@@ -14,6 +14,7 @@ from hwopt.memory import closed_form
 from hwopt.memory.dry_run import Shape, memory_spec
 from hwopt.memory.known_limits import record_limit, recorded_limit
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
+from hwopt.memory.playback import max_rows, max_width, played
 from hwopt.memory.roofline import predict_time
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
@@ -21,11 +22,15 @@ from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import Change, MemoryPlan
 from hwopt.planning.plan import Plan
 
-# The two fitted constants of the planner (docs/memory.md). Everything else follows from the traced step.
-CONTEXT_GIB = 0.5
-"""Memory of the device's context and kernels outside torch's allocator; on a CPU, of the libraries."""
-FRAGMENTATION = 0.03
-"""Fraction of the memory that the allocator cannot use because of the sizes of its blocks."""
+CONTEXT_GIB = {"Turing": 0.14, "Volta": 0.4, "Ampere": 0.4, "Ada": 0.4}
+"""Memory of CUDA's context and loaded kernels, outside torch's allocator, by architecture, with lazy loading.
+
+Turing: 140.9 MiB in 79 runs on a T4 (the archive of benchmarks/published_memory). Volta, Ampere and Ada: "around 400MB" with lazy
+loading (pytorch#109888)."""
+UNKNOWN_CONTEXT_GIB = 0.5
+"""The same for other devices, an estimate; on a CPU, memory of libraries."""
+FORECAST_ERROR = 0.03
+"""Fraction of the free memory that is kept back for what the forecast misses: its largest error on published runs."""
 
 ERRORS = {
     "closed form": "a lower bound: activations and temporaries are not included",
@@ -43,8 +48,8 @@ Replan = Callable[[dict[str, int]], Plan]
 
 def reserve_gib(hardware: Hardware) -> float:
     """Return the memory that tensors cannot use. A memory limit applies to the allocator, which excludes the context."""
-    context = 0.0 if hardware.memory_limit_gib is not None else CONTEXT_GIB
-    return context + FRAGMENTATION * hardware.free_memory_gib
+    context = 0.0 if hardware.memory_limit_gib is not None else CONTEXT_GIB.get(hardware.architecture, UNKNOWN_CONTEXT_GIB)
+    return context + FORECAST_ERROR * hardware.free_memory_gib
 
 
 def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
@@ -88,10 +93,10 @@ def training_step(plan: Plan, shape: Shape, trace: Trace, labels: int, cache: Pa
 def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
     """Return the memory of a plan from its `trace`; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
-    peak = with_buckets(step.peak(), buckets)
-    eval_peak = trace.eval.at(plan.batch.eval, shape.width).peak().bytes + buckets
     reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
     budget = (free - reserve) * GIB - buckets
+    train, evaluation = played(step, budget), played(trace.eval.at(plan.batch.eval, shape.width), budget)
+    peak = with_buckets(train.peak, buckets)
     most = plan.model.max_positions or MOST_LENGTH
     return MemoryPlan(
         tier="traced",
@@ -101,16 +106,17 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         width_source=lengths.source,
         parts=in_gib(peak) | {"reserve": reserve},
         peak_gib=peak.bytes / GIB,
-        eval_peak_gib=eval_peak / GIB,
+        eval_peak_gib=(evaluation.peak.bytes + buckets) / GIB,
         reserve_gib=reserve,
         free_gib=free,
-        largest_train=trace.train.max_rows(shape.width, budget),
-        largest_eval=trace.eval.max_rows(shape.width, budget),
+        largest_train=max_rows(trace.train, shape.width, budget),
+        largest_eval=max_rows(trace.eval, shape.width, budget),
         largest_max_length=None
         if trace.fixed_width
-        else min(trace.train.max_width(shape.rows, budget, most), trace.eval.max_width(plan.batch.eval, budget, most)),
+        else min(max_width(trace.train, shape.rows, budget, most), max_width(trace.eval, plan.batch.eval, budget, most)),
         time=predict_time(plan, trace.train, lengths.train),
         unpacked_gib=unpacked_gib(plan),
+        reserved_gib=(max(train.reserved, evaluation.reserved) + buckets) / GIB,
         **host_memory(plan),
     )
 
@@ -169,8 +175,8 @@ def in_gib(peak: Peak) -> dict[str, float]:
 
 
 def highest_gib(memory: MemoryPlan) -> float:
-    """Return the higher of the training and the evaluation peak."""
-    return max(memory.peak_gib, memory.eval_peak_gib or 0.0)
+    """Return the most memory that training and evaluation take from the device."""
+    return memory.highest_gib
 
 
 def resolve_choices(plan: Plan, replan: Replan, cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None) -> Plan:

@@ -18,7 +18,8 @@ from hwopt.memory import closed_form
 from hwopt.memory.communication import Ranks, Scheme, Volume, schemes_for, volume
 from hwopt.memory.dry_run import memory_spec
 from hwopt.memory.lengths import lengths_of
-from hwopt.memory.timeline import KINDS, Peak, Timeline
+from hwopt.memory.playback import Played, played
+from hwopt.memory.timeline import KINDS, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.memory_plan import MemoryPlan
@@ -106,9 +107,11 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
         gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if shards_weights(scheme, ranks) else 0)
         if steps is None:
             peak, evaluation = sum(states.values()) + gathered, None
+            highest = peak
         else:
-            train, evaluating = peaks_per_rank(scheme, ranks, *steps)
-            peak, evaluation = train.bytes + gathered, (evaluating.bytes + gathered) / GIB
+            train, evaluating = played_per_rank(scheme, ranks, *steps)
+            peak, evaluation = train.peak.bytes + gathered, (evaluating.peak.bytes + gathered) / GIB
+            highest = max(train.reserved, evaluating.reserved) + gathered
         sent = volume(scheme, spec, ranks, micro_batches)
         rows.append(
             SchemeMemory(
@@ -117,7 +120,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
                 states_gib={kind: size / GIB for kind, size in states.items()},
                 peak_gib=peak / GIB,
                 eval_peak_gib=evaluation,
-                margin_gib=memory.free_gib - memory.reserve_gib - max(peak / GIB, evaluation or 0.0),
+                margin_gib=memory.free_gib - memory.reserve_gib - highest / GIB,
                 volume=sent,
                 node_sends_bytes=sent.between * ranks.per_node,
             )
@@ -144,9 +147,9 @@ def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
     return layer * (spec.weights + spec.gradient_bytes * spec.trained) / spec.parameters
 
 
-def peaks_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Peak, Peak]:
-    """Return the (training, evaluation) peak of a rank, without the temporarily gathered layer."""
+def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Played, Played]:
+    """Return the memory of a rank in (training, evaluation), without the temporarily gathered layer."""
     over = scheme.spread_over(ranks)
     parts = closed_form.sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
     fractions = dict.fromkeys(KINDS, 1.0) | parts
-    return train.with_fractions(fractions, 1 / over).peak(), evaluation.with_fractions(fractions).peak()
+    return played(train.with_fractions(fractions, 1 / over)), played(evaluation.with_fractions(fractions))

@@ -46,9 +46,16 @@ class Timeline:
     """Whether fp32 matrix products may use TF32."""
     granularity: int
     """The allocator rounds every size up to a multiple of this number of bytes."""
+    phases: NDArray[np.int64]  # (2,) index of the first event of the backward pass and of the update
+    before: int = 0
+    """Number of storages that exist before the step; the first events allocate them."""
+    cached: bool = False
+    """Whether the allocator is torch's caching allocator of CUDA."""
+    expandable: bool = False
+    """Whether the caching allocator has expandable segments."""
 
     def peak(self) -> Peak:
-        """Return the peak memory, in bytes by kind."""
+        """Return the peak of the tensors' rounded sizes, by kind; `hwopt.memory.playback` adds what the allocator does."""
         number = np.abs(self.events) - 1
         signed = np.sign(self.events) * (np.ceil(self.sizes / self.granularity) * self.granularity)[number]
         allocated = np.cumsum(signed)
@@ -133,14 +140,6 @@ class Scaled:
     def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Scaled:
         """Return the same with the base timeline's `with_fractions`."""
         return replace(self, base=self.base.with_fractions(fractions, update_fraction))
-
-    def max_rows(self, width: int, budget: float) -> int:
-        """Return the most rows of `width` tokens whose peak is within `budget` bytes; 0 if one row is too many."""
-        return largest(lambda rows: self.at(rows, width).peak().bytes <= budget)
-
-    def max_width(self, rows: int, budget: float, limit: int = LIMIT) -> int:
-        """Return the largest width, in tokens, whose peak is within `budget` bytes; 0 if one token is too many."""
-        return largest(lambda width: self.at(rows, width).peak().bytes <= budget, limit)
 
 
 def largest(fits: Callable[[int], bool], limit: int = LIMIT) -> int:

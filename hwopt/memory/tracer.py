@@ -42,7 +42,7 @@ from hwopt.memory.tracker import Tracker
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 3
+FORMAT = 5
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""
@@ -236,6 +236,7 @@ def fake_step_functions(plan: Plan, labels: int) -> Iterator[tuple[StepFunction,
     ):
         workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.cublas_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")
+        tracker.expandable = card.expandable_segments()
         label_storages(run, tracker)
         make_optimizer_state(run, tracker)
         label_phases(run, tracker)
@@ -286,6 +287,7 @@ def label_phases(run: Any, tracker: Tracker) -> None:
     backward, finish = run.engine.backward, run.engine.finish
 
     def labelled_backward(*args: Any) -> None:
+        tracker.begin_backward()
         with tracker.new_storages_are("temporary"):
             backward(*args)
 

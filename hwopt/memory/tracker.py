@@ -45,7 +45,9 @@ class Tracker(FakeTensorMode):
         self.ends: list[int] = []
         self.flops: list[float] = []
         self.dtypes: list[str] = []
-        self.update = 0
+        self.update = self.before = 0
+        self.phases = [0, 0]
+        self.expandable = False
         self._inside = False
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._alive: dict[int, Any] = {}
@@ -129,10 +131,16 @@ class Tracker(FakeTensorMode):
             for number, storage in storages.items()
         }
         self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
+        self.before = len(alive)
 
     def begin_update(self) -> None:
         """Count the following operations as the optimizer's update."""
         self.update = len(self.ends)
+        self.phases[1] = len(self.events)
+
+    def begin_backward(self) -> None:
+        """Count the following events as the backward pass."""
+        self.phases[0] = len(self.events)
 
     def timeline(self) -> Timeline:
         """Return what was recorded since `reset`."""
@@ -147,6 +155,10 @@ class Tracker(FakeTensorMode):
             self.update,
             torch.backends.cuda.matmul.fp32_precision == "tf32",
             self.granularity,
+            np.array(self.phases, np.int64),
+            self.before,
+            self.granularity > 1,
+            self.expandable,
         )
 
     def _new(self, size: int) -> int:

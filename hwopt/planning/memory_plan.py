@@ -56,6 +56,9 @@ class MemoryPlan:
     time: Prediction | None = None
     changes: tuple[Change, ...] = ()
     note: str = ""
+    reserved_gib: float | None = None
+    """Most that torch's caching allocator reserves in training and evaluation: the peak, and free blocks that it cannot use for
+    it. None if the tier cannot tell."""
     host_gib: float = 0.0
     """Host memory for offloading, over all ranks of this machine."""
     host_free_gib: float | None = None
@@ -68,8 +71,13 @@ class MemoryPlan:
         return self.host_free_gib is None or self.host_gib <= self.host_free_gib
 
     @property
+    def highest_gib(self) -> float:
+        """The most that the allocator takes from the device, as far as the tier can tell."""
+        return max(self.peak_gib, self.eval_peak_gib or 0.0, self.reserved_gib or 0.0)
+
+    @property
     def margin_gib(self) -> float:
-        return self.free_gib - self.reserve_gib - max(self.peak_gib, self.eval_peak_gib or 0.0)
+        return self.free_gib - self.reserve_gib - self.highest_gib
 
     @property
     def fits(self) -> bool:

@@ -26,7 +26,8 @@ def show_memory(console: Console, plan: Plan) -> None:
         say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
     sizes = f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
-    say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}")
+    reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
+    say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}{reserved}")
     say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
     word, style = ("fits", "bold green") if memory.fits else ("DOES NOT FIT", "bold red")
     say(console, word, f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved, {margin(memory)}", style)

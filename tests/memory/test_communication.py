@@ -32,7 +32,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory import closed_form
 from hwopt.memory.communication import DATA_PARALLEL, HYBRID, SCHEMES, Ranks, Scheme, schemes_for, split_by_node, volume
 from hwopt.memory.planner import plan_memory
-from hwopt.memory.sharding import compare_schemes, peaks_per_rank
+from hwopt.memory.sharding import compare_schemes, played_per_rank
 from hwopt.memory.timeline import KINDS, Timeline
 from hwopt.plugin import MemorySpec
 from hwopt.report.sharding import show_parallel
@@ -232,8 +232,11 @@ def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:
         update=2,
         tf32=False,
         granularity=1,
+        phases=np.array([3, 4]),
     )
-    found = {scheme.name: peaks_per_rank(scheme, Ranks(10), timeline, timeline)[0].bytes for scheme in schemes_for(Ranks(10))}
+    found = {
+        scheme.name: played_per_rank(scheme, Ranks(10), timeline, timeline)[0].peak.bytes for scheme in schemes_for(Ranks(10))
+    }
     assert found == {
         "data parallel": 100 + 100 + 400,
         "ZeRO-1": 100 + 50 + 100,
