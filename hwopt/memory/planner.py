@@ -14,7 +14,7 @@ from hwopt.memory import closed_form
 from hwopt.memory.dry_run import Shape, memory_spec
 from hwopt.memory.known_limits import record_limit, recorded_limit
 from hwopt.memory.lengths import Lengths, largest_micro_batch, lengths_of
-from hwopt.memory.playback import max_rows, max_width, played
+from hwopt.memory.playback import max_eval_rows, max_train_rows, max_width, played_run
 from hwopt.memory.roofline import predict_time
 from hwopt.memory.timeline import KINDS, Peak, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
@@ -95,8 +95,9 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
     buckets = bucket_bytes(plan)
     reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
     budget = (free - reserve) * GIB - buckets
-    train, evaluation = played(step, budget), played(trace.eval.at(plan.batch.eval, shape.width), budget)
-    peak = with_buckets(train.peak, buckets)
+    evaluation = trace.eval.at(plan.batch.eval, shape.width)
+    run = played_run(step, evaluation)
+    peak = with_buckets(run.train, buckets)
     most = plan.model.max_positions or MOST_LENGTH
     return MemoryPlan(
         tier="traced",
@@ -106,17 +107,17 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         width_source=lengths.source,
         parts=in_gib(peak) | {"reserve": reserve},
         peak_gib=peak.bytes / GIB,
-        eval_peak_gib=(evaluation.peak.bytes + buckets) / GIB,
+        eval_peak_gib=(run.eval.bytes + buckets) / GIB,
         reserve_gib=reserve,
         free_gib=free,
-        largest_train=max_rows(trace.train, shape.width, budget),
-        largest_eval=max_rows(trace.eval, shape.width, budget),
+        largest_train=max_train_rows(trace.train, evaluation, shape.width, budget),
+        largest_eval=max_eval_rows(step, trace.eval, shape.width, budget),
         largest_max_length=None
         if trace.fixed_width
-        else min(max_width(trace.train, shape.rows, budget, most), max_width(trace.eval, plan.batch.eval, budget, most)),
+        else max_width(trace.train, trace.eval, (shape.rows, plan.batch.eval), budget, most),
         time=predict_time(plan, trace.train, lengths.train),
         unpacked_gib=unpacked_gib(plan),
-        reserved_gib=(max(train.reserved, evaluation.reserved) + buckets) / GIB,
+        reserved_gib=(run.reserved + buckets) / GIB,
         **host_memory(plan),
     )
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 
-from hwopt.memory.caching_allocator import Block, CachingAllocator, OutOfDeviceMemory
+from hwopt.memory.caching_allocator import Block, CachingAllocator
 from hwopt.memory.timeline import KINDS, LIMIT, Peak, Scaled, Timeline, largest
 
 STEPS = 3
@@ -29,45 +28,56 @@ class Played:
     reserved: int
 
 
-def played(timeline: Timeline, limit: float = inf) -> Played:
-    """Return the memory of a step that follows others, if the allocator can reserve `limit` bytes.
-
-    A step that fits only because the allocator releases its free segments again in every step counts as too large for `limit`:
-    the result is then that of an unlimited device. On a CPU nothing is reserved in advance.
-    """
+def played(timeline: Timeline) -> Played:
+    """Return the memory of a step that follows others of the same kind. On a CPU nothing is reserved in advance."""
     if not timeline.cached:
         peak = timeline.peak()
         return Played(peak, peak.bytes)
-    found = repeated(timeline, CachingAllocator(timeline.expandable))
-    assert found is not None, "a device without limit never runs out of memory"
-    if found.peak.bytes <= limit < found.reserved:
-        return repeated(timeline, CachingAllocator(timeline.expandable, limit)) or found
-    return found
+    player = Player(timeline, CachingAllocator(timeline.expandable))
+    return Played(player.steady_step(), player.allocator.reserved)
 
 
-def repeated(timeline: Timeline, allocator: CachingAllocator) -> Played | None:
-    """Return the memory of the first step that reserves no more than the steps before; None if it does not fit."""
-    player = Player(timeline, allocator)
-    try:
-        for _ in range(STEPS):
-            before = allocator.most_reserved, allocator.retries
-            peak = player.step()
-            if before == (allocator.most_reserved, allocator.retries):
-                break
-    except OutOfDeviceMemory:
-        return None
-    return None if allocator.retries > before[1] else Played(peak, allocator.most_reserved)
+@dataclass(frozen=True)
+class PlayedRun:
+    """What the allocator counts in a run that evaluates and then trains."""
+
+    train: Peak
+    eval: Peak
+    reserved: int
+
+
+def played_run(train: Timeline, evaluation: Timeline) -> PlayedRun:
+    """Return the memory of a run. hwopt tries the largest evaluation batch before step 1."""
+    if not train.cached:
+        peaks = train.peak(), evaluation.peak()
+        return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
+    evaluating = Player(evaluation, CachingAllocator(train.expandable))
+    eval_peak = evaluating.step()
+    training = Player(train, evaluating.allocator, evaluating)
+    return PlayedRun(training.steady_step(), eval_peak, training.allocator.reserved)
 
 
 class Player:
     """Plays one step again and again."""
 
-    def __init__(self, timeline: Timeline, allocator: CachingAllocator) -> None:
+    def __init__(self, timeline: Timeline, allocator: CachingAllocator, before: Player | None = None) -> None:
+        """`before`: the player of earlier steps, whose storages this one takes over."""
         self.timeline, self.allocator = timeline, allocator
         self.sizes: list[int] = np.ceil(timeline.sizes).astype(np.int64).tolist()
         self.events: list[int] = timeline.events[timeline.before :].tolist()
         self.live: dict[int, Block] = {}
         """Storage number -> its block."""
+        self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
+        """(size, block) of each storage of earlier steps that may replace one of this step."""
+
+    def steady_step(self) -> Peak:
+        """Play steps until one reserves no more than the one before, and return its peak."""
+        for _ in range(STEPS):
+            before = self.allocator.reserved
+            peak = self.step()
+            if self.allocator.reserved == before:
+                break
+        return peak
 
     def step(self) -> Peak:
         """Play one step and return the peak of what is allocated."""
@@ -92,12 +102,13 @@ class Player:
         return Peak(most, {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
 
     def enter(self) -> None:
-        """Allocate the storages that exist before the step. Blocks of the previous step with the same size replace them."""
-        left: defaultdict[int, list[Block]] = defaultdict(list)
-        missing = []
+        """Allocate the storages that exist before the step. Blocks that earlier steps left replace storages of the same size."""
         taken = {number: block for number, block in self.live.items() if number < self.timeline.before}
-        for number in self.live.keys() - taken.keys():
-            left[self.sizes[number]].append(self.live[number])
+        self.left += [(self.sizes[number], self.live[number]) for number in self.live.keys() - taken.keys()]
+        left: defaultdict[int, list[Block]] = defaultdict(list)
+        for size, block in self.left:
+            left[size].append(block)
+        missing = []
         for number in range(self.timeline.before):
             if number not in taken and (size := self.sizes[number]):
                 if left[size]:
@@ -109,37 +120,48 @@ class Player:
                 self.allocator.release(block)
         for number in missing:
             taken[number] = self.allocator.allocate(self.sizes[number])
-        self.live = taken
+        self.live, self.left = taken, []
 
 
-def max_rows(scaled: Scaled, width: int, budget: float) -> int:
-    """Return the most rows of `width` tokens for which the allocator reserves at most `budget` bytes; 0 if one is too many."""
-    return largest_played(lambda rows: scaled.at(rows, width), budget)
+def max_train_rows(train: Scaled, evaluation: Timeline, width: int, budget: float) -> int:
+    """Return the most rows of a training micro-batch for which the allocator reserves at most `budget` bytes; 0 if none."""
+    return largest_played(lambda rows: (train.at(rows, width), evaluation), budget)
 
 
-def max_width(scaled: Scaled, rows: int, budget: float, limit: int = LIMIT) -> int:
-    """Return the largest width, in tokens, for which the allocator reserves at most `budget` bytes; 0 if one is too many."""
-    return largest_played(lambda width: scaled.at(rows, width), budget, limit)
+def max_eval_rows(train: Timeline, evaluation: Scaled, width: int, budget: float) -> int:
+    """Return the most rows of an evaluation batch for which the allocator reserves at most `budget` bytes; 0 if none."""
+    return largest_played(lambda rows: (train, evaluation.at(rows, width)), budget)
 
 
-def largest_played(at: Callable[[int], Timeline], budget: float, limit: int = LIMIT) -> int:
-    """Return the largest number from 0 to `limit` whose timeline fits into `budget` bytes, within 1 %.
+def max_width(train: Scaled, evaluation: Scaled, rows: tuple[int, int], budget: float, limit: int = LIMIT) -> int:
+    """Return the largest width in tokens, up to `limit`, for which the allocator reserves at most `budget` bytes; 0 if none.
+
+    `rows`: of training and evaluation.
+    """
+    return largest_played(lambda width: (train.at(rows[0], width), evaluation.at(rows[1], width)), budget, limit)
+
+
+def largest_played(at: Callable[[int], tuple[Timeline, Timeline]], budget: float, limit: int = LIMIT) -> int:
+    """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %. `at`: (train, evaluation).
 
     A playback takes a fraction of a second, a peak of tensors milliseconds. The latter is a bound, and with the reserved memory
     of the numbers played so far it gives the next one to play.
     """
 
-    def most(tensors: float) -> int:
-        return largest(lambda number: at(number).peak().bytes <= tensors, limit)
+    def tensors(number: int) -> int:
+        return max(timeline.peak().bytes for timeline in at(number))
+
+    def most(budget: float) -> int:
+        return largest(lambda number: tensors(number) <= budget, limit)
 
     low, high = 0, most(budget) + 1
     number, share = high - 1, 1.0
     while high - low > max(1, low // 100):
-        found = played(at(number), budget)
-        if found.reserved <= budget:
+        reserved = played_run(*at(number)).reserved
+        if reserved <= budget:
             low = number
         else:
-            high, share = number, min(share, at(number).peak().bytes / found.reserved)
+            high, share = number, min(share, tensors(number) / reserved)
         guess = most(budget * share)
         number = guess if low < guess < high else (low + high) // 2
     return low

@@ -18,7 +18,7 @@ from hwopt.memory import closed_form
 from hwopt.memory.communication import Ranks, Scheme, Volume, schemes_for, volume
 from hwopt.memory.dry_run import memory_spec
 from hwopt.memory.lengths import lengths_of
-from hwopt.memory.playback import Played, played
+from hwopt.memory.playback import PlayedRun, played_run
 from hwopt.memory.timeline import KINDS, Timeline
 from hwopt.memory.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
@@ -109,9 +109,9 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
             peak, evaluation = sum(states.values()) + gathered, None
             highest = peak
         else:
-            train, evaluating = played_per_rank(scheme, ranks, *steps)
-            peak, evaluation = train.peak.bytes + gathered, (evaluating.peak.bytes + gathered) / GIB
-            highest = max(train.reserved, evaluating.reserved) + gathered
+            run = played_per_rank(scheme, ranks, *steps)
+            peak, evaluation = run.train.bytes + gathered, (run.eval.bytes + gathered) / GIB
+            highest = run.reserved + gathered
         sent = volume(scheme, spec, ranks, micro_batches)
         rows.append(
             SchemeMemory(
@@ -147,9 +147,9 @@ def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
     return layer * (spec.weights + spec.gradient_bytes * spec.trained) / spec.parameters
 
 
-def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> tuple[Played, Played]:
-    """Return the memory of a rank in (training, evaluation), without the temporarily gathered layer."""
+def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> PlayedRun:
+    """Return the memory of a rank, without the temporarily gathered layer."""
     over = scheme.spread_over(ranks)
     parts = closed_form.sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
     fractions = dict.fromkeys(KINDS, 1.0) | parts
-    return played(train.with_fractions(fractions, 1 / over)), played(evaluation.with_fractions(fractions))
+    return played_run(train.with_fractions(fractions, 1 / over), evaluation.with_fractions(fractions))

@@ -108,28 +108,6 @@ def test_any_shape_follows_from_two_traces(hardware: Any, tmp_path: Path) -> Non
         check()
 
 
-@given(st.integers(1, 200), st.floats(1e5, 1e9))
-@settings(max_examples=examples(10))
-@pytest.mark.filterwarnings("ignore")
-def test_max_rows_fit_and_one_more_does_not(width: int, budget: float) -> None:
-    scaled = tiny_trace().train
-    most = scaled.max_rows(width, budget)
-    assert most == 0 or scaled.at(most, width).peak().bytes <= budget
-    assert scaled.at(most + 1, width).peak().bytes > budget
-
-
-_TRACES: list[Any] = []
-
-
-def tiny_trace() -> Any:
-    import tempfile
-
-    if not _TRACES:
-        with tempfile.TemporaryDirectory() as folder:
-            _TRACES.append(trace_plan(planned(Path(folder), TINY_LLAMA, {}), 32, 2))
-    return _TRACES[0]
-
-
 class Hoard(Plugin):
     """A third-party plugin that keeps a copy of the weights."""
 

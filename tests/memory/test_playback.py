@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hwopt.memory.playback import largest_played, played
+from hwopt.memory.playback import largest_played, played, played_run
 from hwopt.memory.timeline import KINDS, Timeline
 
 MIB = 1 << 20
@@ -53,24 +53,30 @@ def test_tensors_of_the_step_before_are_replaced() -> None:
     assert (found.peak.bytes, found.reserved) == (200 * MIB, 200 * MIB)
 
 
-def test_segments_are_released_for_a_limit_that_the_peak_respects() -> None:
-    step = timeline([20, 60, 70], [2, -2, 3, -3], before=1)
-    assert played(step).reserved == 150 * MIB
-    assert played(step, 149 * MIB).reserved == 90 * MIB
-    assert played(step, 89 * MIB).reserved == 150 * MIB
-
-
 def test_cpu_reserves_nothing() -> None:
     found = played(timeline([20, 30], [1, -1, 2, -2], cached=False))
     assert found.peak.bytes == found.reserved == 30 * MIB
 
 
+def test_training_reuses_what_the_evaluation_reserved() -> None:
+    train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 60], [2, -2], before=1)
+    run = played_run(train, evaluation)
+    assert (run.train.bytes, run.eval.bytes, run.reserved) == (140 * MIB, 160 * MIB, 160 * MIB)
+
+
+def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -> None:
+    train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 30], [2, -2], before=1)
+    assert played_run(train, evaluation).reserved == 170 * MIB
+
+
 @pytest.mark.parametrize("budget_mib", [150, 400, 1000])
 def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
-    def at(rows: int) -> Timeline:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1)
+    evaluation = timeline([100, 1], [2, -2], before=1)
+
+    def at(rows: int) -> tuple[Timeline, Timeline]:
+        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation
 
     most = largest_played(at, budget_mib * MIB)
-    assert played(at(most), budget_mib * MIB).reserved <= budget_mib * MIB
+    assert played_run(*at(most)).reserved <= budget_mib * MIB
     more = most + max(1, most // 100)
-    assert played(at(more), budget_mib * MIB).reserved > budget_mib * MIB
+    assert played_run(*at(more)).reserved > budget_mib * MIB
