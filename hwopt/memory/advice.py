@@ -112,7 +112,8 @@ class Advisor:
         """
         try:
             plan = self.replan(assignments)
-            changed = plan_memory(plan, self.cache, None if any("max_length" in text for text in assignments) else self.lengths)
+            lengths = None if any("max_length" in text for text in assignments) else self.lengths
+            changed = plan_memory(plan, self.cache, lengths, with_largest=False)
         except HwoptError:
             return None
         skipped = any(entry.name == applied and entry.decision == "skip" for entry in plan.entries)

@@ -52,9 +52,10 @@ def reserve_gib(hardware: Hardware) -> float:
     return context + FORECAST_ERROR * hardware.free_memory_gib
 
 
-def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
+def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None, *, with_largest: bool = True) -> MemoryPlan:
     """Return the memory of `plan`, traced if fake tensors can run its recipe, else in closed form.
 
+    Without `with_largest` it has no largest sizes, which take several times as long as the rest.
     Raises InputError if there are more ranks than samples.
     """
     lengths = lengths or lengths_of(plan, cache)
@@ -66,7 +67,9 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     shape = Shape(rows, width)
     try:
         trace = on_one_device(plan, trace_plan(plan, width, lengths.labels, cache / "memory"))
-        return from_trace(plan, shape, lengths, trace, training_step(plan, shape, trace, lengths.labels, cache / "memory"))
+        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
+        memory = from_trace(plan, shape, lengths, trace, step)
+        return memory if not with_largest else replace(memory, **largest_sizes(plan, memory, trace, step))
     except NotTraceable as error:
         return from_closed_form(plan, shape, lengths, f"the recipe could not be traced: {error}")
 
@@ -91,14 +94,12 @@ def training_step(plan: Plan, shape: Shape, trace: Trace, labels: int, cache: Pa
 
 
 def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
-    """Return the memory of a plan from its `trace`; `step` is the training step of `shape`."""
+    """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
     reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
-    budget = (free - reserve) * GIB - buckets
     evaluation = trace.eval.at(plan.batch.eval, shape.width)
     run = played_run(step, evaluation)
     peak = with_buckets(run.train, buckets)
-    most = plan.model.max_positions or MOST_LENGTH
     return MemoryPlan(
         tier="traced",
         error=ERRORS["traced"],
@@ -110,16 +111,26 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         eval_peak_gib=(run.eval.bytes + buckets) / GIB,
         reserve_gib=reserve,
         free_gib=free,
-        largest_train=max_train_rows(trace.train, evaluation, shape.width, budget),
-        largest_eval=max_eval_rows(step, trace.eval, shape.width, budget),
-        largest_max_length=None
-        if trace.fixed_width
-        else max_width(trace.train, trace.eval, (shape.rows, plan.batch.eval), budget, most),
+        largest_train=None,
+        largest_eval=None,
+        largest_max_length=None,
         time=predict_time(plan, trace.train, lengths.train),
         unpacked_gib=unpacked_gib(plan),
         reserved_gib=(run.reserved + buckets) / GIB,
         **host_memory(plan),
     )
+
+
+def largest_sizes(plan: Plan, memory: MemoryPlan, trace: Trace, step: Timeline) -> dict[str, Any]:
+    """Return the largest sizes that fit, by field of MemoryPlan; `step` is the planned training step."""
+    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
+    rows = memory.rows, plan.batch.eval
+    most = plan.model.max_positions or MOST_LENGTH
+    return {
+        "largest_train": max_train_rows(trace.train, trace.eval.at(plan.batch.eval, memory.width), memory.width, budget),
+        "largest_eval": max_eval_rows(step, trace.eval, memory.width, budget),
+        "largest_max_length": None if trace.fixed_width else max_width(trace.train, trace.eval, rows, budget, most),
+    }
 
 
 def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
@@ -213,7 +224,7 @@ def first_fitting_choice(
         if limit is not None and plan.batch.train > limit:
             rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
             continue
-        memory = plan_memory(plan, cache, lengths)
+        memory = plan_memory(plan, cache, lengths, with_largest=False)
         if memory.tier == "closed form":
             raise InputError(f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself")
         budget = memory.free_gib - memory.reserve_gib
