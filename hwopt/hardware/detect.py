@@ -40,6 +40,7 @@ def detect(index: int = 0) -> Hardware:
         free_memory_gib=round(free / GIB, 2),
         count=torch.cuda.device_count(),
         compute_capability=capability,
+        multiprocessors=properties.multi_processor_count,
         cpu_cores=host.cpu_cores,
         cpu_memory_gib=host.cpu_memory_gib,
         cpu_features=host.cpu_features,

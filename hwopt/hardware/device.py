@@ -39,6 +39,25 @@ NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
 }
 
 
+MULTIPROCESSORS = {  # part of a card's name -> streaming multiprocessors, from NVIDIA's white papers; the longest match counts
+    "T4": 40,
+    "V100": 80,
+    "A10": 72,
+    "A100": 108,
+    "RTX 3060": 28,
+    "RTX 3070": 46,
+    "RTX 3090": 82,
+    "RTX 3090 Ti": 84,
+    "RTX A6000": 84,
+    "L4": 58,
+    "RTX 4060": 24,
+    "RTX 4090": 128,
+    "H100": 132,
+    "H200": 132,
+    "RTX 5090": 170,
+}
+
+
 @dataclass(frozen=True)
 class Capability:
     """Whether a feature is supported, with the reason; usable as a bool."""
@@ -70,6 +89,8 @@ class Hardware:
     source: Literal["detected", "described"] = "detected"
     problem: str = ""
     """Why the installed torch cannot use the NVIDIA cards of this machine, with the command that fixes it."""
+    multiprocessors: int = 0
+    """Streaming multiprocessors of the GPU; 0 if unknown, and for a CPU."""
     memory_limit_gib: float | None = None
     """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
 
@@ -115,6 +136,12 @@ class Hardware:
                 )
 
 
+def multiprocessors(name: str) -> int:
+    """Return the number of streaming multiprocessors of the card called `name`; 0 if unknown."""
+    known = [part for part in MULTIPROCESSORS if re.search(rf"\b{re.escape(part)}\b", name)]
+    return MULTIPROCESSORS[max(known, key=len)] if known else 0
+
+
 def described(name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None) -> Hardware:
     """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free."""
     return Hardware(
@@ -123,6 +150,7 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
         memory_gib=memory_gib,
         free_memory_gib=memory_gib,
         compute_capability=compute_capability,
+        multiprocessors=multiprocessors(name) if compute_capability else 0,
         cpu_cores=host.cpu_cores if host else 8,
         cpu_memory_gib=host.cpu_memory_gib if host else 32.0,
         compiler=host.compiler if host else "g++",

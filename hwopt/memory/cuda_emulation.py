@@ -46,6 +46,9 @@ AUTOCAST_TO_FP32 = (
 REDUCED_IN_FP32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "linalg_vector_norm")
 """Operations to which autocast on CUDA passes `dtype=torch.float32`. Their kernels convert in registers (softmax only fp16)."""
 
+THREADS = 128
+"""Threads of a block of the reduction kernel that sums 4 columns a thread."""
+
 BINARY_OPERATORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
 
 
@@ -223,6 +226,35 @@ def softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> int:
     return gradient.numel() * gradient.itemsize
 
 
+def threads_per_multiprocessor(hardware: Hardware) -> int:
+    """Return the most resident threads of a multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    fewer = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+    return fewer.get(hardware.compute_capability or (0, 0), 2048)
+
+
+def column_sum(hardware: Hardware, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
+    """Return the bytes that CUDA's reduction kernel needs to sum a tensor over all dimensions but the last (a bias's gradient).
+
+    Blocks of 32 x 4 threads sum 4 columns a thread. If a thread has many values, several blocks share a column and exchange
+    partial sums; torch reserves room for those of every thread. Source: torch's aten/src/ATen/native/cuda/Reduce.cuh.
+    """
+    reduced = {number % x.dim() for number in dim or ()}
+    columns = x.shape[-1] if x.dim() else 0
+    if not columns or columns % 4 or reduced != set(range(x.dim() - 1)) or not hardware.multiprocessors:
+        return 0
+    width = min(32, 1 << (columns // 4).bit_length() - 1)
+    height = min(THREADS // width, 1 << max(x.numel() // columns, 1).bit_length() - 1)
+    values = ceil(x.numel() / columns / height)
+    blocks, wanted = (
+        ceil(columns / 4 / width),
+        hardware.multiprocessors * (threads_per_multiprocessor(hardware) // (width * height)),
+    )
+    if values < 256 or blocks > wanted:
+        return 0
+    shared_by = max(min(ceil(wanted / blocks), ceil(values / 16)), ceil(values / 256))
+    return 4 * columns * shared_by * width * 4 if shared_by > 1 else 0
+
+
 def promotion_copies(one: Any, other: Any, **_: Any) -> int:
     """Return the bytes of operands copied to the common dtype. CPU kernels copy whole tensors, CUDA kernels use registers."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
@@ -237,6 +269,7 @@ def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
         return dict.fromkeys(BINARY_OPERATORS, promotion_copies)
     return {
         aten._softmax_backward_data.default: softmax_backward,
+        aten.sum.dim_IntList: partial(column_sum, hardware),
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     }

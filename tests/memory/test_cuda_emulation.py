@@ -62,6 +62,21 @@ def test_softmax_in_fp32_needs_the_memory_of_the_cuda_kernel(
     assert on_t4.peak(lambda: torch.autograd.grad(probabilities, scores, gradient))[0] == backward
 
 
+COLUMN_SUMS = [  # rows, columns, MiB of torch's reduction kernel on 46 multiprocessors of compute capability 8.6
+    (8192, 2048, 35.0),
+    (8192, 1024, 34.5),
+    (8192, 512, 32.0),
+    (1000, 512, 0.0),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "mib"), COLUMN_SUMS)
+def test_gradient_of_a_bias_needs_room_for_partial_sums(rows: int, columns: int, mib: float) -> None:
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    assert hardware.multiprocessors == 46
+    assert card.column_sum(hardware, torch.empty(rows, columns, device="meta"), [0]) == mib * MIB
+
+
 OPERATIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "softmax": (lambda x: x.softmax(-1), 4),
     "sum": (lambda x: x.sum(-1), 0),
