@@ -34,7 +34,7 @@ FORECAST_ERROR = 0.03
 
 ERRORS = {
     "closed form": "a lower bound: activations and temporaries are not included",
-    "traced": "against 22 exact published runs on GPUs off by 0.08 % in the median, by 5 % at most; torch reserves up to 7 % more",
+    "traced": "against exact published runs on GPUs off by 0.1 % in the median, by 5 % at most; reserved memory by 7 % at most",
 }
 """The error that each tier states (measurements in docs/memory.md)."""
 
