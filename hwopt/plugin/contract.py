@@ -167,7 +167,7 @@ class Plugin:
     after: ClassVar[tuple[str, ...]] = ()
     """Plugins of the same stage that must be applied before this one, if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """What the plugin may change at most: "bits" nothing, "rounding" rounding only, "method" the training method."""
+    """What the plugin changes with its default options: "bits" nothing, "rounding" rounding only, "method" the training method."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()
@@ -193,6 +193,11 @@ class Plugin:
 
     class Options(PluginOptions):
         pass
+
+    @property
+    def effect(self) -> Literal["bits", "rounding", "method"]:
+        """What the plugin changes with its present options. Override it if an option changes more than `preserves` says."""
+        return type(self).preserves
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from hwopt.distributed.engine import Engine
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt_plugins.adapter import add_adapter, save_and_merge
-from hwopt_plugins.precision import Precision, is_norm
+from hwopt_plugins.precision import Precision
+from hwopt_plugins.precision.half_weights import is_norm
 
 T4, V100 = described("T4", (7, 5), 16.0), described("V100", (7, 0), 16.0)
 P100 = described("P100", (6, 0), 16.0)
