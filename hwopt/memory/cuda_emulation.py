@@ -1,11 +1,12 @@
 """Makes fake CPU tensors use memory as tensors of a CUDA device do.
 
-Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any machine. Four differences matter:
+Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any machine. Five differences matter:
 
 * the operations that autocast computes in fp32 and so copies;
 * the attention kernel: flash and memory-efficient attention store no score matrix;
 * dropout's mask of one byte;
-* optimizers that work on all tensors at once.
+* optimizers that work on all tensors at once;
+* `save_on_cpu`, which moves saved tensors to the host. Here they move to the meta device: its tensors take no device memory.
 
 The emulation affects the whole process, so use a child process.
 Source: torch's aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp,
@@ -72,6 +73,7 @@ def emulated(hardware: Hardware) -> Iterator[None]:
         with (
             mock.patch.object(functional, "scaled_dot_product_attention", partial(attention, hardware)),
             mock.patch.object(functional, "dropout", partial(dropout, functional.dropout)),
+            mock.patch.object(torch.autograd.graph, "save_on_cpu", SavedOnHost),
             mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
         ):
             yield
@@ -87,6 +89,20 @@ def in_full_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _widened(value: Any) -> Any:
     half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if half else value
+
+
+class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu` for fake tensors: a tensor on the meta device stands for one in host memory."""
+
+    def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            return tensor.device, torch.empty_like(tensor, device="meta")
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            device, tensor = packed
+            return tensor if tensor.device == device else torch.empty_like(tensor, device=device)
+
+        super().__init__(pack, unpack)
 
 
 def dropout(

@@ -45,6 +45,7 @@ class Tracker(FakeTensorMode):
         self.ends: list[int] = []
         self.flops: list[float] = []
         self.dtypes: list[str] = []
+        self.host_sizes: list[int] = []
         self.update = 0
         self._inside = False
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
@@ -83,9 +84,12 @@ class Tracker(FakeTensorMode):
         return 1.0 if tensor.dtype.is_floating_point else False
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count the new storages of `tensors` as `self.kind`."""
+        """Count the new storages of `tensors` as `self.kind`. Tensors on the meta device stand for tensors in host memory."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+                self.host_sizes.append(storage.nbytes())
+                continue
             key = storage._cdata
             if key not in self._numbers:
                 number = self._new(storage.nbytes())
@@ -128,7 +132,7 @@ class Tracker(FakeTensorMode):
             renumbered[number]: weakref.ref(storage, partial(self._freed, keys[renumbered[number]], renumbered[number]))
             for number, storage in storages.items()
         }
-        self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
+        self.operands, self.ends, self.flops, self.dtypes, self.host_sizes = [], [], [], [], []
 
     def begin_update(self) -> None:
         """Count the following operations as the optimizer's update."""
@@ -147,6 +151,7 @@ class Tracker(FakeTensorMode):
             self.update,
             torch.backends.cuda.matmul.fp32_precision == "tf32",
             self.granularity,
+            np.array(self.host_sizes, np.float64),
         )
 
     def _new(self, size: int) -> int:

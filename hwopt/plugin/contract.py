@@ -167,7 +167,7 @@ class Plugin:
     after: ClassVar[tuple[str, ...]] = ()
     """Plugins of the same stage that must be applied before this one, if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """What the plugin changes with its default options: "bits" nothing, "rounding" rounding only, "method" the training method."""
+    """What the plugin changes with default options: "bits" nothing, "rounding" rounding only, "method" the training method."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()

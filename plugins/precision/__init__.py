@@ -62,14 +62,13 @@ class Precision(Plugin):
     conflicts = (
         Conflict(
             lacks="whole_gradients",
-            why="O2 moves the whole gradient to its own fp32 masters before the update, and the engine has no whole gradient then; "
+            why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole gradient before the update; "
             'set level = "O1"',
             when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
         ),
         Conflict(
             lacks="whole_parameters",
-            why="pure has no fp32 masters, and the engine keeps masters of its partitions or shards; "
-            'set level = "O1"',
+            why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
             when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
         ),
     )
