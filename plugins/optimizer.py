@@ -262,6 +262,10 @@ class Optimizer(Plugin):
     def elementwise(self) -> bool:
         return self.options.name in ELEMENTWISE
 
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
     def probe(self, context: Context) -> Decision:
         # a name given with --set may also be one of the profile's fallbacks
         chain = (self.options.name, *(name for name in self.options.fallback if name != self.options.name))

@@ -34,6 +34,8 @@ class Engine:
 
     supports_retry = True
     """Whether a step can be retried after it ran out of memory. False if other ranks wait inside the step."""
+    accumulates = True
+    """Whether a step may have several micro-batches."""
     meets_in_micro_batches = False
     """Whether ranks communicate inside a micro-batch, so that every rank needs the same number of micro-batches."""
     cpu_group: dist.ProcessGroup | None = None

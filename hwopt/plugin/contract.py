@@ -212,6 +212,14 @@ class Plugin:
         """
         return False
 
+    @property
+    def per_parameter(self) -> bool:
+        """Whether the optimizer of this plugin updates each parameter independently, also with one call for each.
+
+        Only such an optimizer can be used with an engine that lacks `single_update`.
+        """
+        return self.elementwise
+
     def __init__(self, options: Any) -> None:
         self.options = options
 

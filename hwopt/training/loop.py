@@ -114,7 +114,7 @@ class Loop:
             self.run.listener.on_evidence(self.run, evidence.collect(self.run))
         if row := self.telemetry.stepped(batch):
             self.report(row)
-            if pressure := self.memory_pressure.message():
+            if self.run.engine.accumulates and (pressure := self.memory_pressure.message()):
                 self.backoff.on_pressure(batch.finest_rung, f"after step {self.run.step}", pressure)
 
     def update(self, batch: StepBatch) -> None:
