@@ -114,7 +114,7 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
 def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
     """Capability that the plugin's part of the recipe needs -> reason."""
     found = {}
-    for field in ("masters", "events['gradients']"):
+    for field in ("masters", "scaler", "events['gradients']"):
         if recipe.writes(entry.author, field):
             found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
     if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:

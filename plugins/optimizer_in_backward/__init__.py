@@ -43,10 +43,6 @@ class OptimizerInBackward(Plugin):
     lacks = ("whole_gradients", "retry", "single_update", "accumulation")
     conflicts = (
         Conflict(
-            field="scaler",
-            why="a loss scaler needs the whole gradient before the update; use bf16, or remove one of the two tables",
-        ),
-        Conflict(
             field="accelerator['mixed_precision']",
             why='fp16 needs a loss scaler, which needs the whole gradient before the update; set dtype = "bf16"',
             when=lambda in_backward, precision: getattr(precision, "dtype", "fp16") == "fp16",
