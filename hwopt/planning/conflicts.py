@@ -135,6 +135,17 @@ def refuse_accumulation(entries: tuple[PluginDecision, ...], recipe: Recipe, bat
             )
 
 
+def refuse_clipping(entries: tuple[PluginDecision, ...], recipe: Recipe, max_grad_norm: float) -> None:
+    """Raise InputError for a `max_grad_norm` above 0, if the engine of a plugin lacks `clipping`."""
+    for entry in applied(entries):
+        if max_grad_norm and "clipping" in lacking(entry, recipe):
+            options = ", ".join(f"plugins.{entry.name}.{name}" for name in type(entry.options).model_fields)
+            raise InputError(
+                f"{entry.author} cannot clip by the norm of all parameters (training.max_grad_norm = {max_grad_norm:g}). "
+                f"Set training.max_grad_norm = 0{f', or {options}' if options else ''}"
+            )
+
+
 def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:
     """The capabilities that the engine of the plugin lacks; none if the plugin writes no engine."""
     if not recipe.writes(entry.author, "engine"):

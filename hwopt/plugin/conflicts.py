@@ -19,6 +19,7 @@ CAPABILITIES = {
     "retry": "a step that ran out of memory can be run again",
     "single_update": "one call of the optimizer updates all parameters",
     "accumulation": "a step may have several micro-batches",
+    "clipping": "the gradient is clipped by the norm of all parameters (training.max_grad_norm)",
 }
 """Capability -> meaning. The core's engines have all of them. A plugin with its own engine lists in `lacks` what it lacks."""
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hwopt.errors import PluginError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
@@ -40,7 +39,6 @@ class OptimizerInBackward(Plugin):
     name = "optimizer_in_backward"
     stage = Stage.DISTRIBUTION
     preserves = "bits"
-    lacks = ("whole_gradients", "retry", "single_update", "accumulation")
     conflicts = (
         Conflict(
             field="accelerator['mixed_precision']",
@@ -66,6 +64,11 @@ class OptimizerInBackward(Plugin):
     options: Options
 
     @property
+    def lacks(self) -> tuple[str, ...]:
+        clipping = ("clipping",) if self.options.clipping == "refuse" else ()
+        return ("whole_gradients", "retry", "single_update", "accumulation", *clipping)
+
+    @property
     def effect(self) -> Literal["bits", "rounding", "method"]:
         return "bits" if self.options.clipping == "refuse" else "method"
 
@@ -77,12 +80,6 @@ class OptimizerInBackward(Plugin):
         return Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        norm = context.job.training.max_grad_norm
-        if norm and self.options.clipping == "refuse":
-            raise PluginError(
-                f"training.max_grad_norm = {norm:g} clips by the norm of the whole gradient, which never exists here. Set "
-                'training.max_grad_norm = 0, or plugins.optimizer_in_backward.clipping to "off" or "parameter"'
-            )
         recipe.engine = partial(make_engine, self.options.clipping == "parameter")
         recipe.events["step_begin"].append(begin_step)
 

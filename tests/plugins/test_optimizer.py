@@ -17,14 +17,8 @@ from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.optimizer import (
-    TORCHAO_BITS,
-    Optimizer,
-    import_failure,
-    make_optimizer,
-    reserving_torchao,
-    without_waits,
-)
+from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
+from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_torchao
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)

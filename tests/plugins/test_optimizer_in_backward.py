@@ -174,7 +174,8 @@ def test_init_state_creates_one_gradient_at_a_time() -> None:
 
 def test_plan_refuses_clipping_unless_told(tmp_path: Path) -> None:
     clipped = {"training": {"max_grad_norm": 0.7}}
-    with pytest.raises(PluginError, match=r"training\.max_grad_norm = 0\.7 clips by the norm of the whole gradient"):
+    message = r"cannot clip by the norm of all parameters \(training\.max_grad_norm = 0\.7\)"
+    with pytest.raises(InputError, match=message):
         plan_with(tmp_path, WITH, **clipped)
     for clipping in ("off", "parameter"):
         plan = plan_with(tmp_path, {"optimizer_in_backward": {"clipping": clipping}}, **clipped)
