@@ -2,12 +2,15 @@
 
 `layers = "all"` checkpoints every layer, `layers = n` every n-th one. `layers = "selective"` stores the results of matrix
 products and attention, and recomputes only cheap operations (norms, activations, dropout).
+`offload = true` also moves the stored inputs to pinned host memory until the backward pass, with torch's `save_on_cpu`. Then the
+device holds the input of one layer at a time, whatever the number of layers.
 Non-reentrant checkpointing also works with frozen inputs, as after `get_peft_model`. The reentrant variant gives frozen inputs
 no gradient and only warns (transformers#21381).
 
 Source: Chen et al. 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html.
-Hardware: any.
+Hardware: any; offload needs CUDA.
 Cost: one more forward pass of the checkpointed layers, about a third of the step time for "all"; a few percent for "selective".
+Offload sends each input over the bus twice, and does not overlap this with the computation.
 Numerical effect: none, bit-identical. The random state is restored for the recomputation, so dropout masks are the same.
 """
 
@@ -17,10 +20,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
 
 
 def keep_products() -> Any:
@@ -40,6 +54,36 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(kept)
 
 
+class HostInputs:
+    """Calls `checkpoint` on a layer, and keeps the layer's first input in pinned host memory until the backward pass.
+
+    Other inputs stay on the device: a mask is shared by all layers, and an expanded one would be stored in full for each layer.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+        self.count = 0
+        """Number of inputs that were moved to the host since the run began."""
+        self.bytes = 0
+
+    def __call__(self, function: Any, *inputs: Any) -> Any:
+        from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+        on_host = save_on_cpu(pin_memory=True)
+        shape = inputs[0].shape if inputs else None
+
+        def pack(tensor: Any) -> Any:
+            if tensor.shape != shape:
+                return tensor.device, tensor
+            device, stored = on_host.pack_hook(tensor)
+            if stored.device != device:
+                self.count, self.bytes = self.count + 1, self.bytes + stored.nbytes
+            return device, stored
+
+        with saved_tensors_hooks(pack, on_host.unpack_hook):
+            return self.checkpoint(function, *inputs)
+
+
 def repeated_layers(model: Any) -> list[Any]:
     """The layers of a transformers model that support checkpointing, in order; `model` may be wrapped by PEFT."""
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -47,7 +91,7 @@ def repeated_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(model: Any, every: int = 1, selective: bool = False) -> int:
+def checkpoint_layers(model: Any, every: int = 1, selective: bool = False, offload: bool = False) -> int:
     """The number of layers of `model` in which this function turned on checkpointing: every `every`-th one.
 
     Sets the attributes of the layers directly. The function of transformers has another name in each version, and it also hooks
@@ -56,7 +100,9 @@ def checkpoint_layers(model: Any, every: int = 1, selective: bool = False) -> in
     from torch.utils.checkpoint import checkpoint
 
     settings: dict[str, Any] = {"context_fn": keep_products} if selective else {}
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **settings)
+    run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **settings)
+    if offload:
+        run = HostInputs(run)
     chosen = repeated_layers(model)[::every]
     for layer in chosen:
         layer.gradient_checkpointing = True
@@ -71,14 +117,33 @@ class Checkpointing(Plugin):
     after = ("adapter",)  # PEFT may replace modules
     preserves = "bits"
     helps_oom = True  # needs no options and is bit-identical
+    conflicts = (
+        Conflict(
+            plugin="compile",
+            why="a compiled layer cannot move its input to the host; set offload = false, or remove [plugins.compile]",
+            when=lambda checkpointing, compiled: checkpointing.offload,
+        ),
+    )
     aliases: ClassVar[Mapping[str, str]] = {
         "gradient_checkpointing": "layers = 'all'",
+        "activation_offloading": "offload = true",
+        "enable_activation_offloading": "offload = true",
     }
 
     class Options(PluginOptions):
         layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(
             default="all", description='"all", "selective" (store matrix products and attention), or n: every n-th layer.'
         )
+        offload: bool = Field(default=False, description="Keep the inputs of the checkpointed layers in pinned host memory.")
+
+        @model_validator(mode="after")
+        def require_stored_inputs(self) -> Checkpointing.Options:
+            if self.offload and self.layers == "selective":
+                raise ValueError(
+                    'offload = true moves layer inputs, but layers = "selective" also stores products on the device: '
+                    'set layers = "all"'
+                )
+            return self
 
     options: Options
 
@@ -87,10 +152,14 @@ class Checkpointing(Plugin):
         if not model.supports_checkpointing:
             return Decision.skip(f"{model.architecture} does not support activation checkpointing")
         if isinstance(layers, int) and layers > model.layers:
-            to = self.Options(layers=model.layers)
+            to = self.options.model_copy(update={"layers": model.layers})
             return Decision.fallback(to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}")
+        if self.options.offload and context.hardware.device_type != "cuda":
+            to = self.options.model_copy(update={"offload": False})
+            return Decision.fallback(to, "offload needs a CUDA device, found a CPU; the inputs of the layers are in host memory")
         if layers == "all":
-            return Decision.apply(f"all {model.layers} layers: least memory, about a third more time")
+            where = "inputs in pinned host memory, " if self.options.offload else ""
+            return Decision.apply(f"all {model.layers} layers: {where}least memory, about a third more time")
         if layers == "selective":
             return Decision.apply(f"all {model.layers} layers, storing products and attention: a few percent more time")
         return Decision.apply(f"one in {layers} of {model.layers} layers")
@@ -100,7 +169,7 @@ class Checkpointing(Plugin):
         every, selective = (layers, False) if isinstance(layers, int) else (1, layers == "selective")
 
         def enable(model: Any, run: RunView) -> Any:
-            if checkpoint_layers(model, every, selective) == 0:
+            if checkpoint_layers(model, every, selective, self.options.offload) == 0:
                 raise PluginError(
                     f"plugin 'checkpointing': {type(model).__name__} claims to support checkpointing but has no "
                     "GradientCheckpointingLayer. Remove [plugins.checkpointing]"
@@ -111,11 +180,13 @@ class Checkpointing(Plugin):
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        if options is not None and options.layers == "all":
-            return []
         selective = MemoryOption(cls.Options(layers="selective"), 1.05, "recomputes all but matrix products and attention")
         everything = MemoryOption(cls.Options(), 1.33, "recomputes the forward pass of every layer")
-        return [selective, everything] if options is None else [everything]
+        offers = {None: [selective, everything], "all": []}.get(None if options is None else options.layers, [everything])
+        if context.hardware.device_type == "cuda" and (options is None or not options.offload):
+            slower = 1.05 if options is not None and options.layers == "all" else 1.4
+            offers.append(MemoryOption(cls.Options(offload=True), slower, "and moves the inputs of the layers to host memory"))
+        return offers
 
     def on_oom(self, run: RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
@@ -136,6 +207,11 @@ class Checkpointing(Plugin):
         forward_calls = len(layers) * len(run.last_step_batch.sizes)
         if on == 0:
             return Evidence.inactive(seen)
+        if self.options.offload:
+            host = next((found for layer in layers if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
+            if host is None or not host.count:
+                return Evidence.inactive(f"{seen}; no input of a layer was moved to host memory")
+            seen += f"; {host.count} inputs, {host.bytes / 2**20:,.1f} MiB, moved to host memory"
         if calls == 0 or any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
             return Evidence.active(f"{seen}; recomputation cannot be counted in compiled code or with eager attention")
         seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"

@@ -13,9 +13,10 @@ Numerical effect: rounding. Products have the precision of the output layer; sof
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -226,6 +227,11 @@ class FusedLoss(Plugin):
             why="the fused loss needs the weight of the output layer after the layer's forward pass; keep one of the two tables",
         ),
     )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "chunked_loss": "enabled = true",
+        "num_output_chunks": "chunks",
+        "use_liger_kernel": "enabled = true",
+    }
 
     class Options(PluginOptions):
         backend: Literal["auto", "liger", "torch"] = Field(

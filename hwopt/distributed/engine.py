@@ -34,6 +34,8 @@ class Engine:
 
     supports_retry = True
     """Whether a step can be retried after it ran out of memory. False if other ranks wait inside the step."""
+    accumulates = True
+    """Whether a step may have several micro-batches."""
     meets_in_micro_batches = False
     """Whether ranks communicate inside a micro-batch, so that every rank needs the same number of micro-batches."""
     cpu_group: dist.ProcessGroup | None = None
@@ -55,6 +57,9 @@ class Engine:
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
         self.zeroed = [*self.parameters, *(p for p in trained if id(p) not in own)]
         self.max_norm = run.training.max_grad_norm
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.parameters)
+        self.norm_dtype = torch.float32 if half else None
+        """The dtype of the gradient norm, None for that of the gradients: a norm in half precision has 8 or 11 bits."""
         self.takes_found_inf = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         self.factor = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
@@ -266,7 +271,7 @@ class Engine:
 
     def norm_of(self, gradients: list[Tensor]) -> Tensor:
         """The norm of the whole gradient over all ranks, a scalar; this rank holds `gradients`."""
-        norms = torch._foreach_norm(gradients)
+        norms = torch._foreach_norm(gradients, 2.0, self.norm_dtype)
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _measure_and_clip(self) -> None:

@@ -101,7 +101,7 @@ class Advisor:
             fits=changed.fits,
             slower=offer.slower,
             cost=offer.cost,
-            alters=self.registry.plugin(name).preserves == "method",
+            alters=self.registry.plugin(name)(offer.options).effect == "method",
             assignments=assignments,
         )
 

@@ -6,7 +6,8 @@ Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any mach
 * softmax: from fp16 to fp32 in one kernel, without a copy of its input; its backward multiplies gradient and output first;
 * the attention kernel: flash and memory-efficient attention store no score matrix;
 * dropout's mask of one byte;
-* optimizers that work on all tensors at once.
+* optimizers that work on all tensors at once;
+* `save_on_cpu`, which moves saved tensors to the host. Here they move to the meta device: its tensors take no device memory.
 
 The emulation affects the whole process, so use a child process.
 Source: torch's aten/src/ATen/autocast_mode.h, aten/src/ATen/native/SoftMax.cpp, cuda/SoftMax.cu, ReduceOps.cpp and transformers
@@ -95,6 +96,7 @@ def emulated(hardware: Hardware) -> Iterator[None]:
         with (
             mock.patch.object(functional, "scaled_dot_product_attention", partial(attention, hardware)),
             mock.patch.object(functional, "dropout", partial(dropout, functional.dropout)),
+            mock.patch.object(torch.autograd.graph, "save_on_cpu", SavedOnHost),
             mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
         ):
             yield
@@ -126,6 +128,20 @@ def softmax(kernel: Any, input: Tensor, dim: int, dtype: torch.dtype | None = No
 def _widened(value: Any) -> Any:
     half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if half else value
+
+
+class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu` for fake tensors: a tensor on the meta device stands for one in host memory."""
+
+    def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            return tensor.device, torch.empty_like(tensor, device="meta")
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            device, tensor = packed
+            return tensor if tensor.device == device else torch.empty_like(tensor, device=device)
+
+        super().__init__(pack, unpack)
 
 
 def dropout(

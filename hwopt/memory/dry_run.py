@@ -102,8 +102,10 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
     With `real`, an engine of the recipe gets a real Accelerator.
     """
     with ExitStack() as stack:
-        for enter in recipe.process if real or recipe.engine is None else []:  # the contexts of an engine need its ranks
-            stack.enter_context(guarded_context(enter))
+        engine = recipe.named(recipe.author_of("engine"))
+        for enter in recipe.process:
+            if real or getattr(enter, "who", "") != engine:  # the contexts of an engine may need its ranks
+                stack.enter_context(guarded_context(enter))
         accelerator: Any = FakeAccelerator(device, recipe.accelerator.get("mixed_precision", "no"))
         if real and recipe.engine is not None:
             accelerator = make_accelerator(replace(plan, recipe=recipe))
@@ -205,6 +207,8 @@ def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: Tracker |
     """Run forward, backward and update with one micro-batch, the first of its step unless `accumulates`."""
     if accumulates:
         add_earlier_gradients(run, tracker)
+    for event in run.recipe.events["step_begin"]:
+        event(run)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
     run.engine.finish()
 

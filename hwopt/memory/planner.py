@@ -117,7 +117,7 @@ def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: T
         time=predict_time(plan, trace.train, lengths.train),
         unpacked_gib=unpacked_gib(plan),
         reserved_gib=(run.reserved + buckets) / GIB,
-        **host_memory(plan),
+        **host_memory(plan, step.host_bytes()),
     )
 
 
@@ -157,11 +157,11 @@ def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> Me
     )
 
 
-def host_memory(plan: Plan) -> dict[str, Any]:
-    """Return the offloaded memory and the host memory that is available for it."""
+def host_memory(plan: Plan, activations: float = 0.0) -> dict[str, Any]:
+    """Return the offloaded memory and the host memory that is available for it. `activations`: offloaded bytes of a step."""
     hardware = plan.hardware
     here = hardware.source == "detected" and hardware.device_type != "cpu"
-    offloaded = memory_spec(plan).host * min(plan.world_size, max(1, hardware.count)) / GIB
+    offloaded = (memory_spec(plan).host + activations) * min(plan.world_size, max(1, hardware.count)) / GIB
     return {"host_gib": offloaded, "host_free_gib": HOST_FRACTION * hardware.cpu_memory_gib if here else None}
 
 

@@ -8,7 +8,7 @@ events, and the largest micro-batch that fits is found in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ class Timeline:
     """Whether the allocator is torch's caching allocator of CUDA."""
     expandable: bool = False
     """Whether the caching allocator has expandable segments."""
+    host_sizes: Numbers = field(default_factory=lambda: np.zeros(0))
+    """(tensors,) bytes of each tensor that the step keeps in pinned host memory until its backward pass."""
 
     def peak(self) -> Peak:
         """Return the peak of the tensors' rounded sizes, by kind; `hwopt.memory.playback` adds what the allocator does."""
@@ -62,6 +64,11 @@ class Timeline:
         at = int(allocated.argmax())
         by_kind = np.bincount(self.kinds[number[: at + 1]], weights=signed[: at + 1], minlength=len(KINDS))
         return Peak(int(allocated[at]), {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+
+    def host_bytes(self) -> float:
+        """Return the pinned host memory: torch's allocator rounds each size up to a power of two."""
+        sizes = self.host_sizes[self.host_sizes > 0]
+        return float((2 ** np.ceil(np.log2(sizes))).sum())
 
     def bytes_moved(self) -> Numbers:
         """Return the bytes that each operation reads and writes."""
@@ -134,7 +141,10 @@ class Scaled:
         """Return the timeline of a micro-batch of `rows` x `width` tokens."""
         ratios = rows / self.rows, width / self.width
         return replace(
-            self.base, sizes=self.base.sizes * self.sizes.factor(*ratios), flops=self.base.flops * self.flops.factor(*ratios)
+            self.base,
+            sizes=self.base.sizes * self.sizes.factor(*ratios),
+            flops=self.base.flops * self.flops.factor(*ratios),
+            host_sizes=self.base.host_sizes * ratios[0] * ratios[1],  # activations: (rows, width, hidden size)
         )
 
     def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Scaled:

@@ -42,7 +42,7 @@ from hwopt.memory.tracker import Tracker
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 5
+FORMAT = 6
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""

@@ -45,6 +45,7 @@ class Tracker(FakeTensorMode):
         self.ends: list[int] = []
         self.flops: list[float] = []
         self.dtypes: list[str] = []
+        self.host_sizes: list[int] = []
         self.update = self.before = 0
         self.phases = [0, 0]
         self.expandable = False
@@ -85,9 +86,12 @@ class Tracker(FakeTensorMode):
         return 1.0 if tensor.dtype.is_floating_point else False
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count the new storages of `tensors` as `self.kind`."""
+        """Count the new storages of `tensors` as `self.kind`. Tensors on the meta device stand for tensors in host memory."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+                self.host_sizes.append(storage.nbytes())
+                continue
             key = storage._cdata
             if key not in self._numbers:
                 number = self._new(storage.nbytes())
@@ -130,7 +134,7 @@ class Tracker(FakeTensorMode):
             renumbered[number]: weakref.ref(storage, partial(self._freed, keys[renumbered[number]], renumbered[number]))
             for number, storage in storages.items()
         }
-        self.operands, self.ends, self.flops, self.dtypes = [], [], [], []
+        self.operands, self.ends, self.flops, self.dtypes, self.host_sizes = [], [], [], [], []
         self.before = len(alive)
 
     def begin_update(self) -> None:
@@ -159,6 +163,7 @@ class Tracker(FakeTensorMode):
             self.before,
             self.granularity > 1,
             self.expandable,
+            np.array(self.host_sizes, np.float64),
         )
 
     def _new(self, size: int) -> int:

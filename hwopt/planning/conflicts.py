@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import ceil
 
-from hwopt.errors import PluginError, Problems
+from hwopt.config.aliases import option_for
+from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision, plugin_hook
 from hwopt.plugin import CAPABILITIES, Conflict
 from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.run_view import BatchSizes
 
 Pair = frozenset[str]
 """The authors (`PluginDecision.author`) of two plugins."""
@@ -111,12 +114,36 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
 def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
     """Capability that the plugin's part of the recipe needs -> reason."""
     found = {}
-    for field in ("masters", "events['gradients']"):
+    for field in ("masters", "scaler", "events['gradients']"):
         if recipe.writes(entry.author, field):
             found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
     if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:
         found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise"
+    if recipe.writes(entry.author, "optimizer") and not entry.plugin.per_parameter:
+        found["single_update"] = f"the optimizer of {entry.name!r} is not per_parameter"
     return found
+
+
+def refuse_accumulation(entries: tuple[PluginDecision, ...], recipe: Recipe, batch: BatchSizes, world_size: int) -> None:
+    """Raise InputError for a step of several micro-batches, if the engine of a plugin lacks `accumulation`."""
+    for entry in applied(entries):
+        if "accumulation" in lacking(entry, recipe) and (steps := batch.accumulation(world_size)) > 1:
+            per_rank = ceil(batch.step / world_size)
+            raise InputError(
+                f"{entry.author} needs one micro-batch per step, and {batch.step} rows in micro-batches of {batch.train} are "
+                f"{steps}. Set {option_for('per_device_train_batch_size')} = {per_rank}, or lower the rows of a step"
+            )
+
+
+def refuse_clipping(entries: tuple[PluginDecision, ...], recipe: Recipe, max_grad_norm: float) -> None:
+    """Raise InputError for a `max_grad_norm` above 0, if the engine of a plugin lacks `clipping`."""
+    for entry in applied(entries):
+        if max_grad_norm and "clipping" in lacking(entry, recipe):
+            options = ", ".join(f"plugins.{entry.name}.{name}" for name in type(entry.options).model_fields)
+            raise InputError(
+                f"{entry.author} cannot clip by the norm of all parameters (training.max_grad_norm = {max_grad_norm:g}). "
+                f"Set training.max_grad_norm = 0{f', or {options}' if options else ''}"
+            )
 
 
 def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:

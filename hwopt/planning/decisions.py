@@ -56,7 +56,7 @@ class PluginDecision:
             "name": self.name,
             "distribution": self.distribution,
             "stage": self.plugin.stage.name,
-            "preserves": self.plugin.preserves,
+            "preserves": self.plugin.effect,
             "decision": self.decision,
             "reason": self.reason,
             "options": self.options.model_dump(mode="json"),

@@ -81,7 +81,7 @@ class Plan:
         """Dotted key -> value of everything that must not change on resume: it alters the model or its training."""
         found: dict[str, Any] = {"model.config": self.job.model.config}
         for entry in self.applied():
-            if entry.plugin.preserves == "method":
+            if entry.plugin.effect == "method":
                 options = entry.options.model_dump(mode="json", exclude=set(entry.plugin.resume_ignores))
                 found |= {f"plugins.{entry.name}": "in use"} | {f"plugins.{entry.name}.{key}": options[key] for key in options}
         return found

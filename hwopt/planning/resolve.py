@@ -17,7 +17,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import applied, mark_replaced, refuse_conflicts, replacements
+from hwopt.planning.conflicts import applied, mark_replaced, refuse_accumulation, refuse_clipping, refuse_conflicts, replacements
 from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import has_key, provenance_of, under_job
@@ -66,7 +66,9 @@ def resolve(
         update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
     )
     check_hyperparameters(recipe, training)
+    refuse_clipping(entries, recipe, training.max_grad_norm)
     batch, batch_note = batch_sizes(recipe, profile, hardware, world_size)
+    refuse_accumulation(entries, recipe, batch, world_size)
     return Plan(
         profile=profile,
         hardware=hardware,

@@ -17,6 +17,9 @@ CAPABILITIES = {
     "packed_weights": "frozen weights may be packed bytes",
     "device_update": "the update runs on the device",
     "retry": "a step that ran out of memory can be run again",
+    "single_update": "one call of the optimizer updates all parameters",
+    "accumulation": "a step may have several micro-batches",
+    "clipping": "the gradient is clipped by the norm of all parameters (training.max_grad_norm)",
 }
 """Capability -> meaning. The core's engines have all of them. A plugin with its own engine lists in `lacks` what it lacks."""
 

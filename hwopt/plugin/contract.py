@@ -167,7 +167,7 @@ class Plugin:
     after: ClassVar[tuple[str, ...]] = ()
     """Plugins of the same stage that must be applied before this one, if the profile has them."""
     preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """What the plugin may change at most: "bits" nothing, "rounding" rounding only, "method" the training method."""
+    """What the plugin changes with default options: "bits" nothing, "rounding" rounding only, "method" the training method."""
     resume_ignores: ClassVar[tuple[str, ...]] = ()
     """Options that may change on resume although the plugin alters training."""
     requires: ClassVar[tuple[str, ...]] = ()
@@ -195,6 +195,11 @@ class Plugin:
         pass
 
     @property
+    def effect(self) -> Literal["bits", "rounding", "method"]:
+        """What the plugin changes with its present options. Override it if an option changes more than `preserves` says."""
+        return type(self).preserves
+
+    @property
     def lacks(self) -> tuple[str, ...]:
         """The capabilities (see CAPABILITIES) that the engine of this plugin lacks."""
         return ()
@@ -206,6 +211,14 @@ class Plugin:
         Only such an optimizer can update the flat partitions or shards of an engine that lacks `whole_parameters`.
         """
         return False
+
+    @property
+    def per_parameter(self) -> bool:
+        """Whether the optimizer of this plugin updates each parameter independently, also with one call for each.
+
+        Only such an optimizer can be used with an engine that lacks `single_update`.
+        """
+        return self.elementwise
 
     def __init__(self, options: Any) -> None:
         self.options = options

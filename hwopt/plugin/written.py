@@ -7,7 +7,7 @@ parameters, so that few plugins skip. For the plugins of a plan see `Recipe.fiel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -60,6 +60,7 @@ TWO_CARDS = Context(
     Job(model=Model(name=LARGE_DECODER.name), data=Data(train="train.csv", max_length=2_048), task=Task(kind="causal-lm")),
     world_size=2,
 )
+ONE_CARD = replace(TWO_CARDS, world_size=1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class Written:
 
 
 def written_by(plugin_class: type[Plugin], who: str) -> Written:
-    """What `plugin_class` writes on two cards of compute capability 9.0, over all options that `probe` offers.
+    """What `plugin_class` writes on two cards of compute capability 9.0, or on one if two are too many for it.
+
+    Counts all options that `probe` offers.
 
     Raises PluginError, which names `who`, if a hook raises.
     """
@@ -83,15 +86,20 @@ def written_by(plugin_class: type[Plugin], who: str) -> Written:
         except ValidationError as error:
             missing = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
             return Written(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
-        decision = plugin_class(options).probe(TWO_CARDS)
+        context = TWO_CARDS
+        decision = plugin_class(options).probe(context)
+        if isinstance(decision, Decision) and decision.kind == "skip":
+            on_one = plugin_class(options).probe(ONE_CARD)
+            if isinstance(on_one, Decision) and on_one.kind != "skip":
+                decision, context = on_one, ONE_CARD
     if not isinstance(decision, Decision) or decision.kind == "skip":
         return Written(None, f"skipped on two cards of compute capability 9.0: {getattr(decision, 'reason', '')}; {see}")
     recipe = Recipe()
     for each in decision.options or (options,):
-        write(plugin_class, each, recipe, who)
+        write(plugin_class, each, context, recipe, who)
     return Written(recipe.fields_of(who))
 
 
-def write(plugin_class: type[Plugin], options: PluginOptions, recipe: Recipe, who: str) -> None:
+def write(plugin_class: type[Plugin], options: PluginOptions, context: Context, recipe: Recipe, who: str) -> None:
     with recipe.written_by(who), plugin_guard(who, "apply()"):
-        plugin_class(options).apply(recipe, TWO_CARDS)
+        plugin_class(options).apply(recipe, context)

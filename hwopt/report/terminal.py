@@ -51,7 +51,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
     say(console, "batch", describe_batch(plan))
     for entry in plan.applied():
-        if entry.plugin.preserves == "method":
+        if entry.plugin.effect == "method":
             say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
     for note in plan.notes:
         say(console, "note", note, "yellow")

@@ -66,7 +66,7 @@ def check_contract_of(
     assert evidence.status != "inactive", f"{name} was applied, but its evidence is inactive: {evidence.seen} {with_it.warnings}"
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
     # a plugin that only sets hyperparameters (batch sizes, warm-up) changes the training on request
-    preserves = entry_of(name, plan).plugin.preserves
+    preserves = entry_of(name, plan).plugin.effect
     if preserves != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
         tolerance = 0.0 if preserves == "bits" else 2e-2
         without = baseline_losses(plan_for(tiny_profile(**(beside or {})), job, registry), folder / "without")

@@ -28,6 +28,7 @@ from hwopt.training.listener import Row
 from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
+from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
 from hwopt.training.samples import Samples
 from hwopt.training.summary import summarize
@@ -54,6 +55,7 @@ class Loop:
         self.telemetry = Telemetry(run)
         self.backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
         self.accumulation = Accumulation(run, self.telemetry, self.backoff)
+        self.reseed_update = reseeder(run.device, run.training.seed, UPDATE)
         self.evaluation = Evaluation(run)
         self.samples = Samples(run)
         self.memory_pressure = MemoryPressure(run.device)
@@ -112,7 +114,7 @@ class Loop:
             self.run.listener.on_evidence(self.run, evidence.collect(self.run))
         if row := self.telemetry.stepped(batch):
             self.report(row)
-            if pressure := self.memory_pressure.message():
+            if self.run.engine.accumulates and (pressure := self.memory_pressure.message()):
                 self.backoff.on_pressure(batch.finest_rung, f"after step {self.run.step}", pressure)
 
     def update(self, batch: StepBatch) -> None:
@@ -123,6 +125,7 @@ class Loop:
             event(run)
         self.accumulation.accumulate(batch, f"at step {run.step + 1}")
         progress.between_steps = False
+        self.reseed_update(run.step)
         run.engine.finish()
         progress.step += 1
         for event in events["step_end"]:

@@ -1,8 +1,9 @@
 """Derive every random number of a run from the place where it is used. No generator state is saved.
 
 The order of samples depends on (seed, epoch). The generator of dropout is seeded for each micro-batch from (seed, optimizer step,
-index of its first sample), not from the rank. So a run that is killed and resumed draws the same numbers. The loop calls
-`generator.manual_seed`, which takes about 1.4 us; `torch.manual_seed` takes 94 us.
+index of its first sample), not from the rank. For an optimizer that draws numbers (stochastic rounding), it is seeded before the
+update from (seed, optimizer step): all ranks make the same update. So a run that is killed and resumed draws the same numbers.
+The loop calls `generator.manual_seed`, which takes about 1.4 us; `torch.manual_seed` takes 94 us.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 MASK = 2**64 - 1
 
-WEIGHTS, ORDER, DROPOUT, SPLIT = range(1, 5)
+WEIGHTS, ORDER, DROPOUT, SPLIT, UPDATE = range(1, 6)
 """The first number of every `place` in `mix`: the purpose, so that no two purposes share random numbers."""
 
 
@@ -38,8 +39,8 @@ def shuffled(lengths: Sequence[int] | np.ndarray, seed: int, epoch: int, rows: i
     return np.random.default_rng(mix(seed, ORDER, epoch)).permutation(len(lengths))
 
 
-def reseeder(device: torch.device, seed: int) -> Callable[[int, int], None]:
-    """A function (optimizer step, index of the first sample) -> None that seeds the generators of dropout."""
+def reseeder(device: torch.device, seed: int, purpose: int = DROPOUT) -> Callable[..., None]:
+    """A function (*place) -> None that seeds torch's generators. For DROPOUT: (optimizer step, index of the first sample)."""
     import torch
 
     generators = [torch.default_generator]
@@ -47,10 +48,10 @@ def reseeder(device: torch.device, seed: int) -> Callable[[int, int], None]:
         torch.cuda.init()
         generators.append(torch.cuda.default_generators[device.index or 0])
     setters = [generator.manual_seed for generator in generators]
-    base = mix(seed, DROPOUT)
+    base = mix(seed, purpose)
 
-    def reseed(step: int, sample: int) -> None:
-        number = mix(base, step, sample)
+    def reseed(*place: int) -> None:
+        number = mix(base, *place)
         for set_seed in setters:
             set_seed(number)
 

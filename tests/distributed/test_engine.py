@@ -159,3 +159,26 @@ def test_one_rank_reduces_and_gathers_alone(tmp_path: Path) -> None:
     assert engine.all_reduce_max(7) == 7
     assert engine.all_gather(tmp_path) == [tmp_path]
     assert engine.loss_scale() is None
+
+
+def test_norm_of_bf16_gradients_is_fp32() -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(64, 8, dtype=torch.bfloat16)) for _ in range(3)]
+    made = FUSED(parameters)
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        inner_model=torch.nn.ParameterList(parameters),
+        optimizer=made,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
+        scaler=None,
+        parameter_names=["0", "1", "2"],
+        recipe=SimpleNamespace(masters=None, events={"gradients": []}),
+        training=SimpleNamespace(max_grad_norm=0.0),
+    )
+    engine = Engine(run)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    expected = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm()
+    engine.finish()
+    assert engine.norm.dtype == torch.float32
+    assert float(engine.norm) == pytest.approx(float(expected), rel=1e-6)

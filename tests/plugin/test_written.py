@@ -17,6 +17,7 @@ WRITES = {  # some of the built-in plugins
     "zero": {"process", "accelerator", "engine"},
     "schedule": {"training"},
     "fused_loss": {"model_steps", "loss", "final_steps"},
+    "optimizer_in_backward": {"engine", "events"},  # on one rank
 }
 
 

@@ -11,8 +11,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
+from hwopt.memory.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.adapter import add_adapter
 from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
 
@@ -145,3 +147,75 @@ def test_model_without_checkpointable_layers_is_refused():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Checkpointing.Options.model_validate_json(text)
+
+
+def applied_with_offload(model):
+    recipe = Recipe()
+    Checkpointing(Checkpointing.Options(offload=True)).apply(recipe, context())
+    return recipe.model_steps[0](model, None)
+
+
+class OnMeta(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu` of a device other than the CPU: moves tensors to the meta device, and back as the values it kept."""
+
+    def __init__(self, pin_memory=False):
+        kept = {}
+
+        def pack(tensor):
+            packed = tensor.to("meta")
+            kept[id(packed)] = tensor.clone()
+            return tensor.device, packed
+
+        def unpack(packed):
+            return kept[id(packed[1])] if packed[1].device.type == "meta" else packed[1]
+
+        super().__init__(pack, unpack)
+
+
+@pytest.mark.parametrize("build", [bert, lambda: bert(0.3), llama_with_adapter], ids=["bert", "dropout", "adapter"])
+def test_offload_moves_the_input_of_each_layer_and_changes_no_bit(build, monkeypatch):
+    plain, _ = gradients(build())
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", OnMeta)
+    offloaded, run = gradients(applied_with_offload(build()))
+    for name in plain:
+        torch.testing.assert_close(offloaded[name], plain[name], rtol=0, atol=0, msg=name)
+    plugin = Checkpointing(Checkpointing.Options(offload=True))
+    evidence = plugin.evidence(run)
+    assert evidence.status == "active", evidence.seen
+    inputs = 4 * IDS.numel() * SIZES["hidden_size"] * 4
+    assert f"4 inputs, {inputs / 2**20:,.1f} MiB, moved to host memory" in evidence.seen
+    assert repeated_layers(run.inner_model)[0]._gradient_checkpointing_func.bytes == inputs
+
+
+def test_evidence_is_inactive_if_nothing_moved():
+    _, run = gradients(applied_with_offload(bert()))  # the inputs are in host memory already
+    evidence = Checkpointing(Checkpointing.Options(offload=True)).evidence(run)
+    assert (evidence.status, "no input of a layer was moved" in evidence.seen) == ("inactive", True)
+
+
+def test_offload_decisions():
+    assert "inputs in pinned host memory" in Checkpointing(Checkpointing.Options(offload=True)).probe(context()).reason
+    on_cpu = Context(described("CPU", None, 32.0), {}, FACTS, None)
+    decision = Checkpointing(Checkpointing.Options(offload=True)).probe(on_cpu)
+    assert (decision.kind, decision.options[0].offload) == ("fallback", False)
+    assert "needs a CUDA device, found a CPU" in decision.reason
+    with pytest.raises(ValidationError, match='set layers = "all"'):
+        Checkpointing.Options(layers="selective", offload=True)
+
+
+def test_forecast_of_offload_counts_device_and_host(tmp_path):
+    layers, hidden, rows, width = 6, 96, 4, 250
+    config = TINY_LLAMA | {"hidden_size": hidden, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    card = described("a card", (8, 6), 24.0)
+
+    def trace(**options):
+        tables = {"checkpointing": options, "precision": {"dtype": "bf16", "level": "pure"}, "sdpa": {}, "batch": {"train": rows}}
+        return trace_plan(
+            plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm", config=config), hardware=card), width, 2
+        )
+
+    plain, offloaded = trace().train.at(rows, width), trace(offload=True).train.at(rows, width)
+    assert plain.host_bytes() == 0
+    assert offloaded.host_bytes() == layers * 2**18  # inputs of 4 x 250 x 96 x 2 bytes, rounded up to a power of two
+    activations = [timeline.peak().parts["activations"] for timeline in (plain, offloaded)]
+    assert activations[1] < 0.5 * activations[0]

@@ -20,13 +20,17 @@ OPTIONS = {  # for plugins whose defaults have no visible effect
     "adapter": {"always": True, "r": 4},
     "batch": {"train": 4, "gradient_accumulation_steps": 2},
     "compile": {"scope": "block", "widths": [32]},
+    "optimizer_in_backward": {"clipping": "off"},
     "precision": {"dtype": "bf16"},
     "quantize": {"dtype": "fp32"},
     "schedule": {"warmup_ratio": 0.5},
     "zero": {"stage": 2, "offload": "none"},
 }
 KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # for plugins that skip a classification
-BESIDE = {"quantize": {"adapter": {"always": True, "r": 4}}}  # for plugins that need another plugin
+BESIDE: dict[str, dict[str, dict[str, object]]] = {
+    "optimizer_in_backward": {"batch": {"train": 8}},
+    "quantize": {"adapter": {"always": True, "r": 4}},
+}  # for plugins that need another plugin
 CARD = described("a card", (8, 6), 24.0)
 DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
 """Plugins that some machines cannot run -> hardware on which they apply."""

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -11,10 +12,13 @@ import torch
 from pydantic import ValidationError
 from torch.profiler import profile
 
+from hwopt import api
+from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
+from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_torchao
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -259,3 +263,88 @@ def test_bitsandbytes_step_returns_the_loss_of_the_closure(waits):
 
     assert optimizer.step(closure).detach() == 64 * 64
     assert weight.detach().max() < 1
+
+
+def test_stochastic_rounding_is_on_for_torchao_only():
+    card = replace(T4, compiler="g++")
+    assert decided(card, "adamw_torch_8bit").options[0].stochastic_rounding is True
+    assert decided(card, "adamw_bnb_8bit").options[0].stochastic_rounding is None
+    chosen = Optimizer(Optimizer.Options(name="adamw_torch_4bit", stochastic_rounding=False))
+    assert chosen.probe(Context(card, SOFTWARE, None, None)).options[0].stochastic_rounding is False
+    fallback = decided(replace(CPU, compiler="g++"), "paged_adamw_8bit", "adamw_torch_8bit")
+    assert (fallback.kind, fallback.options[0].stochastic_rounding) == ("fallback", True)
+    with pytest.raises(ValidationError, match="stochastic_rounding = true needs one of adamw_torch_8bit, adamw_torch_4bit"):
+        Optimizer.Options(name="adamw_torch_fused", stochastic_rounding=True)
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """torchao's update in eager mode: the same numbers, without compiling each shape."""
+    import torch._dynamo
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def updated_bf16(stochastic, steps=200):
+    """A bf16 weight of 1 after steps of 1/1024 each, a quarter of its rounding unit below 1."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    groups = [{"params": [weight], "weight_decay": 0.0, **SETTINGS, "lr": 2**-10}]
+    optimizer = make_optimizer("adamw_torch_8bit", groups, stochastic_rounding=stochastic)
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return weight.detach().double().mean().item(), optimizer
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_stochastic_rounding_keeps_small_updates_on_average():
+    nearest, _ = updated_bf16(stochastic=False)
+    assert nearest == 1.0, "each update is rounded away"
+    stochastic, optimizer = updated_bf16(stochastic=True)
+    assert stochastic == pytest.approx(1 - 200 / 1024, abs=5e-3)
+    run = SimpleNamespace(optimizer=optimizer, observation=Observation())
+    options = Optimizer.Options(name="adamw_torch_8bit", stochastic_rounding=True)
+    evidence = Optimizer(options).evidence(run)
+    assert evidence.status == "active"
+    assert "4,096 bf16 weights, rounded stochastically" in evidence.seen
+    other = Optimizer.Options(name="adamw_torch_8bit", stochastic_rounding=False)
+    assert Optimizer(other).evidence(run).status == "inactive"
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_stochastic_rounding_resumes_with_the_same_bits(tmp_path):
+    here = detect()
+    hardware = replace(here, cpu_features=(*here.cpu_features, "avx512_bf16"), compiler="g++")
+    tables = {"precision": {"dtype": "bf16", "level": "pure"}, "optimizer": {"name": "adamw_torch_8bit"}}
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, save_steps=2), hardware=hardware)
+    recorder = train_tiny(plan, tmp_path)
+    evidence = next(evidence for entry, evidence in recorder.found if entry.name == "optimizer")
+    assert "rounded stochastically" in evidence.seen
+    resumed = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    api.execute(plan, resumed, cache=tmp_path / "cache", resume=True)
+    assert saved_bits(resumed / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+def bytes_of(tensor):
+    """The bytes of a tensor, and of the parts of torchao's quantized states."""
+    parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_attrs", ())]
+    return sum(part.nbytes for part in parts) if parts else tensor.nbytes
+
+
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (4096,), (63, 65), (65, 64), (33, 128), (8, 256)])
+def test_reserved_state_is_as_large_as_torchaos(name, dtype, shape):
+    def states_of(make):
+        weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        optimizer = make([{"params": [weight], "lr": 1e-3}])
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        return sorted(bytes_of(value) for value in optimizer.state[weight].values() if value.ndim)
+
+    real = states_of(partial(make_optimizer, name))
+    reserved = states_of(partial(reserving_torchao, TORCHAO_BITS[name]))
+    assert sum(reserved) == sum(real)
+    assert len(real) == 2

@@ -1,18 +1,26 @@
 """The dtype on each machine, O2 with masters compared with fp32 training, and lossless export and restore."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
+from hwopt import api
 from hwopt.distributed.engine import Engine
+from hwopt.errors import InputError
+from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
+from hwopt.memory.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe
+from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge
-from hwopt_plugins.precision import Precision, is_norm
+from hwopt_plugins.precision import Precision
+from hwopt_plugins.precision.half_weights import is_norm
 
 T4, V100 = described("T4", (7, 5), 16.0), described("V100", (7, 0), 16.0)
 P100 = described("P100", (6, 0), 16.0)
@@ -251,6 +259,90 @@ def test_tied_weights_stay_tied():
     assert exported["lm_head.weight"].dtype == exported["transformer.wte.weight"].dtype == torch.float32
 
 
+def test_pure_decisions():
+    assert decided(AMPERE[0], level="pure").options[0].dtype == "bf16"
+    on_t4 = decided(T4, level="pure")
+    assert (on_t4.kind, on_t4.options[0].dtype, on_t4.options[0].level) == ("fallback", "fp16", "O2")
+    assert "pure needs bf16: needs compute capability 8.0" in on_t4.reason
+    assert decided(CPU, "bf16", level="pure").options[0].dtype == "fp32"
+    with pytest.raises(ValidationError, match='level = "pure" needs dtype = "bf16"'):
+        Precision.Options(dtype="fp16", level="pure")
+
+
+def test_pure_writes_no_masters_scaler_or_autocast():
+    pure = written(CPU, dtype="bf16", level="pure")
+    assert (pure.masters, pure.scaler, list(pure.optimizer_wraps), list(pure.export_steps)) == (None, None, [], [])
+    assert (pure.accelerator["mixed_precision"], pure.model_kwargs["dtype"]) == ("no", "bfloat16")
+    assert list(pure.events["evaluate_begin"]) == []
+
+
+def test_pure_changes_the_method_and_the_other_levels_do_not():
+    effects = {level: Precision(Precision.Options(dtype="bf16", level=level)).effect for level in ("O1", "O2", "pure")}
+    assert effects == {"O1": "rounding", "O2": "rounding", "pure": "method"}
+    assert Precision(Precision.Options(dtype="fp32", level="pure")).effect == "rounding"
+
+
+def test_pure_has_bf16_weights_gradients_and_states():
+    run = build(written(CPU, dtype="bf16", level="pure"), bert())
+    ids, labels = next(batches(1))
+    torch.nn.functional.cross_entropy(run.inner_model(input_ids=ids).logits.float(), labels).backward()
+    assert {p.grad.dtype for p in run.inner_model.parameters() if p.grad is not None} == {torch.bfloat16}
+    run.optimizer.step()
+    states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
+    assert {value.dtype for value in states} == {torch.bfloat16}
+    assert {p.dtype for p in run.inner_model.parameters()} == {torch.bfloat16}
+
+
+def test_pure_keeps_buffers_in_fp32():
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+    run = build(written(CPU, dtype="bf16", level="pure"), model)
+    assert run.inner_model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_pure_follows_fp32_training_at_a_learning_rate_above_its_rounding():
+    full = train(written(CPU, dtype="fp32"), bert())
+    pure = train(written(CPU, dtype="bf16", level="pure"), bert())
+    assert pure.losses == pytest.approx(full.losses, abs=0.05)
+    assert pure.losses[-1] < pure.losses[0]
+
+
+def plan_of_pure(folder, **tables):
+    here = detect()
+    hardware = replace(here, cpu_features=(*here.cpu_features, "avx512_bf16"))  # every CPU can compute in bf16
+    tables = {"precision": {"dtype": "bf16", "level": "pure"}} | tables
+    return plan_for(tiny_profile(**tables), tiny_job(folder, save_steps=2), hardware=hardware)
+
+
+def test_pure_run_saves_bf16_and_resumes_with_the_same_bits(tmp_path):
+    plan = plan_of_pure(tmp_path)
+    recorder = train_tiny(plan, tmp_path)
+    evidence = next(evidence for entry, evidence in recorder.found if entry.name == "precision")
+    assert evidence.status == "active", evidence.seen
+    assert "the optimizer steps on {'bfloat16'" in evidence.seen
+    run = tmp_path / "run"
+    final = load_file(run / "final" / "model.safetensors")
+    assert {value.dtype for value in final.values() if value.is_floating_point()} == {torch.bfloat16}
+    assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+    resumed = gone_back(run, tmp_path / "again", 2)
+    api.execute(plan, resumed, cache=tmp_path / "cache", resume=True)
+    assert saved_bits(resumed / "final") == saved_bits(run / "final")
+
+
+def test_resume_refuses_another_level_than_pure(tmp_path):
+    train_tiny(plan_of_pure(tmp_path), tmp_path)
+    resumed = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    with pytest.raises(InputError, match=r"plugins\.precision"):
+        api.execute(plan_of_pure(tmp_path, precision={"dtype": "bf16"}), resumed, cache=tmp_path / "cache", resume=True)
+
+
+@pytest.mark.parametrize(("level", "expected"), [("O1", (4, 4, 8, 0)), ("O2", (2, 2, 8, 4)), ("pure", (2, 2, 4, 0))])
+def test_bytes_per_parameter_of_each_level(level, expected, tmp_path):
+    plan = plan_of_pure(tmp_path, precision={"dtype": "bf16", "level": level}, optimizer={"name": "adamw_torch"})
+    spec = memory_spec(plan)
+    assert (spec.weight_bytes, spec.gradient_bytes, spec.state_bytes, spec.master_bytes) == expected
+
+
 def observed(run, **matmuls):
     run.observation = Observation(matmul_dtypes={name.replace("_", "::"): count for name, count in matmuls.items()})
     return run
@@ -262,6 +354,11 @@ def test_evidence_reads_dtypes_of_weights_and_operators():
     assert o2.evidence(observed(half, c10_BFloat16=40)).status == "active"
     assert "the optimizer steps on {'float32'" in o2.evidence(half).seen
     assert o2.evidence(observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
+    pure = Precision(Precision.Options(dtype="bf16", level="pure"))
+    bf16 = train(written(CPU, dtype="bf16", level="pure"), bert(), 1)
+    assert pure.evidence(observed(bf16, c10_BFloat16=40)).status == "active"
+    assert pure.evidence(observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
+    assert o2.evidence(observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
     o1 = Precision(Precision.Options(dtype="bf16"))
     assert o1.evidence(observed(full, c10_BFloat16=40, float=2)).status == "active"
     assert o1.evidence(observed(full, float=42)).status == "inactive"

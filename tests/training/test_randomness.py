@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.training.randomness import mix, reseeder, shuffled
+from hwopt.training.randomness import DROPOUT, UPDATE, mix, reseeder, shuffled
 
 number = st.integers(0, 2**63 - 1)
 
@@ -49,3 +49,14 @@ def test_dropout_depends_only_on_step_and_sample() -> None:
     assert torch.equal(drawn(5, 17), first)
     assert not torch.equal(drawn(6, 17), first)
     assert not torch.equal(drawn(5, 18), first)
+
+
+def test_update_depends_only_on_the_step_and_shares_no_numbers_with_dropout() -> None:
+    def drawn(seed: int, purpose: int, *place: int) -> torch.Tensor:
+        reseeder(torch.device("cpu"), seed, purpose)(*place)
+        return torch.rand(8)
+
+    first = drawn(3, UPDATE, 5)
+    assert torch.equal(drawn(3, UPDATE, 5), first)
+    for other in (drawn(3, UPDATE, 6), drawn(4, UPDATE, 5), drawn(3, DROPOUT, 5), drawn(3, DROPOUT, 5, 0)):
+        assert not torch.equal(other, first)

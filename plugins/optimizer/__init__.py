@@ -1,8 +1,9 @@
 """AdamW: plain or fused, with states in 32, 8 or 4 bits, or with states paged to host memory.
 
 Learning rate, betas, eps and weight decay come from the parameter groups, because the defaults of the libraries differ.
-Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bit. Tensors with fewer than 4,096 elements keep
-32-bit states.
+Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bit; torch and torchao store unquantized states in
+the dtype of the weight. Tensors with fewer than 4,096 elements are not quantized. torchao also does not quantize tensors whose
+size is no multiple of its block (256 elements in 8 bit, 128 in 4 bit).
 
 Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); 8-bit optimizers, Dettmers et al. 2022 (arXiv:2110.02861); paged
 optimizers, Dettmers et al. 2023 (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.
@@ -10,7 +11,9 @@ Hardware: fused needs CUDA or a CPU; paged needs CUDA (unified memory); torchao 
 Cost: the optimizers of bitsandbytes and torchao take no `found_inf`, so the host waits for the device once per step, and the
 device then waits for the launches of the update. bitsandbytes launches a kernel per parameter: 9 ms for BERT-base on a slow core.
 Paged states cost one more wait for each parameter of at least 100,000 elements, and one per step.
-Numerical effect: fused changes rounding; quantized states round the update itself.
+torchao's compiled update of a matrix needs 8 (8 bit) or 24 (4 bit) bytes per element for a moment.
+Numerical effect: fused changes rounding; quantized states round the update itself. torchao rounds updates of bf16 weights
+stochastically, so that small updates are not lost on average.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from hwopt.plugin import (
     RunView,
     Stage,
 )
+from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer, reserving_torchao
 
 STATE_BYTES = {  # per parameter; quantized states have a 32-bit scale for each block
     "adamw_torch": 8.0,
@@ -51,9 +55,6 @@ STATE_BYTES = {  # per parameter; quantized states have a 32-bit scale for each 
 }
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
 """Optimizers whose states have the shapes of the parameters and are updated element by element."""
-SMALL = 4_096
-"""Tensors with fewer elements keep 32-bit states."""
-
 Name = Literal[
     "adamw_torch",
     "adamw_torch_fused",
@@ -74,10 +75,12 @@ CLASSES: dict[str, tuple[str, str]] = {
 }
 
 
-def make_optimizer(name: str, groups: list[dict[str, Any]]) -> Any:
+def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_rounding: bool = False) -> Any:
     """The optimizer `name` for `groups`. Each group has its own lr, betas, eps and weight_decay."""
     module, cls = CLASSES[name]
-    settings = {"fused": True} if name == "adamw_torch_fused" else {}
+    settings: dict[str, Any] = {"fused": True} if name == "adamw_torch_fused" else {}
+    if stochastic_rounding:
+        settings["bf16_stochastic_round"] = True
     found = getattr(import_module(module), cls)
     return (without_waits(found) if module == "bitsandbytes.optim" else found)(groups, **settings)
 
@@ -122,20 +125,6 @@ def without_waits(cls: Any) -> Any:
     return type(
         cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": without_waits.__doc__, "step": torch.no_grad()(step)}
     )
-
-
-def reserving_optimizer(state_bytes: float, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer that only allocates its state: `state_bytes` per parameter, 8 for small tensors. For the memory planner."""
-    import torch
-
-    class Reserving(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                if not self.state[parameter]:
-                    size = parameter.numel() * (8 if state_bytes > 0 and parameter.numel() < SMALL else state_bytes)
-                    self.state[parameter]["reserved"] = torch.empty(int(size), dtype=torch.uint8, device=parameter.device)
-
-    return Reserving(groups, {})
 
 
 @cache
@@ -196,11 +185,24 @@ class Optimizer(Plugin):
     class Options(PluginOptions):
         name: Name = Field(default="adamw_torch_fused", description="Name of the optimizer in transformers.")
         fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order if `name` cannot run; then adamw_torch.")
+        stochastic_rounding: bool | None = Field(
+            default=None,
+            description="Round updates of bf16 weights (precision.level pure) up or down at random; only adamw_torch_8bit and "
+            "adamw_torch_4bit can, and do by default.",
+        )
 
         @model_validator(mode="after")
         def require_distinct(self) -> Optimizer.Options:
             if len(set(self.fallback)) < len(self.fallback):
                 raise ValueError(f"fallback = {list(self.fallback)} contains an optimizer twice")
+            return self
+
+        @model_validator(mode="after")
+        def require_torchao_for_stochastic_rounding(self) -> Optimizer.Options:
+            if self.stochastic_rounding and not {self.name, *self.fallback} & TORCHAO_BITS.keys():
+                raise ValueError(
+                    f"stochastic_rounding = true needs one of {', '.join(TORCHAO_BITS)}; {self.name} rounds to nearest"
+                )
             return self
 
     options: Options
@@ -209,27 +211,38 @@ class Optimizer(Plugin):
     def elementwise(self) -> bool:
         return self.options.name in ELEMENTWISE
 
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
     def probe(self, context: Context) -> Decision:
         # a name given with --set may also be one of the profile's fallbacks
         chain = (self.options.name, *(name for name in self.options.fallback if name != self.options.name))
         refused: list[str] = []
         for place, name in enumerate(chain):
             capability = available(name, context, last=place == len(chain) - 1)
+            rounding = self.options.stochastic_rounding is not False if name in TORCHAO_BITS else None
             if capability and not refused:
-                return Decision.apply(f"{name}: {capability.reason}")
+                return Decision.apply(
+                    f"{name}: {capability.reason}", self.options.model_copy(update={"stochastic_rounding": rounding})
+                )
             if capability:
-                return Decision.fallback(self.Options(name=name), f"{'; '.join(refused)}; takes {name}")
+                to = self.Options(name=name, stochastic_rounding=rounding)
+                return Decision.fallback(to, f"{'; '.join(refused)}; takes {name}")
             refused.append(f"{name}: {capability.reason}")
         return Decision.fallback(self.Options(name="adamw_torch"), f"{'; '.join(refused)}; takes adamw_torch, the last candidate")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.optimizer = partial(make_optimizer, self.options.name)
+        recipe.optimizer = partial(make_optimizer, self.options.name, stochastic_rounding=bool(self.options.stochastic_rounding))
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         name = self.options.name
-        spec.state_bytes = STATE_BYTES[name]
-        if name.startswith("paged") or CLASSES[name][0].startswith("torchao"):  # their kernels need a CUDA device or a compiler
+        stepped_bytes = spec.master_bytes or spec.gradient_bytes  # torch's states have the dtype of the stepped tensors
+        spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else STATE_BYTES[name]
+        if name.startswith("paged"):  # their kernels need a CUDA device
             spec.stand_ins["optimizer"] = partial(reserving_optimizer, STATE_BYTES[name])
+        elif name in TORCHAO_BITS:  # its update is compiled
+            spec.stand_ins["optimizer"] = partial(reserving_torchao, TORCHAO_BITS[name])
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
@@ -259,6 +272,13 @@ class Optimizer(Plugin):
             if not run.observation.operators:
                 return Evidence.unknown(f"{seen}; no operators were recorded")
             return Evidence.active(seen) if fused else Evidence.inactive(seen)
+        if name in TORCHAO_BITS:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
+            how = "stochastically" if optimizer.bf16_stochastic_round else "to the nearest value"
+            seen += f"; {bf16:,} bf16 weights, rounded {how}" if bf16 else ""
+            if optimizer.bf16_stochastic_round != bool(self.options.stochastic_rounding):
+                return Evidence.inactive(seen)
         if name.endswith(("8bit", "4bit")) and not any(kind == "uint8" or "OptimState" in kind for kind in kinds):
             return Evidence.inactive(f"{seen}; every tensor is too small to be quantized (under 4,096 elements)")
         return Evidence.active(seen)

@@ -1,0 +1,93 @@
+"""Optimizer in backward: updates each parameter as soon as its gradient is complete, and frees the gradient.
+
+At most a few gradients exist at a time, instead of those of all parameters. The update is the usual one, bit for bit, but no step
+can add up several micro-batches, and nothing can look at the whole gradient before the update. So clipping by the norm of the
+whole gradient is refused, unless `clipping` says what to do instead.
+
+Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html; `optimizer_in_bwd` of torchtune;
+LOMO, Lv et al. 2023 (arXiv:2306.09782).
+Hardware: any, one rank.
+Cost: one call of the optimizer per parameter. With an optimizer that takes no `found_inf` (8 bit, 4 bit, paged) the host waits
+for the device once per parameter. A step that runs out of memory cannot be retried.
+Numerical effect: none without clipping. If a gradient is not finite, this and all later updates of the step are skipped; the
+parameters behind it in the model were already updated, unless the loss itself is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hwopt.plugin import Conflict, Context, Decision, Evidence, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+
+
+def make_engine(clip: bool, run: RunView) -> Any:
+    from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
+
+    return InBackwardEngine(run, clip=clip)
+
+
+def begin_step(run: RunView) -> None:
+    """Let the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
+    run.engine.in_step = True
+
+
+class OptimizerInBackward(Plugin):
+    name = "optimizer_in_backward"
+    stage = Stage.DISTRIBUTION
+    preserves = "bits"
+    conflicts = (
+        Conflict(
+            field="accelerator['mixed_precision']",
+            why='fp16 needs a loss scaler, which needs the whole gradient before the update; set dtype = "bf16"',
+            when=lambda in_backward, precision: getattr(precision, "dtype", "fp16") == "fp16",
+        ),
+        Conflict(
+            field="cut",
+            why="recipe.cut splits a step into several micro-batches, and here a step has one; keep one of the two tables",
+        ),
+    )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "optimizer_in_bwd": "enabled = true",
+    }
+
+    class Options(PluginOptions):
+        clipping: Literal["refuse", "off", "parameter"] = Field(
+            default="refuse",
+            description="What to do if training.max_grad_norm is above 0. refuse: end with an error. off: do not clip. "
+            "parameter: clip each gradient to this norm.",
+        )
+
+    options: Options
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        clipping = ("clipping",) if self.options.clipping == "refuse" else ()
+        return ("whole_gradients", "retry", "single_update", "accumulation", *clipping)
+
+    @property
+    def effect(self) -> Literal["bits", "rounding", "method"]:
+        return "bits" if self.options.clipping == "refuse" else "method"
+
+    def probe(self, context: Context) -> Decision:
+        ranks = context.world_size
+        if ranks > 1:
+            return Decision.skip(f"needs one rank, found {ranks}: gradients are summed over the ranks after the backward pass")
+        clipping = "each gradient is clipped by its own norm" if self.options.clipping == "parameter" else "no clipping"
+        return Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.engine = partial(make_engine, self.options.clipping == "parameter")
+        recipe.events["step_begin"].append(begin_step)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        spec.gradient_bytes = 0.0
+
+    def evidence(self, run: RunView) -> Evidence:
+        updated, parameters = getattr(run.engine, "updated", 0), len(run.engine.parameters)
+        left = sum(p.grad is not None for p in run.engine.parameters)
+        seen = f"{updated} of {parameters} parameters were updated in the backward pass of step 1; {left} gradients were left"
+        return Evidence.active(seen) if updated and not left else Evidence.inactive(seen)

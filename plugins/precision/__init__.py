@@ -1,0 +1,199 @@
+"""Half precision: autocast with fp32 weights (O1), half-precision weights with fp32 masters (O2), or bf16 weights alone (pure).
+
+O1 computes matrix products in fp16 or bf16 and the rest in fp32, with Accelerate's autocast.
+O2 stores weights, activations and gradients in half precision, and the optimizer updates fp32 masters. Norm layers keep fp32
+weights and compute in fp32. Softmax is fp32 in every SDPA kernel, and the loss of the task is fp32.
+pure stores weights, activations, gradients and optimizer states in bf16 and has no masters. Checkpoints and final/ hold bf16.
+fp16 uses a loss scaler. The names O1 and O2 come from Apex; Apex itself is not used.
+
+Source: fp16, Micikevicius et al. 2018 (arXiv:1710.03740); bf16, Kalamkar et al. 2019 (arXiv:1905.12322).
+Hardware: fp16 needs compute capability 7.0; bf16 needs 8.0, or a CPU with AMX or AVX512-BF16.
+Cost: none. O2 saves activation memory and bandwidth, but no state: O1 and O2 need 16 bytes per parameter with AdamW, pure 8.
+Numerical effect: products keep 11 (fp16) or 8 (bf16) bits; O2 and pure also accumulate micro-batch gradients in half precision.
+pure rounds each update to bf16: an update under 1/512 to 1/256 of its weight is lost, unless the optimizer rounds stochastically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from hwopt.hardware.device import Hardware
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+)
+from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
+
+PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
+
+
+def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str]:
+    """(dtype, reason): bf16 if the hardware supports it, else fp16, else fp32; the reason says why the others are not used."""
+    bf16, fp16 = hardware.can("bf16"), hardware.can("fp16")
+    if bf16:
+        return "bf16", bf16.reason
+    return ("fp16", f"{fp16.reason}; bf16 {bf16.reason}") if fp16 else ("fp32", f"bf16: {bf16.reason}; fp16: {fp16.reason}")
+
+
+def gradient_scaler(device_type: str) -> Any:
+    import torch
+
+    return torch.amp.GradScaler(device_type)
+
+
+class Precision(Plugin):
+    name = "precision"
+    stage = Stage.MODEL
+    after = ("adapter", "quantize")  # adapter weights are cast too, and get masters
+    preserves = "rounding"
+    conflicts = (
+        Conflict(
+            lacks="whole_gradients",
+            why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole gradient before the update; "
+            'set level = "O1"',
+            when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
+        ),
+        Conflict(
+            lacks="whole_parameters",
+            why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
+            when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
+        ),
+    )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "fp16": "dtype = 'fp16'",
+        "bf16": "dtype = 'bf16'",
+        "mixed_precision": "dtype",
+        "torch_dtype": "dtype",
+        "fp16_opt_level": "level",
+    }
+
+    class Options(PluginOptions):
+        dtype: Literal["auto", "fp16", "bf16", "fp32"] = Field(
+            default="auto", description='"auto": bf16 if the hardware supports it, else fp16, else fp32.'
+        )
+        level: Literal["O1", "O2", "pure"] = Field(
+            default="O1",
+            description="O1: autocast with fp32 weights. O2: half-precision weights with fp32 masters. pure: bf16 weights, "
+            "gradients and states without masters.",
+        )
+        full_eval: bool = Field(
+            default=False,
+            description="O2: evaluate with the half-precision weights; false: with the fp32 masters under autocast.",
+        )
+
+        @model_validator(mode="after")
+        def require_o2_for_full_eval(self) -> Precision.Options:
+            if self.full_eval and self.level == "O1":
+                raise ValueError('full_eval = true needs half-precision weights: set level = "O2", or remove full_eval')
+            return self
+
+        @model_validator(mode="after")
+        def require_bf16_for_pure(self) -> Precision.Options:
+            if self.level == "pure" and self.dtype == "fp16":
+                raise ValueError(
+                    'level = "pure" needs dtype = "bf16": without fp32 masters, fp16 gradients cannot be unscaled and small '
+                    'fp16 states become 0. For fp16 set level = "O2"'
+                )
+            return self
+
+    options: Options
+
+    @property
+    def effect(self) -> Literal["bits", "rounding", "method"]:
+        return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
+
+    def probe(self, context: Context) -> Decision:
+        requested, hardware = self.options.dtype, context.hardware
+        if requested == "fp32":
+            return Decision.apply("full precision")
+        if requested != "auto" and hardware.can(requested):
+            return Decision.apply(f"{self.options.level}: {hardware.can(requested).reason}")
+        dtype, reason = best_dtype(hardware)
+        if self.options.level == "pure" and dtype == "fp16":
+            to = self.options.model_copy(update={"dtype": dtype, "level": "O2"})
+            return Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
+        to = self.Options(dtype="fp32") if dtype == "fp32" else self.options.model_copy(update={"dtype": dtype})
+        if requested == "auto":
+            return Decision.apply(f"{dtype}: {reason}", to)
+        return Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        dtype = self.options.dtype
+        assert dtype != "auto", "probe() replaces it"
+        level = "O1" if dtype == "fp32" else self.options.level
+        # transformers 5 would use the dtype of the file; loading in fp32 would need twice the host memory of bf16
+        recipe.model_kwargs.setdefault("dtype", "bfloat16" if level == "pure" else "float32")
+        recipe.accelerator["mixed_precision"] = dtype if level == "O1" and dtype != "fp32" else "no"
+        if dtype != "fp32" and context.hardware.device_type == "cuda":
+            recipe.batch["pad_to_multiple_of"] = 8  # tensor cores need multiples of 8
+        if level == "pure":
+            recipe.model_steps.append(partial(cast_without_masters, "bfloat16"))
+        if level == "O2":
+            weights = HalfWeights(dtype)
+            recipe.model_steps.append(weights.cast)
+            recipe.optimizer_wraps.append(weights.swap_in)
+            recipe.masters = weights
+            if not self.options.full_eval:
+                recipe.events["evaluate_begin"].append(weights.use_masters)
+                recipe.events["evaluate_end"].append(weights.use_half_weights)
+            recipe.export_steps.append(weights.export)
+            recipe.final_steps.append(weights.restore)  # final steps run in reverse: restore fp32 before an adapter is merged
+            if dtype == "fp16":
+                recipe.scaler = partial(gradient_scaler, context.hardware.device_type)
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        if self.options.dtype != "fp32" and self.options.level != "O1":
+            spec.weight_bytes, spec.gradient_bytes = 2.0, 2.0
+            spec.master_bytes = 4.0 if self.options.level == "O2" else 0.0
+
+    @classmethod
+    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+        dtype, _ = best_dtype(context.hardware)
+        if dtype == "fp32":
+            return []
+        half = MemoryOption(cls.Options(dtype=dtype), 0.6, f"matrix products in {dtype}")
+        weights = MemoryOption(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
+        level = "fp32" if options is None or options.dtype == "fp32" else options.level
+        return {"fp32": [half, weights], "O1": [weights], "O2": [], "pure": []}[level]
+
+    def evidence(self, run: RunView) -> Evidence:
+        import torch
+
+        dtype, matmuls = self.options.dtype, run.observation.matmul_dtypes
+        weights = count_dtypes(run.inner_model.parameters())
+        stepped = count_dtypes(run.engine.parameters)
+        scale = run.engine.loss_scale()
+        in_dtype = matmuls.get(PROFILER_NAMES[dtype], 0)
+        seen = f"{in_dtype} of {sum(matmuls.values())} matmuls in {dtype}; weights {weights}; the optimizer steps on {stepped}"
+        if dtype == "fp16":
+            seen += "; no loss scale" if scale is None else f"; loss scale {scale.item():g}"
+        if not matmuls:
+            return Evidence.unknown(f"no matmuls were recorded; {seen}")
+        has_half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
+        expects_half_weights = dtype != "fp32" and (self.options.level != "O1" or run.engine.keeps_masters)
+        expected = "bfloat16" if dtype != "fp32" and self.options.level == "pure" else "float32"
+        weights_agree = has_half_weights == expects_half_weights and set(stepped) == {expected}
+        scaler_agrees = (scale is not None) == (dtype == "fp16")
+        return Evidence.active(seen) if in_dtype and weights_agree and scaler_agrees else Evidence.inactive(seen)
+
+
+def count_dtypes(parameters: Any) -> dict[str, int]:
+    """Name of a dtype -> the number of elements of `parameters` with it."""
+    counts: dict[str, int] = {}
+    for p in parameters:
+        name = str(p.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + p.numel()
+    return counts

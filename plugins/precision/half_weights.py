@@ -1,0 +1,139 @@
+"""Half-precision weights with fp32 masters, and without."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwopt.plugin import RunView
+
+
+def is_norm(module: Any) -> bool:
+    """Whether `module` is a normalization layer, by its class name: LayerNorm, LlamaRMSNorm, BatchNorm1d."""
+    return "Norm" in type(module).__name__ and next(module.children(), None) is None
+
+
+class HalfWeights:
+    """A model's half-precision weights, and fp32 masters of the trained ones.
+
+    `cast` keeps the loaded fp32 values as masters, without rounding. `swap_in` gives the masters to the optimizer. Each step,
+    `collect` moves gradients to the masters and `publish` rounds the masters into the weights. `restore` returns to fp32.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+        self.masters: dict[Any, Any] = {}  # half parameter -> fp32 parameter, in the order of the model
+        self.hooks: list[Any] = []
+        self.halves: list[tuple[Any, str, Any]] = []  # module, name, half parameter: set during an evaluation with the masters
+        self.autocast: Any = None
+
+    def cast(self, model: Any, run: RunView | None = None) -> Any:
+        """`model`, with its weights cast to half precision except norm layers and buffers."""
+        import torch
+
+        half: torch.dtype = getattr(torch, self.dtype)
+        for module in model.modules():
+            if is_norm(module):
+                self.hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32)))
+                self.hooks.append(module.register_forward_hook(partial(_cast_output, half)))
+                continue
+            for p in module.parameters(recurse=False):  # not buffers: rotary frequencies and counters need full precision
+                if p.dtype == torch.float32:
+                    if p.requires_grad:
+                        self.masters[p] = torch.nn.Parameter(p.data)
+                    p.data = p.data.to(half)
+        self.hooks.append(model.register_load_state_dict_pre_hook(self._load_masters))
+        return model
+
+    def _load_masters(self, model: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+        # checkpoints hold the fp32 masters: load them into the masters too, not only into the rounded half weights
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if p in self.masters and prefix + name in state_dict:
+                self.masters[p].data.copy_(state_dict[prefix + name])
+
+    def swap_in(self, optimizer: Any, run: RunView | None = None) -> Any:
+        """`optimizer`, with the half-precision parameters replaced by their masters."""
+        for p, master in self.masters.items():
+            master.data = master.data.to(p.device)  # the model was moved after `cast`
+        for group in optimizer.param_groups:
+            group["params"] = [self.masters.get(p, p) for p in group["params"]]
+        return optimizer
+
+    def collect(self) -> None:
+        """Move the half-precision gradients to the masters as fp32, and free the half-precision ones."""
+        import torch
+
+        halves = [p for p in self.masters if p.grad is not None]
+        if not halves:
+            return
+        gradients = [torch.empty_like(self.masters[p]) for p in halves]
+        torch._foreach_copy_(gradients, [p.grad for p in halves])
+        for p, gradient in zip(halves, gradients, strict=True):
+            self.masters[p].grad, p.grad = gradient, None
+
+    def publish(self) -> None:
+        """Round the masters into the half-precision weights of the model."""
+        import torch
+
+        torch._foreach_copy_([p.data for p in self.masters], [master.data for master in self.masters.values()])
+
+    def export(self, state_dict: dict[str, Any], run: RunView) -> dict[str, Any]:
+        """`state_dict` of the model, with the half-precision weights replaced by the masters."""
+        named = run.inner_model.named_parameters(remove_duplicate=False)
+        found = {name: self.masters[p].detach() for name, p in named if p in self.masters and name in state_dict}
+        return {**state_dict, **found}
+
+    def use_masters(self, run: RunView) -> None:
+        """Compute with the masters under autocast until `use_half_weights`, for an evaluation with `full_eval = false`."""
+        import torch
+
+        # replace the Parameter objects, not their data: another dtype would remove DDP's hooks from the half parameters
+        self.halves = [
+            (module, name, p)
+            for module in run.inner_model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p in self.masters
+        ]
+        for module, name, p in self.halves:
+            setattr(module, name, self.masters[p])
+        self.autocast = torch.autocast(run.device.type, dtype=getattr(torch, self.dtype))
+        self.autocast.__enter__()
+
+    def use_half_weights(self, run: RunView) -> None:
+        """Undo `use_masters`."""
+        self.autocast.__exit__(None, None, None)
+        for module, name, p in self.halves:
+            setattr(module, name, p)
+        self.halves = []
+
+    def restore(self, model: Any, run: RunView | None = None) -> Any:
+        """`model` in fp32, with the masters as its weights and without hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        for p in model.parameters():
+            if p.is_floating_point():  # quantized weights are packed bytes
+                p.data = self.masters[p].data if p in self.masters else p.data.float()
+        self.masters, self.hooks = {}, []
+        return model
+
+
+def _cast_inputs(dtype: Any, module: Any, inputs: Any) -> Any:
+    return tuple(x.to(dtype) if hasattr(x, "is_floating_point") and x.is_floating_point() else x for x in inputs)
+
+
+def _cast_output(dtype: Any, module: Any, inputs: Any, output: Any) -> Any:
+    return output.to(dtype)
+
+
+def cast_without_masters(dtype: str, model: Any, run: RunView | None = None) -> Any:
+    """`model`, with all its parameters cast to `dtype` ("bfloat16"), norm layers included; not its buffers.
+
+    Norm layers need no fp32 weights: their kernels and the norms of transformers compute in fp32 inside.
+    """
+    import torch
+
+    for p in model.parameters():
+        if p.is_floating_point():  # quantized weights are packed bytes
+            p.data = p.data.to(getattr(torch, dtype))
+    return model

@@ -1,0 +1,106 @@
+"""What lets large models fit: its forecast against CUDA's allocator, its evidence, and that it adds no waits."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt.hardware.device import GIB
+from hwopt.memory.dry_run import Shape
+from hwopt.memory.lengths import Lengths
+from hwopt.memory.measured import measure_peak
+from hwopt.memory.planner import plan_memory
+from hwopt.planning.plan import Plan
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training.build import build
+from hwopt.training.loop import Loop
+
+pytestmark = pytest.mark.device("any")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
+PURE = FUSED | {"sdpa": {}, "precision": {"dtype": "bf16", "level": "pure"}}
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": {}}
+OFFLOAD = {"checkpointing": {"offload": True}}
+ROWS, WIDTH = 4, 1024
+
+
+def plan_with(folder: Path, tables: dict[str, Any], config: dict[str, Any] = LLAMA, rows: int = ROWS, **training: Any) -> Plan:
+    """A plan for a language model with steps of one micro-batch, without clipping."""
+    job = tiny_job(folder, "causal-lm", config=config, max_grad_norm=0.0, **training)
+    return plan_for(tiny_profile(**(tables | {"batch": {"train": rows, "eval": rows}})), job)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "tables",
+    [
+        PURE,
+        PURE | IN_BACKWARD,
+        PURE | OFFLOAD,
+        PURE | OFFLOAD | IN_BACKWARD | {"fused_loss": {"backend": "torch"}},
+        PURE | IN_BACKWARD | {"optimizer": {"name": "adamw_bnb_8bit"}},
+        PURE | {"sdpa": {"prefer": ["eager"]}},
+        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_8bit"}}, marks=pytest.mark.soak),  # minutes of compilation
+        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_4bit"}}, marks=pytest.mark.soak),
+    ],
+    ids=["pure", "in-backward", "offload", "all", "in-backward-8bit", "eager", "torchao-8bit", "torchao-4bit"],
+)
+def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_with(tmp_path, tables)
+    memory = plan_memory(plan, tmp_path / "cache", Lengths(None, WIDTH, 2, "this test"))
+    assert memory.tier == "traced", memory.note
+    torch._C._cuda_clearCublasWorkspaces()  # else those of an earlier test would not count
+    real = measure_peak(plan, Shape(memory.rows, memory.width), 2)
+    assert memory.peak_gib * GIB == pytest.approx(real, rel=0.01)
+
+
+def test_offload_keeps_layer_inputs_in_pinned_host_memory(tmp_path: Path) -> None:
+    recorder = train_tiny(plan_with(tmp_path, PURE | OFFLOAD, TINY_LLAMA), tmp_path)
+    evidence = next(evidence for entry, evidence in recorder.found if entry.name == "checkpointing")
+    assert evidence.status == "active", evidence.seen
+    assert "moved to host memory" in evidence.seen
+
+
+def test_offload_forecasts_the_pinned_memory(tmp_path: Path) -> None:
+    plan = plan_with(tmp_path, PURE | OFFLOAD)
+    memory = plan_memory(plan, tmp_path / "cache", Lengths(None, WIDTH, 2, "this test"))
+    inputs = LLAMA["num_hidden_layers"] * ROWS * WIDTH * LLAMA["hidden_size"] * 2  # type: ignore[operator]
+    assert memory.host_gib * GIB == inputs, "a power of two"
+    torch.cuda.reset_peak_host_memory_stats()
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    measure_peak(plan, Shape(ROWS, WIDTH), 2)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before == pytest.approx(inputs, rel=0.01)
+
+
+@pytest.mark.parametrize("tables", [PURE, PURE | OFFLOAD, PURE | IN_BACKWARD], ids=["pure", "offload", "in-backward"])
+def test_a_step_never_waits_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_with(tmp_path / "data", tables | {"dataloader": {"num_workers": 1}}, TINY_LLAMA, max_steps=8, logging_steps=1000)
+    with build(plan, tmp_path / "run", tmp_path / "cache") as run, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        loop = Loop(run, AsyncWriter(run))
+        run.model.train()
+        try:
+            for number, batch in enumerate(loop.batches()):
+                torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")  # state and workspaces are made
+                loop.update(batch)
+                torch.cuda.set_sync_debug_mode("default")
+                loop.telemetry.stepped(batch)
+                if number == 6:
+                    break
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
