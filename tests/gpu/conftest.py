@@ -1,4 +1,8 @@
-"""Everything here needs a CUDA device, and says so."""
+"""Tests that need a CUDA device. Each one names the kind of device on which it is valid:
+
+- `pytest.mark.device("any")`: a real or a pretend card (tests/pretend_cuda): control flow, memory, launches, waits;
+- `pytest.mark.device("real")`: a real card: numerics of kernels, speed.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,24 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from pretend_cuda.counters import on_pretend_card
 
 from hwopt.hardware.device import GIB
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
+    """Skip the tests that are not valid on this machine's device. Raises UsageError for a test that does not name its device."""
     for item in items:
-        if "tests/gpu" in item.path.as_posix():
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(skip)
+        if "tests/gpu" not in item.path.as_posix():
+            continue
+        item.add_marker(pytest.mark.gpu)
+        marker = item.get_closest_marker("device")
+        if marker is None or marker.args not in (("any",), ("real",)):
+            raise pytest.UsageError(f'{item.nodeid}: mark the test with pytest.mark.device("any") or pytest.mark.device("real")')
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False"))
+        elif marker.args == ("real",) and on_pretend_card():
+            item.add_marker(pytest.mark.skip(reason="needs a real card: numerics of kernels"))
 
 
 @pytest.fixture

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from hwopt.testing import apart, logged, write_samples
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2")
+pytestmark = [
+    pytest.mark.device("real"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2"),
+]
 
 LLAMA = {
     "model_type": "llama",

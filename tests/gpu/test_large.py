@@ -16,6 +16,8 @@ from hwopt import api
 from hwopt.hardware.device import GIB
 from hwopt.testing import Recorder, write_samples
 
+pytestmark = pytest.mark.device("any")
+
 Limit = Callable[[float], AbstractContextManager[None]]
 
 LLAMA_1B: dict[str, Any] = {  # as TinyLlama-1.1B

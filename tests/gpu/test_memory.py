@@ -12,6 +12,8 @@ from hwopt.memory.measured import measure_peak
 from hwopt.memory.tracer import trace_plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 
+pytestmark = pytest.mark.device("any")
+
 BERT = TINY_BERT | {
     "hidden_size": 512,
     "num_hidden_layers": 6,

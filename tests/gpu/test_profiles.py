@@ -15,9 +15,11 @@ from hwopt.errors import DoesNotFitError
 from hwopt.hardware.device import GIB
 from hwopt.testing import Recorder, write_samples
 
+pytestmark = pytest.mark.device("any")
+
 Limit = Callable[[float], AbstractContextManager[None]]
 
-BERT_BASE = {"model_type": "bert", "vocab_size": 2000, "num_labels": 2}
+BERT_BASE = {"model_type": "bert", "vocab_size": 2000}
 GEMMA = {
     "model_type": "gemma3_text",
     "vocab_size": 32_000,
@@ -60,8 +62,18 @@ def test_end_to_end_in_the_cards_memory(profile: str, tmp_path: Path, limited_to
         assert evidence.status != "inactive", (entry.name, evidence.seen)
     precision = next(evidence for entry, evidence in heard.found if entry.name == "precision")
     assert precision.status == "active"
-    assert heard.losses[-1] < heard.losses[0]
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.device("real")
+@pytest.mark.parametrize("profile", CARDS)
+def test_training_lowers_the_loss(profile: str, tmp_path: Path, limited_to: Limit) -> None:
+    gib, config = CARDS[profile]
+    with limited_to(gib):
+        heard = Recorder()
+        plan = api.resolve(profile, assignments=assignments(tmp_path, config), cache=tmp_path / "cache")
+        api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
+    assert heard.losses[-1] < heard.losses[0]
 
 
 def test_run_recovers_from_real_oom(tmp_path: Path, limited_to: Limit) -> None:

@@ -11,15 +11,14 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from pretend_cuda.build import DownloadError, build, environment
-from pretend_cuda.cards import cards_of
-
 
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(str(__doc__))
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from pretend_cuda.build import DownloadError, build, environment
+    from pretend_cuda.cards import cards_of
+
     try:
         cards = cards_of(sys.argv[1])
         os.environ.update(environment(build(), cards))

@@ -1,4 +1,4 @@
-"""The pretend cards that the tests and benchmarks use, with about the memory that CUDA reports on the real ones: less than their name says."""
+"""The pretend cards of the tests and benchmarks. CUDA reports less memory than the name of a card says: about these sizes."""
 
 from __future__ import annotations
 
