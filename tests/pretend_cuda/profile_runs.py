@@ -64,7 +64,7 @@ TINY_LLAMA_6 = {  # TinyLlama-1.1B with 6 of its 22 layers: the optimizer state 
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
 }
-LLAMA_7B = TINY_LLAMA_6 | {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11_008, "num_key_value_heads": 32}
+TINY_LLAMA = TINY_LLAMA_6 | {"num_hidden_layers": 22}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ CASES = {
     "rtx3070_8gb_batch48_before": Case("rtx3070"),
     "rtx3070_8gb_batch96": Case("rtx3070"),
     "rtx3070_8gb_before": Case("rtx3070"),
-    "rtx3070_8gb_qlora": decoder("rtx3070", "Llama-2-7B", LLAMA_7B, 512),
+    "rtx3070_8gb_qlora": decoder("rtx3070", "TinyLlama-1.1B", TINY_LLAMA, 512),
     "rtx3070_8gb_zero": decoder("rtx3070", "TinyLlama, 6 layers", TINY_LLAMA_6, 512),
     "rtx3060_12gb": Case("rtx3060"),
     "rtx4060_8gb": Case("rtx4060"),
