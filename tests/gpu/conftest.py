@@ -1,19 +1,27 @@
 """Tests that need a CUDA device. Each one names the kind of device on which it is valid:
 
 - `pytest.mark.device("any")`: a real or a pretend card (tests/pretend_cuda): control flow, memory, launches, waits;
-- `pytest.mark.device("real")`: a real card: numerics of kernels, speed.
+- `pytest.mark.device("real")`: a real card: numerics of kernels, speed;
+- `pytest.mark.device("pretend")`: a pretend card: counters of its driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
 from pretend_cuda.counters import on_pretend_card
+from pretend_cuda.zero_weights import large_weights_uninitialized
 
 from hwopt.hardware.device import GIB
+
+INVALID = {
+    ("real", True): "needs a real card: numerics of kernels",
+    ("pretend", False): "needs a pretend card: counters of its driver",
+}
+"""(kind of device that a test needs, whether this one is a pretend card) -> why the test is skipped."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,12 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker(pytest.mark.gpu)
         marker = item.get_closest_marker("device")
-        if marker is None or marker.args not in (("any",), ("real",)):
-            raise pytest.UsageError(f'{item.nodeid}: mark the test with pytest.mark.device("any") or pytest.mark.device("real")')
+        if marker is None or marker.args not in (("any",), ("real",), ("pretend",)):
+            raise pytest.UsageError(f'{item.nodeid}: mark the test with pytest.mark.device("any"), ("real") or ("pretend")')
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False"))
-        elif marker.args == ("real",) and on_pretend_card():
-            item.add_marker(pytest.mark.skip(reason="needs a real card: numerics of kernels"))
+        elif reason := INVALID.get((marker.args[0], on_pretend_card())):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def fast_weights() -> Iterator[None]:
+    """On a pretend card, leave large weights uninitialized: no kernel reads them."""
+    with large_weights_uninitialized() if on_pretend_card() else nullcontext():
+        yield
 
 
 @pytest.fixture

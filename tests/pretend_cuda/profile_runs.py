@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=lambda: BERT_BASE)
     kind: str = "text-classification"
     max_length: int = 192
+    same_as: str = ""
+    """The profile whose bare loop and Trainer are the same: equal model, sizes, optimizer and precision."""
 
 
 def decoder(card: str, model_name: str, config: dict[str, Any], max_length: int) -> Case:
@@ -93,7 +96,7 @@ CASES = {
     "rtx3070_8gb_qlora": decoder("rtx3070", "TinyLlama-1.1B", TINY_LLAMA, 512),
     "rtx3070_8gb_zero": decoder("rtx3070", "TinyLlama, 6 layers", TINY_LLAMA_6, 512),
     "rtx3060_12gb": Case("rtx3060"),
-    "rtx4060_8gb": Case("rtx4060"),
+    "rtx4060_8gb": Case("rtx4060", same_as="rtx3060_12gb"),
     "t4_16gb": Case("t4"),
     "t4_16gb_before": Case("t4"),
     "t4_16gb_zero": decoder("t4", "TinyLlama, 6 layers", TINY_LLAMA_6, 512),
@@ -101,14 +104,14 @@ CASES = {
     "rtx3090_24gb_before": decoder("rtx3090", "Gemma 3 1B", GEMMA, 256),
     "rtx3090_24gb_experimental": decoder("rtx3090", "Gemma 3 1B", GEMMA, 256),
     "rtx3090_24gb_max_perf": decoder("rtx3090", "Gemma 3 1B", GEMMA, 256),
-    "rtx4090_24gb": Case("rtx4090"),
-    "rtx5090_32gb": Case("rtx5090"),
-    "a10_24gb": Case("a10"),
-    "l4_24gb": Case("l4"),
-    "a100_40gb": Case("a100_40"),
-    "a100_80gb": Case("a100"),
+    "rtx4090_24gb": Case("rtx4090", same_as="h100_80gb"),
+    "rtx5090_32gb": Case("rtx5090", same_as="h100_80gb"),
+    "a10_24gb": Case("a10", same_as="h100_80gb"),
+    "l4_24gb": Case("l4", same_as="h100_80gb"),
+    "a100_40gb": Case("a100_40", same_as="h100_80gb"),
+    "a100_80gb": Case("a100", same_as="h100_80gb"),
     "h100_80gb": Case("h100"),
-    "h200_141gb": Case("h200"),
+    "h200_141gb": Case("h200", same_as="h100_80gb"),
 }
 PLAIN = {
     "precision": "plugins.precision.level=O1",
@@ -225,7 +228,7 @@ def hwopt_run(plan: Plan, folder: Path) -> dict[str, Any]:
         found = {entry.name: (observed.status, observed.seen) for entry, observed in heard.evidence_found}
         return {
             "steps": run.step,
-            "per_step": vars(per_step),
+            "own": vars(per_step),
             "evidence": found,
             "warnings": heard.warnings,
             "allocated_gib": trained,
@@ -366,28 +369,30 @@ def main() -> None:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """What the loops of profile `name` do, each in a process on a pretend card. Raises RuntimeError if one of them fails.
-
-    The bare loop and the Trainer train without what saves memory, so their card has more of it.
-    """
+    """What the loops of profile `name` do, each in a process on a pretend card. Raises RuntimeError if one of them fails."""
     case = CASES[name]
-    card, _, _ = CARDS[case.card].rpartition(":")
-    found: dict[str, Any] = {"profile": name, "card": case.card, "model": case.model_name}
-    for which, cards in (("own", CARDS[case.card]), ("others", f"{card}:200000")):
-        command = [
-            sys.executable,
-            str(Path(__file__).parent),
-            cards,
-            sys.executable,
-            "-m",
-            "pretend_cuda.profile_runs",
-            name,
-            which,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise RuntimeError(f"profile {name}, {which}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-        found |= json.loads(done.stdout.splitlines()[-1])
+    found = {"profile": name, "card": case.card, "model": case.model_name}
+    return found | run_on_card(name, "own", CARDS[case.card]) | measure_others(case.same_as or name)
+
+
+@cache
+def measure_others(name: str) -> dict[str, Any]:
+    """The counts of the bare loop and of the HF Trainer for profile `name`.
+
+    They train without what saves memory, so their card has more of it.
+    """
+    card, _, _ = CARDS[CASES[name].card].rpartition(":")
+    return run_on_card(name, "others", f"{card}:200000")
+
+
+def run_on_card(name: str, which: str, cards: str) -> dict[str, Any]:
+    """The result of `main` in a process on the pretend `cards`."""
+    on_card = [sys.executable, str(Path(__file__).parent), cards]
+    command = [*on_card, sys.executable, "-m", "pretend_cuda.profile_runs", name, which]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"profile {name}, {which}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
