@@ -31,9 +31,8 @@ from hwopt.memory import planner
 from hwopt.memory.lengths import lengths_of
 from hwopt.planning.plan import Plan
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.testing import WORDS
+from hwopt.testing import WORDS, Recorder
 from hwopt.training.build import build, reset_accelerate
-from hwopt.training.listener import Listener
 from hwopt.training.loop import Loop
 from hwopt.training.run import Run
 from pretend_cuda.cards import CARDS
@@ -183,22 +182,8 @@ def data_of(case: Case) -> Iterator[Path]:
     """A temporary folder with the data of `case`."""
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name) / "train.jsonl", 3600, case.max_length)  # 20 whole steps of up to 180 rows
-        write_data(Path(name) / "eval.jsonl", 1800, case.max_length)
+        write_data(Path(name) / "eval.jsonl", 540, case.max_length)
         yield Path(name)
-
-
-class Recorder(Listener):
-    """Keeps the warnings and the evidence of a run."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.evidence_found: list[Any] = []
-
-    def warned(self, run: Any, message: str) -> None:
-        self.warnings.append(message)
-
-    def evidence(self, run: Any, found: list[Any]) -> None:
-        self.evidence_found = found
 
 
 def hwopt_run(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -225,7 +210,7 @@ def hwopt_run(plan: Plan, folder: Path) -> dict[str, Any]:
         loop.evaluation.preflight()
         evaluated = torch.cuda.max_memory_allocated() / GIB
         writer.close()
-        found = {entry.name: (observed.status, observed.seen) for entry, observed in heard.evidence_found}
+        found = {entry.name: (observed.status, observed.seen) for entry, observed in heard.found}
         return {
             "steps": run.step,
             "own": vars(per_step),
