@@ -28,11 +28,14 @@ def test_launches_and_products_are_counted_and_do_not_wait() -> None:
 
 def test_an_allocation_over_the_cards_memory_fails() -> None:
     free, total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved()  # released before an allocation fails
     with pytest.raises(torch.OutOfMemoryError, match=f"total capacity of {total / 2**30:.2f} GiB"):
-        torch.empty(free + 2**21, dtype=torch.uint8, device="cuda")
+        torch.empty(free + cached + 2**21, dtype=torch.uint8, device="cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_wait_in_a_graph_capture_fails() -> None:
     value = torch.ones((), device="cuda")
-    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    refused = pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         value.item()
