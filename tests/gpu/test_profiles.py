@@ -102,10 +102,12 @@ def test_oom_in_evaluation_does_not_change_training(tmp_path: Path, limited_to: 
     assert heard.run.step == heard.run.total_steps
 
 
-def test_a_chosen_batch_fits_and_is_more_than_a_few(tmp_path: Path, limited_to: Limit) -> None:
+def test_a_chosen_batch_fits_and_is_more_than_a_few(
+    tmp_path: Path, limited_to: Limit, memory_limit: Callable[[float], str | None]
+) -> None:
     given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=auto", "plugins.batch.effective=512"]
     with limited_to(8):
-        plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache", memory_limit="8GiB")
+        plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache", memory_limit=memory_limit(8))
         heard = Recorder()
         api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
     assert plan.batch.train >= 32
