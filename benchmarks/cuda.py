@@ -48,8 +48,8 @@ def measured(names: list[str], path: Path | None) -> list[dict[str, Any]]:
 
 
 def of_three(row: dict[str, Any], key: str) -> str:
-    """A counter per step of hwopt's loop, the bare loop and the HF Trainer."""
-    values = [row[loop][key] for loop in ("own", "bare", "trainer")]
+    """A counter per step of hwopt's loop (uncut, if it cuts micro-batches by length), the bare loop and the HF Trainer."""
+    values = [row[loop][key] for loop in ("own", "uncut", "bare", "trainer") if loop in row]
     return " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:g}" for value in values)
 
 

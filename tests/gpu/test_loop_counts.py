@@ -1,11 +1,9 @@
 """Counted launches, waits and matrix products of a step, for every shipped profile, against a bare PyTorch loop with clipping.
 
-The counters are exact, so these limits are no measurements of time.
+The counters are exact. Without length-aware micro-batches, whose number depends on the card, both loops do the same work.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from pretend_cuda.profile_runs import CASES, measure
@@ -13,22 +11,24 @@ from pretend_cuda.profile_runs import CASES, measure
 pytestmark = [pytest.mark.device("pretend"), pytest.mark.integration]
 
 MOST_LAUNCHES = 1.02
-"""Launches of a step, relative to the bare loop: telemetry, randomness and the check for finite gradients."""
-ZERO = [name for name in CASES if name.endswith("_zero")]
-"""DeepSpeed's own step waits, and moves gradients and weights in buckets."""
+"""Launches of a step, relative to the bare loop. hwopt's are 0.97 to 0.99 of them with autocast, and fewer with O2."""
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, Any]]:
-    return {}
-
-
-@pytest.mark.parametrize("profile", CASES)
-def test_a_step_waits_no_more_than_a_bare_loop(profile: str) -> None:
+@pytest.mark.parametrize("profile", [name for name in CASES if not name.endswith("_zero")])
+def test_a_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> None:
     found = measure(profile)
-    own, bare, trainer = found["own"], found["bare"], found["trainer"]
-    assert own["waits"] <= trainer["waits"]
-    assert profile in ZERO or own["waits"] <= bare["waits"]
-    assert profile in ZERO or own["launches"] <= MOST_LAUNCHES * bare["launches"]
-    assert own["products"] <= MOST_LAUNCHES * bare["products"]
+    own, bare = found.get("uncut", found["own"]), found["bare"]
+    assert own["waits"] <= bare["waits"]
+    assert found["own"]["waits"] <= bare["waits"]
+    assert own["launches"] <= MOST_LAUNCHES * bare["launches"]
+    assert own["products"] <= bare["products"]
+    assert own["waits"] < found["trainer"]["waits"]
+    assert [name for name, (status, _) in found["evidence"].items() if status == "inactive"] == []
+
+
+@pytest.mark.parametrize("profile", [name for name in CASES if name.endswith("_zero")])
+def test_a_step_of_zero_computes_no_more_than_a_bare_loop(profile: str) -> None:
+    """DeepSpeed waits for the norm and the overflow, and moves gradients and weights in buckets: only its products compare."""
+    found = measure(profile)
+    assert found["uncut"]["products"] <= found["bare"]["products"]
     assert [name for name, (status, _) in found["evidence"].items() if status == "inactive"] == []

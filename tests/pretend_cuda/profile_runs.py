@@ -188,7 +188,7 @@ def data_of(case: Case) -> Iterator[Path]:
 def hwopt_run(plan: Plan, folder: Path) -> dict[str, Any]:
     """Train STEPS steps, evaluate, and return the counts, the evidence, and the peaks of the longest samples in GiB."""
     heard = Recorder()
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(parents=True)
     with build(plan, folder / "run", folder / "cache", listener=heard) as run:
         writer = AsyncWriter(run)
         loop = Loop(run, writer)
@@ -328,11 +328,15 @@ def memory_forecast(plan: Plan, cache: Path) -> dict[str, Any]:
     return {"tier": memory.tier, "peak_gib": memory.peak_gib, "eval_gib": memory.eval_peak_gib, "fits": memory.fits}
 
 
-def own_loop(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The decisions, the forecast, and what `hwopt_run` finds."""
-    forecast = memory_forecast(plan, folder / "cache")  # before the run: it forks
-    decisions = {entry.name: (entry.decision, entry.reason) for entry in plan.entries}
-    return {"decisions": decisions, "forecast": forecast} | hwopt_run(plan, folder)
+def own_loop(resolved: Callable[..., Plan], folder: Path) -> dict[str, Any]:
+    """The decisions, the forecast, and what `hwopt_run` finds; "uncut" has the counts without length-aware micro-batches."""
+    plan = resolved()
+    found: dict[str, Any] = {"decisions": {entry.name: (entry.decision, entry.reason) for entry in plan.entries}}
+    found["forecast"] = memory_forecast(plan, folder / "cache")  # before the run: it forks
+    found |= hwopt_run(plan, folder / "own")
+    if "length_batching" in found["decisions"]:
+        found["uncut"] = hwopt_run(resolved(PLAIN["length_batching"]), folder / "uncut")["own"]
+    return found
 
 
 def main() -> None:
@@ -344,11 +348,10 @@ def main() -> None:
         def resolved(*changes: str) -> Plan:
             return api.resolve(name, assignments=assignments(case, folder, *changes), cache=folder / "cache")
 
-        plan = resolved()
         if which == "own":
-            print(json.dumps(own_loop(plan, folder)))
+            print(json.dumps(own_loop(resolved, folder)))
         else:
-            written = {entry.name for entry in plan.entries}
+            written = {entry.name for entry in resolved().entries}
             print(json.dumps(other_loops(resolved(*(PLAIN[plugin] for plugin in PLAIN if plugin in written)), folder)))
 
 
