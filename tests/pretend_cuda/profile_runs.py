@@ -75,12 +75,18 @@ class Case:
     config: dict[str, Any] = field(default_factory=lambda: BERT_BASE)
     kind: str = "text-classification"
     max_length: int = 192
+    changes: tuple[str, ...] = ()
+    """Further arguments of `--set`."""
     same_as: str = ""
     """The profile whose bare loop and Trainer are the same: equal model, sizes, optimizer and precision."""
 
 
-def decoder(card: str, model_name: str, config: dict[str, Any], max_length: int) -> Case:
-    return Case(card, model_name, config, "causal-lm", max_length)
+def decoder(card: str, model_name: str, config: dict[str, Any], max_length: int, *changes: str) -> Case:
+    return Case(card, model_name, config, "causal-lm", max_length, changes)
+
+
+DORA = "plugins.adapter.always=true"
+"""The shortened model would fit without its adapter."""
 
 
 CASES = {
@@ -98,10 +104,10 @@ CASES = {
     "t4_16gb": Case("t4"),
     "t4_16gb_before": Case("t4"),
     "t4_16gb_zero": decoder("t4", "TinyLlama, 6 layers", LLAMA, 512),
-    "rtx3090_24gb": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256),
+    "rtx3090_24gb": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
     "rtx3090_24gb_before": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256),
-    "rtx3090_24gb_experimental": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256),
-    "rtx3090_24gb_max_perf": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256),
+    "rtx3090_24gb_experimental": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
+    "rtx3090_24gb_max_perf": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
     "rtx4090_24gb": Case("rtx4090", same_as="h100_80gb"),
     "rtx5090_32gb": Case("rtx5090", same_as="h100_80gb"),
     "a10_24gb": Case("a10", same_as="h100_80gb"),
@@ -172,6 +178,7 @@ def assignments(case: Case, folder: Path, *changes: str) -> list[str]:
         f"task.kind={case.kind}",
         f"training.max_steps={STEPS}",
         "training.logging_steps=1000",
+        *case.changes,
         *changes,
     ]
 
