@@ -84,7 +84,7 @@ def table_row(row: dict[str, Any]) -> str:
 def generated(rows: list[dict[str, Any]]) -> str:
     """The generated part of docs/cuda.md: how and when it was measured, and the table."""
     from pretend_cuda.build import pinned
-    from pretend_cuda.profile_runs import NO_CARD
+    from pretend_cuda.profile_cases import NO_CARD
 
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     packages = ", ".join(
@@ -108,7 +108,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    from pretend_cuda.profile_runs import CASES
+    from pretend_cuda.profile_cases import CASES
 
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--profile", action="append", choices=tuple(CASES))

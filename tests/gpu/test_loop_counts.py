@@ -6,7 +6,8 @@ The counters are exact. Without length-aware micro-batches, whose number depends
 from __future__ import annotations
 
 import pytest
-from pretend_cuda.profile_runs import CASES, measure
+from pretend_cuda.profile_cases import CASES
+from pretend_cuda.profile_runs import measure
 
 pytestmark = [pytest.mark.device("pretend"), pytest.mark.integration]
 

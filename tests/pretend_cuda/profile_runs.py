@@ -15,15 +15,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from hwopt import api
 from hwopt.hardware.device import GIB
@@ -34,127 +30,10 @@ from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder
 from hwopt.training.build import build, reset_accelerate
 from hwopt.training.loop import Loop
-from hwopt.training.run import Run
 from pretend_cuda.cards import CARDS
-from pretend_cuda.counters import Counts, report
+from pretend_cuda.other_loops import STEPS, PerStep, bare_loop, hugging_face_loop
+from pretend_cuda.profile_cases import CASES, PLAIN, Case
 from pretend_cuda.zero_weights import large_weights_uninitialized
-
-STEPS, WARM_UP = 20, 5
-"""Steps of a run; the first WARM_UP are not counted."""
-
-BERT_BASE = {"model_type": "bert", "vocab_size": 30522}
-GEMMA = {  # Gemma 3 1B with 8 of its 26 layers and a smaller vocabulary
-    "model_type": "gemma3_text",
-    "vocab_size": 32_000,
-    "hidden_size": 1152,
-    "num_hidden_layers": 8,
-    "intermediate_size": 6912,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "max_position_embeddings": 1024,
-}
-LLAMA = {  # TinyLlama-1.1B with 6 of its 22 layers: with ZeRO the optimizer state is in host memory
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "num_hidden_layers": 6,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a profile trains, and on which card."""
-
-    card: str
-    model_name: str = "BERT-base"
-    config: dict[str, Any] = field(default_factory=lambda: BERT_BASE)
-    kind: str = "text-classification"
-    max_length: int = 192
-    changes: tuple[str, ...] = ()
-    """Further arguments of `--set`."""
-    same_as: str = ""
-    """The profile whose bare loop and Trainer are the same: equal model, sizes, optimizer and precision."""
-
-
-def decoder(card: str, model_name: str, config: dict[str, Any], max_length: int, *changes: str) -> Case:
-    return Case(card, model_name, config, "causal-lm", max_length, changes)
-
-
-DORA = "plugins.adapter.always=true"
-"""The shortened model would fit without its adapter."""
-
-
-CASES = {
-    "rtx3070_8gb": Case("rtx3070"),
-    "rtx3070_8gb_batch16": Case("rtx3070"),
-    "rtx3070_8gb_batch32": Case("rtx3070"),
-    "rtx3070_8gb_batch48": Case("rtx3070"),
-    "rtx3070_8gb_batch48_before": Case("rtx3070"),
-    "rtx3070_8gb_batch96": Case("rtx3070"),
-    "rtx3070_8gb_before": Case("rtx3070"),
-    "rtx3070_8gb_qlora": decoder("rtx3070", "TinyLlama, 6 layers", LLAMA, 512),
-    "rtx3070_8gb_zero": decoder("rtx3070", "TinyLlama, 6 layers", LLAMA, 512),
-    "rtx3060_12gb": Case("rtx3060"),
-    "rtx4060_8gb": Case("rtx4060", same_as="rtx3060_12gb"),
-    "t4_16gb": Case("t4"),
-    "t4_16gb_before": Case("t4"),
-    "t4_16gb_zero": decoder("t4", "TinyLlama, 6 layers", LLAMA, 512),
-    "rtx3090_24gb": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
-    "rtx3090_24gb_before": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256),
-    "rtx3090_24gb_experimental": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
-    "rtx3090_24gb_max_perf": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, DORA),
-    "rtx4090_24gb": Case("rtx4090", same_as="h100_80gb"),
-    "rtx5090_32gb": Case("rtx5090", same_as="h100_80gb"),
-    "a10_24gb": Case("a10", same_as="h100_80gb"),
-    "l4_24gb": Case("l4", same_as="h100_80gb"),
-    "a100_40gb": Case("a100_40", same_as="h100_80gb"),
-    "a100_80gb": Case("a100", same_as="h100_80gb"),
-    "h100_80gb": Case("h100"),
-    "h200_141gb": Case("h200", same_as="h100_80gb"),
-}
-PLAIN = {
-    "precision": "plugins.precision.level=O1",
-    "length_batching": "plugins.length_batching.enabled=false",
-    "zero": "plugins.zero.enabled=false",
-}
-"""Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, one device without DeepSpeed."""
-NO_CARD = {
-    "cpu": "trains on the CPU",
-    "v100_16gb": "the CUDA 13 build of torch has no kernels for Volta",
-    "v100_32gb": "the CUDA 13 build of torch has no kernels for Volta",
-}
-"""Shipped profile -> why it does not run on a pretend card."""
-
-
-@dataclass(frozen=True)
-class PerStep:
-    """Averages of one optimizer step."""
-
-    launches: float
-    waits: float
-    products: float
-    """Matrix products, of cuBLAS."""
-
-    @classmethod
-    def of(cls, steps: Callable[[int], None]) -> PerStep:
-        """The averages over STEPS - WARM_UP steps, after WARM_UP uncounted ones; `steps(n)` does n steps."""
-        steps(WARM_UP)
-        before = report()["counters"]
-        steps(STEPS - WARM_UP)
-        return cls.between(before, report()["counters"])
-
-    @classmethod
-    def between(cls, before: dict[str, int], after: dict[str, int]) -> PerStep:
-        """The averages over the counted steps, from the counters before and after them."""
-        counts = Counts(after)
-        counts.subtract(before)
-        counted = STEPS - WARM_UP
-        return cls(*(round(number / counted, 1) for number in (counts["launch"], counts.waits, counts["gemm"])))
 
 
 def write_data(path: Path, samples: int, max_length: int) -> None:
@@ -226,93 +105,6 @@ def hwopt_run(plan: Plan, folder: Path) -> dict[str, Any]:
             "eval_allocated_gib": evaluated,
             "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         }
-
-
-def samples_of(run: Run) -> list[dict[str, Any]]:
-    """The tokenised training samples of `run` as dictionaries, as the Trainer takes them."""
-    train = run.prepared.train
-    rows = (train.row(index) for index in range(len(train)))
-    per_token = run.task.kind == "causal-lm"  # the model shifts the labels
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"] if per_token else row["labels"]} for row in rows]
-
-
-def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The batch of `samples`, padded to the longest one."""
-    tokens = [torch.as_tensor(sample["input_ids"]).long() for sample in samples]
-    labels = [torch.as_tensor(sample["labels"]).long() for sample in samples]
-    return {
-        "input_ids": pad_sequence(tokens, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100) if labels[0].dim() else torch.stack(labels),
-    }
-
-
-def make_optimizer(name: str, parameters: list[Any]) -> Any:
-    """The optimizer `name` of a profile, without hwopt."""
-    if name == "adamw_bnb_8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(parameters, lr=1e-4)
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=name == "adamw_torch_fused" or None)
-
-
-def bare_loop(run: Run, model: Any, optimizer_name: str, dtype: torch.dtype | None) -> PerStep:
-    """The counts of a PyTorch loop with autocast, accumulation, clipping and a LambdaLR, as one writes it by hand."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(optimizer_name, parameters)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    accumulation = run.batch.accumulation(1)
-    loader: Any = DataLoader(samples_of(run), run.batch.train, shuffle=True, drop_last=True, collate_fn=padded, pin_memory=True)
-    batches = (batch for _ in range(1000) for batch in loader)
-    model.train()
-
-    def steps(number: int) -> None:
-        for _ in range(number):
-            for _ in range(accumulation):
-                batch = {key: value.to(run.device, non_blocking=True) for key, value in next(batches).items()}
-                with torch.autocast("cuda", dtype, enabled=dtype is not None):
-                    loss = model(**batch).loss / accumulation
-                scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    found = PerStep.of(steps)
-    optimizer.zero_grad(set_to_none=True)
-    return found
-
-
-def hugging_face_loop(run: Run, model: Any, optimizer_name: str, dtype: torch.dtype | None, folder: Path) -> PerStep:
-    """The counts of the HF Trainer."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Counter(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step in (WARM_UP, STEPS):
-                reports.append(report()["counters"])
-
-    reports: list[dict[str, int]] = []
-    arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
-        max_steps=STEPS,
-        per_device_train_batch_size=run.batch.train,
-        gradient_accumulation_steps=run.batch.accumulation(1),
-        optim=optimizer_name,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, data_collator=padded, train_dataset=samples_of(run), callbacks=[Counter()])
-    trainer.train()
-    return PerStep.between(*reports)
 
 
 def other_loops(plan: Plan, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hwopt.config.profile_files import profile_files
 from pretend_cuda.build import home_folder, pinned
 from pretend_cuda.cards import CARDS, cards_of
-from pretend_cuda.profile_runs import CASES, NO_CARD
+from pretend_cuda.profile_cases import CASES, NO_CARD
 
 
 def test_cards_are_named_or_described() -> None:
