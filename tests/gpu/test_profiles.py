@@ -89,7 +89,7 @@ def test_run_recovers_from_real_oom(tmp_path: Path, limited_to: Limit) -> None:
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
         heard = Recorder()
         api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
-    assert any("out of memory in training" in warning for warning in heard.warnings)
+    assert any("Training ran out of memory" in warning for warning in heard.warnings)
     assert heard.run.step == heard.run.total_steps
 
 
@@ -99,7 +99,7 @@ def test_oom_in_evaluation_does_not_change_training(tmp_path: Path, limited_to: 
         plan = api.resolve("rtx3070_8gb", assignments=given, cache=tmp_path / "cache")
         heard = Recorder()
         api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
-    assert not any("out of memory in training" in warning for warning in heard.warnings)
+    assert not any("Training ran out of memory" in warning for warning in heard.warnings)
     assert heard.run.step == heard.run.total_steps
 
 
