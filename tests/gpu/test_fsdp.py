@@ -1,4 +1,4 @@
-"""FSDP on two real GPUs against one that holds the whole model."""
+"""Two GPUs against one that holds the whole model: FSDP, ZeRO and data parallel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from hwopt.testing import apart, logged, write_samples
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2")
+pytestmark = [
+    pytest.mark.device("real"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2"),
+]
 
 LLAMA = {
     "model_type": "llama",
@@ -60,6 +63,32 @@ def run(folder: Path, name: str, ranks: int, profile: str) -> Path:
     return folder / "runs" / name
 
 
+ACTIVE = {"precision", "optimizer", "checkpointing"}
+
+
+@pytest.mark.device("any")
+@pytest.mark.parametrize(
+    ("table", "plugin"),
+    [("", "batch"), ("[plugins.fsdp]\n", "fsdp"), ('[plugins.zero]\nstage = 2\noffload = "none"\n', "zero")],
+    ids=["data parallel", "fsdp", "zero"],
+)
+def test_two_devices_train_and_prove_each_plugin(table: str, plugin: str, tmp_path: Path) -> None:
+    write_samples(tmp_path / "train.jsonl", 100)
+    write_samples(tmp_path / "dev.jsonl", 20, seed=1)
+    profile = PROFILE.format(dtype="bf16")
+    one, two = run(tmp_path, "one", 1, profile), run(tmp_path, "two", 2, profile + table)
+    assert len(logged(two, "loss")) == len(logged(one, "loss")) == 12
+    assert evidence_of(two)[plugin] == "active"
+    assert {evidence_of(two)[name] for name in ACTIVE} == {"active"}
+    if plugin == "fsdp":
+        assert max(logged(two, "peak_memory_gib")) < max(logged(one, "peak_memory_gib"))
+
+
+def evidence_of(folder: Path) -> dict[str, str]:
+    """Plugin -> status of its evidence, in the run folder."""
+    return {row["name"]: row["status"] for row in json.loads((folder / "evidence.json").read_text())["plugins"]}
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2), ("fp16", 1e-2)])
 @pytest.mark.parametrize("options", ["", 'reshard_after_forward = false\nreduce = "step"\n'], ids=["spread", "whole"])
 def test_two_devices_match_one_device(dtype: str, tolerance: float, options: str, tmp_path: Path) -> None:
@@ -70,7 +99,6 @@ def test_two_devices_match_one_device(dtype: str, tolerance: float, options: str
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=tolerance)
     ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (two, one))
     assert apart(ours, theirs) <= tolerance
-    found = {row["name"]: row["status"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
-    assert {found[name] for name in ("fsdp", "precision", "optimizer", "checkpointing")} == {"active"}, found
+    assert {evidence_of(two)[name] for name in ACTIVE | {"fsdp"}} == {"active"}
     if not options:
         assert max(logged(two, "peak_memory_gib")) < max(logged(one, "peak_memory_gib"))

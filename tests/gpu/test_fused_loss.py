@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy, linear
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import liger_cross_entropy, linear_cross_entropy
 
+pytestmark = pytest.mark.device("real")
+
 LIGER = pytest.param("liger", marks=pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed"))
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_cuda.counters import on_pretend_card
 
 from hwopt import api
 from hwopt.hardware.device import GIB
 from hwopt.testing import Recorder, write_samples
+
+pytestmark = pytest.mark.device("any")
 
 Limit = Callable[[float], AbstractContextManager[None]]
 
@@ -34,15 +37,21 @@ LLAMA_7B = LLAMA_1B | {  # as Llama-2-7B
     "intermediate_size": 11_008,
     "num_key_value_heads": 32,
 }
+ON_PRETEND_CARD = {"num_hidden_layers": 4}
+"""The host updates the weights for ZeRO and quantizes them: 18 bytes a parameter, and minutes."""
 CARDS = {"rtx3070_8gb_zero": (8, LLAMA_1B), "t4_16gb_zero": (16, LLAMA_1B), "rtx3070_8gb_qlora": (8, LLAMA_7B)}
 
 
 @pytest.mark.parametrize("profile", CARDS)
-def test_a_large_decoder_in_the_cards_memory(profile: str, tmp_path: Path, limited_to: Limit) -> None:
+def test_a_large_decoder_in_the_cards_memory(
+    profile: str, tmp_path: Path, limited_to: Limit, memory_limit: Callable[[float], str | None]
+) -> None:
     """Steps of full rows: what the plan says of their peak holds, and every plugin is on."""
     if "zero" in profile and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     gib, config = CARDS[profile]
+    if on_pretend_card():
+        config = config | ON_PRETEND_CARD
     write_samples(tmp_path / "train.jsonl", 400)
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     given = [
@@ -56,7 +65,7 @@ def test_a_large_decoder_in_the_cards_memory(profile: str, tmp_path: Path, limit
         "training.save_steps=100",
     ]
     with limited_to(gib):
-        plan = api.resolve(profile, assignments=given, cache=tmp_path / "cache", memory_limit=f"{gib}GiB")
+        plan = api.resolve(profile, assignments=given, cache=tmp_path / "cache", memory_limit=memory_limit(gib))
         heard = Recorder()
         api.execute(plan, tmp_path / "run", heard, cache=tmp_path / "cache")
         peak = torch.cuda.max_memory_allocated() / GIB
@@ -67,4 +76,4 @@ def test_a_large_decoder_in_the_cards_memory(profile: str, tmp_path: Path, limit
     assert {"zero" if "zero" in profile else "quantize", "precision", "checkpointing"} <= {
         name for name, evidence in found.items() if evidence.status == "active"
     }
-    assert heard.losses[-1] < heard.losses[0]
+    assert on_pretend_card() or heard.losses[-1] < heard.losses[0]  # a pretend card computes no losses of large models

@@ -18,6 +18,8 @@ from hwopt.memory.tracer import trace_plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.allocator import allocator_settings
 
+pytestmark = pytest.mark.device("any")
+
 BERT = TINY_BERT | {
     "hidden_size": 512,
     "num_hidden_layers": 6,

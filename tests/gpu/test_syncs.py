@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,34 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 
+pytestmark = pytest.mark.device("any")
+
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
+
+
+@contextmanager
+def waits_forbidden() -> Iterator[None]:
+    """Inside, an operator that makes the host wait for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        set_sync_debug_mode(before)
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_sync_debug_mode_is_restored_after_a_wait() -> None:
+    value = torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError, match="synchronizing"), waits_forbidden():
+        value.item()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert value.item() == 1
 
 
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
@@ -34,16 +64,11 @@ def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tm
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
         run.model.train()
-        for number, batch in enumerate(loop.batches()):
-            if number == 3:  # state and workspaces are made
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+        with ExitStack() as stack:
+            for number, batch in enumerate(loop.batches()):
+                if number == 3:  # state and workspaces are made
+                    stack.enter_context(waits_forbidden())
                 loop.update(batch)
-                if number < 20:
-                    loop.telemetry.stepped(batch)
-            finally:
-                if number >= 20:
-                    torch.cuda.set_sync_debug_mode("default")
-            if number >= 20:
-                break
-        torch.cuda.set_sync_debug_mode("default")
+                loop.telemetry.stepped(batch)
+                if number == 20:
+                    break

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pretend_cuda.counters import on_pretend_card
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe, RunView, Stage
@@ -32,17 +33,20 @@ BESIDE: dict[str, dict[str, dict[str, object]]] = {
     "quantize": {"adapter": {"always": True, "r": 4}},
 }  # for plugins that need another plugin
 CARD = described("a card", (8, 6), 24.0)
+NEEDS_REAL_CARD = {"compile": "a pretend card does not run triton's kernels, so the losses differ"}
 DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
 """Plugins that some machines cannot run -> hardware on which they apply."""
 
 
+# bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
 @pytest.mark.parametrize("name", Registry().names)
 def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS.get(name, "text-classification")
     hardware = None
     if name in DESCRIBED:
         here = plan_for(tiny_profile(**{name: OPTIONS.get(name, {})}), tiny_job(tmp_path / "here", kind))
-        if entry_of(name, here).decision == "skip":
+        if entry_of(name, here).decision == "skip" or (name in NEEDS_REAL_CARD and on_pretend_card()):
             hardware = DESCRIBED[name]
             monkeypatch.setattr(platform, "release", lambda: "6.1.0")  # the described card is not in WSL
     report = check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name), hardware=hardware)

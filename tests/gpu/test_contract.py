@@ -1,0 +1,19 @@
+"""Plugins that apply on CUDA only: elsewhere the contract test checks just their decision, recipe and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_profile
+
+pytestmark = pytest.mark.device("any")
+
+
+@pytest.mark.parametrize("name", ["tf32", "allocator"])
+def test_a_plugin_for_cuda_trains_and_proves_that_it_is_active(name: str, tmp_path: Path) -> None:
+    entry = entry_of(name, plan_for(tiny_profile(**{name: {}}), tiny_job(tmp_path / "here")))
+    if entry.decision == "skip":
+        pytest.skip(entry.reason)
+    assert check_contract_of(name, tmp_path).not_checked == ()

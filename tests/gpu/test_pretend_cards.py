@@ -1,0 +1,41 @@
+"""What the other tests rely on: pretend cards count, limit memory and fail as real ones do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pretend_cuda.counters import counting
+
+pytestmark = pytest.mark.device("pretend")
+
+
+def test_a_read_of_the_device_counts_as_one_wait() -> None:
+    value = torch.ones((), device="cuda") + 1
+    with counting(stacks=True) as counts:
+        assert value.item() == 2
+    assert counts.waits == 1
+    assert any("test_a_read_of_the_device" in stack for stack in counts.stacks)
+
+
+def test_launches_and_products_are_counted_and_do_not_wait() -> None:
+    left = torch.ones(8, 8, device="cuda")
+    with counting() as counts:
+        right = left @ left
+        right.add_(1)
+    assert (counts["gemm"], counts["launch"], counts.waits) == (1, 2, 0)
+    assert right.sum().item() == 8 * 8 * 9
+
+
+def test_an_allocation_over_the_cards_memory_fails() -> None:
+    free, total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved()  # released before an allocation fails
+    with pytest.raises(torch.OutOfMemoryError, match=f"total capacity of {total / 2**30:.2f} GiB"):
+        torch.empty(free + cached + 2**21, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_a_wait_in_a_graph_capture_fails() -> None:
+    value = torch.ones((), device="cuda")
+    refused = pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        value.item()
