@@ -38,7 +38,7 @@ from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
 from hwopt.training.build import build
 from hwopt.training.failure import report_oom
-from hwopt.training.listener import Listener, Listeners, Row
+from hwopt.training.listener import Listener, Listeners, Summary
 from hwopt.training.loop import train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
@@ -56,7 +56,7 @@ def execute(
     resume: bool | Path = False,
     fresh: bool = False,
     next_folder: Callable[[], Path] | None = None,
-) -> Row:
+) -> Summary:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
     `resume`: resume from the newest valid checkpoint of `folder`, or from the checkpoint of that path. `fresh`: start over;
@@ -94,7 +94,9 @@ class Execution:
         self.own: Run | None = None
         """The run, once its folder is locked."""
 
-    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None) -> Row:
+    def run(
+        self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None
+    ) -> Summary:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)

@@ -7,9 +7,10 @@ interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from hwopt.config.job import Job
 from hwopt.data.rows import Rows
@@ -72,6 +73,52 @@ class Metrics(Protocol):
     def compute(self) -> dict[str, float]:
         """The value of each metric, by name without "eval_". Called on all ranks; copies to the host once."""
 
+    def details(self) -> dict[str, Any]:
+        """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
+
+
+ModelInput = dict[str, list[int]]
+"""The inputs of one row: input_ids, and further ones of the same length."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What prediction and evaluation need beside the model itself."""
+
+    job: Job
+    config: PretrainedConfig
+    tokenizer: Any
+    label_names: tuple[str, ...]
+    """The name of each label number; empty if labels are tokens."""
+    max_positions: int | None
+    """The model's longest input in tokens; None for no limit."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How text is generated, in the words of transformers' GenerationConfig."""
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    """Of the random numbers that sampling draws."""
+
+
+class Predictor(Protocol):
+    """Turns texts into predictions with a trained model."""
+
+    columns: ClassVar[Mapping[str, type]]
+    """Name and type of each value of a prediction."""
+    padding_side: ClassVar[Literal["left", "right"]]
+
+    def encode(self, texts: Sequence[Sequence[str]]) -> list[ModelInput | str]:
+        """The inputs of each row of `texts` (one list per column), or the reason why the row cannot be used."""
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """The values of `columns` for each row of the padded `inputs` (rows, width)."""
+
 
 class Task:
     """One kind of training. Its methods have no side effects, except that `prepare` writes caches."""
@@ -80,6 +127,8 @@ class Task:
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
     """Metric name -> whether a greater value is better."""
+    generates: ClassVar[bool] = False
+    """Whether a prediction is generated text."""
 
     def greater_is_better(self, name: str) -> bool:
         """Whether a greater value of the metric `name`, with or without "eval_", is better. Raises InputError if unknown."""
@@ -106,6 +155,18 @@ class Task:
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """Empty metrics for one evaluation."""
+        raise NotImplementedError
+
+    def input_columns(self, job: Job) -> tuple[str, ...]:
+        """The columns of the data that a prediction reads."""
+        return job.data.text
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """What predicts rows with `model`."""
+        raise NotImplementedError
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The tokenised `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
         raise NotImplementedError
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
@@ -175,6 +236,14 @@ class Task:
             return auto_class.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
             raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
+
+
+def with_head(config: PretrainedConfig, task: Task, label_names: tuple[str, ...] | None) -> PretrainedConfig:
+    """A copy of `config` with the head of `task` for these labels."""
+    config = copy.deepcopy(config)
+    for key, value in task.head_config(Prepared(cast(Any, None), None, None, label_names)).items():
+        setattr(config, key, value)
+    return config
 
 
 def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,20 @@ from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, Turns, 
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
-from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
+from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
-from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.base import (
+    FORMAT,
+    IGNORED,
+    Generation,
+    Metrics,
+    Predictor,
+    Prepared,
+    Task,
+    Trained,
+    refuse_router,
+)
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
@@ -77,6 +87,7 @@ class CausalLM(Task):
     kind: ClassVar[str] = "causal-lm"
     default_metric: ClassVar[str] = "eval_loss"
     metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
+    generates: ClassVar[bool] = True
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Prepare the data.
@@ -110,6 +121,21 @@ class CausalLM(Task):
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
+    def input_columns(self, job: Job) -> tuple[str, ...]:
+        """The prompt, or the text that is continued."""
+        return trained_columns(job)[:1]
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Generates the text after the prompt."""
+        from hwopt.tasks.text_generator import TextGenerator
+
+        return TextGenerator(trained, model, generation)
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The texts as in training: in blocks, or prompts with completions."""
+        limit = LengthLimit(trained.job.data.max_length, trained.max_positions)
+        return _store(_texts(rows, trained_columns(trained.job)), trained.tokenizer, limit, cache)
+
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
         from torch.nn import functional
@@ -123,6 +149,11 @@ class CausalLM(Task):
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
+
+
+def trained_columns(job: Job) -> tuple[str, ...]:
+    """The column with texts, or the columns with prompts and completions."""
+    return job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
 
 
 def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -256,7 +287,7 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
     end = tokenizer.eos_token_id
     stream: list[NDArray[np.int32]] = []
     for start in range(0, len(texts), CHUNK):
-        for ids in _tokens(tokenizer, texts[start : start + CHUNK], special=True):
+        for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
             if stream and end is not None:
                 stream.append(np.array([end], np.int32))
             stream.append(np.asarray(ids, np.int32))
@@ -274,8 +305,8 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
     found = SampleArrays(places, limit)
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
-        prompts = _tokens(tokenizer, texts[0][start : start + CHUNK], special=True)
-        completions = _tokens(tokenizer, texts[1][start : start + CHUNK], special=False)
+        prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
+        completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
         for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
             if not completion:
                 found.skipped[sample] = "has a completion without tokens"
@@ -283,13 +314,3 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
             tokens, labels = prompted(prompt, completion, end)
             found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
     return found.finish()
-
-
-def _tokens(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    """The tokens of each text. `special`: with the special tokens that the tokenizer adds at the start, but not at the end."""
-    found: list[list[int]] = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
-    if special and tokenizer.eos_token_id is not None and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        return [ids[:-1] for ids in found]
-    return found

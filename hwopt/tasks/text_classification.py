@@ -18,7 +18,7 @@ from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.base import FORMAT, Generation, Metrics, Predictor, Prepared, Task, Trained, refuse_router
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 from hwopt.text import listing, nearest, truncate
 
@@ -87,7 +87,7 @@ class TextClassification(Task):
         texts = [text for column in train.texts for text in column]
         decoder = is_decoder(config)
         tokenizer = tokenizer_for(job, config, texts, decoder, cache)
-        types = len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
+        types = uses_two_types(job, tokenizer, config)
         stores = [
             None if samples is None else _store(samples, names, tokenizer, limit, types, cache)
             for samples in (train, held_out, test)
@@ -96,6 +96,20 @@ class TextClassification(Task):
         prepared.notes.extend(notes)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Predicts the most probable label."""
+        from hwopt.tasks.class_predictor import ClassPredictor
+
+        types = uses_two_types(trained.job, trained.tokenizer, trained.config)
+        return ClassPredictor(trained, model, types)
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The samples with a label that the model knows."""
+        job, tokenizer = trained.job, trained.tokenizer
+        samples = drop_unknown_labels(_samples(rows, job), trained.label_names)
+        limit = LengthLimit(job.data.max_length, trained.max_positions)
+        return _store(samples, trained.label_names, tokenizer, limit, uses_two_types(job, tokenizer, trained.config), cache)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The label names, and the kind of classification."""
@@ -116,7 +130,13 @@ class TextClassification(Task):
         """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
         from hwopt.tasks.metrics import ClassMetrics
 
-        return ClassMetrics(len(prepared.label_names or ()), device)
+        names = prepared.label_names or ()
+        return ClassMetrics(len(names), device, names)
+
+
+def uses_two_types(job: Job, tokenizer: Any, config: PretrainedConfig) -> bool:
+    """Whether the two texts of a pair are marked by token_type_ids."""
+    return len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
 
 
 def read_labels(rows: Rows, name: str) -> list[str]:

@@ -24,7 +24,7 @@ from hwopt.training.accumulation import Accumulation
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.interruption import signalled, signals_acknowledged, stop
-from hwopt.training.listener import Row
+from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
@@ -34,7 +34,7 @@ from hwopt.training.summary import summarize
 from hwopt.training.telemetry import Telemetry
 
 
-def train(run: Run) -> Row:
+def train(run: Run) -> Summary:
     """Train `run` to its last step, keep the best weights, write `final/`, and return the summary.
 
     Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt.
@@ -65,7 +65,7 @@ class Loop:
         }
         self.checkpoints = Checkpointer(run, writer, self.best, parts)
 
-    def train(self) -> Row:
+    def train(self) -> Summary:
         self.restore()
         self.run.listener.on_start(self.run)
         preflight(self.run, self.accumulation, self.evaluation)
@@ -149,7 +149,7 @@ class Loop:
             metrics = self.evaluation.evaluate()
             if metrics is None:
                 return signalled(self.run)
-            self.best.consider(metrics)
+            self.best.consider(metrics, self.evaluation.details)
             self.samples.show()
         self.run.listener.on_log(self.run, metrics)
         return 0
@@ -160,7 +160,7 @@ class Loop:
             self.run.listener.on_log(self.run, row)
             self.telemetry.judge()
 
-    def finish(self) -> Row:
+    def finish(self) -> Summary:
         """Write the best weights to `final/` and return the summary."""
         run = self.run
         self.report(self.telemetry.flush())
@@ -181,8 +181,8 @@ class Loop:
         run.listener.on_finish(run, summary)
         return summary
 
-    def test(self) -> Row:
-        """Evaluate the test data with the weights of `final/` and return the metrics; empty without test data."""
+    def test(self) -> Summary:
+        """Evaluate the test data with the weights of `final/` and return the results; empty without test data."""
         if self.run.prepared.test is None:
             return {}
         row = self.evaluation.test()
