@@ -51,6 +51,16 @@ def _encoding(name: str) -> str:
     return name
 
 
+def _positive(weights: dict[str, float]) -> dict[str, float]:
+    """`weights`, read-only. Raises ValueError if one is not a positive number."""
+    for label, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of {truncate(label)} is {weight}; expected a number above 0")
+    if not weights:
+        raise ValueError('has no label; give "balanced", or { LABEL = WEIGHT }')
+    return FrozenDict(weights)
+
+
 Source = Annotated[str, AfterValidator(_typed)]
 
 
@@ -147,6 +157,16 @@ class Task(Table):
     kind: Literal["text-classification", "causal-lm"] = "text-classification"
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
+    class_weights: Literal["balanced"] | Annotated[dict[str, float], AfterValidator(_positive)] | None = None
+    """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the training loss that is taken over all labels or tokens equally."""
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> Task:
+        if self.class_weights is not None and self.kind != "text-classification":
+            raise ValueError("class_weights belong to kind = 'text-classification'")
+        return self
 
 
 class Training(Table):
@@ -185,6 +205,10 @@ class Training(Table):
     """What to do if a logged loss is far above the recent ones."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End the run after so many evaluations in a row without a better metric for the best model; default: never."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """An improvement counts for early stopping if it is greater than this."""
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
 from hwopt.training.build import build
+from hwopt.training.early_stopping import refuse_without_evaluation
 from hwopt.training.failure import report_oom
 from hwopt.training.listener import Listener, Listeners, Summary
 from hwopt.training.loop import train
@@ -99,6 +100,7 @@ class Execution:
     ) -> Summary:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
+            refuse_without_evaluation(run)
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
 

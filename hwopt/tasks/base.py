@@ -7,12 +7,13 @@ interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from hwopt.config.job import Job
+from hwopt.config.job import Task as TaskOptions
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import check_vocabulary
@@ -23,7 +24,9 @@ from hwopt.model.weights import load_weights
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
 
@@ -50,6 +53,18 @@ class Prepared:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
     test: TokenStore | None = None
+    class_weights: tuple[float, ...] | None = None
+    """The weight of each label number in the training loss; None: all labels count the same."""
+
+    @property
+    def weights(self) -> NDArray[np.float64] | None:
+        """The weight of each training sample, float64 (samples,); None without class weights."""
+        if self.class_weights is None:
+            return None
+        import numpy as np
+
+        weights: NDArray[np.float64] = np.array(self.class_weights)[self.train.array("labels")]
+        return weights
 
     @property
     def stores(self) -> list[TokenStore]:
@@ -62,6 +77,10 @@ class Prepared:
             if source is not None and source.bad_rows.reasons:
                 self.warnings.append(source.bad_rows.note())
                 self.bad_rows.append(source.bad_rows.to_dict())
+
+
+LossFunction = Callable[[Any, "torch.Tensor"], "tuple[torch.Tensor, int | torch.Tensor]"]
+"""(outputs, targets) -> (summed loss, count)."""
 
 
 class Metrics(Protocol):
@@ -123,6 +142,10 @@ class Predictor(Protocol):
 class Task:
     """One kind of training. Its methods have no side effects, except that `prepare` writes caches."""
 
+    def __init__(self, options: TaskOptions | None = None) -> None:
+        """`options`: the job's table [task]; default: without options."""
+        self.options = options or TaskOptions(kind=cast(Any, self.kind))
+
     kind: ClassVar[str]
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
@@ -152,6 +175,13 @@ class Task:
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits."""
         raise NotImplementedError
+
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """The loss that is trained: `loss`, with the class weights and the label smoothing of the job if it has them.
+
+        It returns (summed weighted loss, sum of the weights). An evaluation computes `loss`.
+        """
+        return self.loss
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """Empty metrics for one evaluation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,7 @@ from hwopt.tasks.base import (
     FORMAT,
     IGNORED,
     Generation,
+    LossFunction,
     Metrics,
     Predictor,
     Prepared,
@@ -138,17 +140,26 @@ class CausalLM(Task):
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
-        from torch.nn import functional
+        return token_loss(outputs, targets)
 
-        logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
-        summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return summed, (targets != IGNORED).sum()
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """`loss` with the job's label smoothing, as in torch's cross_entropy."""
+        return partial(token_loss, smoothing=self.options.label_smoothing) if self.options.label_smoothing else self.loss
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss (nats per token) and perplexity."""
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
+
+
+def token_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy summed over the labels that are not -100, their number), with label smoothing."""
+    from torch.nn import functional
+
+    logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
+    summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    return summed, (targets != IGNORED).sum()
 
 
 def trained_columns(job: Job) -> tuple[str, ...]:

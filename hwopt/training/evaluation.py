@@ -102,7 +102,7 @@ class Evaluation:
             run.heartbeat()
             outputs = run.inner_model(**micro_batch.inputs)
             if not batch.step.weightless:
-                loss, count = run.loss(outputs, micro_batch.targets)
+                loss, count = run.evaluation_loss(outputs, micro_batch.targets)
                 metrics.update(outputs, micro_batch.targets, loss, count)
             yield micro_batch.end_row
 

@@ -21,6 +21,7 @@ from hwopt.saving.save_timing import SAVE
 from hwopt.saving.state_size import require_space_for_run
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation
+from hwopt.training.early_stopping import EarlyStopping
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.interruption import signalled, signals_acknowledged, stop
@@ -58,7 +59,9 @@ class Loop:
         self.samples = Samples(run)
         self.memory_pressure = MemoryPressure(run.device)
         self.best = BestModel(run, writer, *best_metric(run))
+        self.early_stopping = EarlyStopping(run, self.best)
         parts: dict[str, Stateful] = {
+            "early_stopping": self.early_stopping,
             "telemetry": self.telemetry,
             "training": self.backoff,
             "evaluation": self.evaluation.backoff,
@@ -90,13 +93,15 @@ class Loop:
             interrupted = self.run.step and self.evaluation.due() and self.best.evaluated != self.run.step
             if interrupted and (action := self.evaluate()):  # a signal ended the run in this evaluation, and now came another
                 return action
+            if self.early_stopping.stops:  # a signal came between the decision and the end
+                return 0
             for batch in self.batches():
                 if self.checkpoints.timing.due(ahead=1):  # wait before the step rather than after it: a crash then loses less
                     with self.telemetry.paused():
                         self.writer.wait()
                 self.step(batch)
                 action = self.after_step()
-                if action > SAVE:
+                if action > SAVE or self.early_stopping.stops:
                     break
         finally:
             self.run.listener.on_steps_end(self.run)
@@ -149,9 +154,12 @@ class Loop:
             metrics = self.evaluation.evaluate()
             if metrics is None:
                 return signalled(self.run)
+            self.early_stopping.observe(metrics[self.best.metric])
             self.best.consider(metrics, self.evaluation.details)
             self.samples.show()
         self.run.listener.on_log(self.run, metrics)
+        if self.early_stopping.stops:
+            self.run.say(self.early_stopping.message())
         return 0
 
     def report(self, row: Row | None) -> None:
@@ -177,7 +185,7 @@ class Loop:
         tested = self.test()
         save_final(run, self.writer)
         self.checkpoints.prune(best_is_final=True)
-        summary = summarize(run, self.telemetry, seconds, self.best) | tested
+        summary = summarize(run, self.telemetry, seconds, self.best) | self.early_stopping.summary() | tested
         run.listener.on_finish(run, summary)
         return summary
 
@@ -190,7 +198,8 @@ class Loop:
             self.run.warn("A signal ended the run before the test data was evaluated. Evaluate it with hwopt evaluate")
             return {}
         self.run.listener.on_log(self.run, row)
-        return {name: value for name, value in row.items() if name.startswith("test_")}
+        details = {f"test_{name}": value for name, value in self.evaluation.details.items()}
+        return {name: value for name, value in row.items() if name.startswith("test_")} | details
 
     def batches(self) -> Iterator[StepBatch]:
         """The run's step batches on its device; telemetry counts the seconds that the loop waits for them."""
