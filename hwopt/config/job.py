@@ -51,14 +51,16 @@ def _encoding(name: str) -> str:
     return name
 
 
-def _positive(weights: dict[str, float]) -> dict[str, float]:
-    """`weights`, read-only. Raises ValueError if one is not a positive number."""
-    for label, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"the weight of {truncate(label)} is {weight}; expected a number above 0")
-    if not weights:
-        raise ValueError('has no label; give "balanced", or { LABEL = WEIGHT }')
-    return FrozenDict(weights)
+def _class_weights(value: Any) -> Any:
+    """`value`. Raises ValueError if it is neither "balanced" nor a table of positive weights."""
+    if value is None or value == "balanced":
+        return value
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f'expected "balanced" or a table {{ LABEL = WEIGHT }}, got {truncate(value)}')
+    for label, weight in value.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of {truncate(label)} is {truncate(weight)}; expected a number above 0")
+    return value
 
 
 Source = Annotated[str, AfterValidator(_typed)]
@@ -74,6 +76,11 @@ class FrozenDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
+
+
+def _frozen(value: Any) -> Any:
+    """`value`, read-only if it is a dict."""
+    return FrozenDict(value) if isinstance(value, dict) else value
 
 
 class Model(Table):
@@ -157,7 +164,9 @@ class Task(Table):
     kind: Literal["text-classification", "causal-lm"] = "text-classification"
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
-    class_weights: Literal["balanced"] | Annotated[dict[str, float], AfterValidator(_positive)] | None = None
+    class_weights: Annotated[
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(_frozen)
+    ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
