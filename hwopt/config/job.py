@@ -63,6 +63,15 @@ def _class_weights(value: Any) -> Any:
     return value
 
 
+def _repository(name: str) -> str:
+    """`name`. Raises ValueError if the hub does not allow it as the name of a repository."""
+    part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+    owner, slash, own = name.rpartition("/")
+    if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
+        raise ValueError(f'{truncate(name)} is no repository name; expected OWNER/NAME, such as "me/my-model"')
+    return name
+
+
 Source = Annotated[str, AfterValidator(_typed)]
 
 
@@ -219,6 +228,18 @@ class Training(Table):
     early_stopping_threshold: float = Field(default=0.0, ge=0)
     """An improvement counts for early stopping if it is greater than this."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    push_to_hub: bool = False
+    """Upload `final/` to the hub at the end of the run."""
+    hub_model_id: Annotated[str, AfterValidator(_repository)] | None = None
+    """The repository to upload to, such as "me/my-model"."""
+    hub_private_repo: bool = False
+    """Create the repository as a private one."""
+
+    @model_validator(mode="after")
+    def _repository_to_push_to(self) -> Training:
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
+        return self
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Training:

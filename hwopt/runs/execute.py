@@ -27,6 +27,7 @@ from hwopt.memory.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
+from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.run_log import RunLog
@@ -103,6 +104,7 @@ class Execution:
             refuse_without_evaluation(run)
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
+            warn_without_token(run)
 
         try:
             with (
@@ -115,6 +117,8 @@ class Execution:
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
             self.set_status(0, "done")
+            if run.training.push_to_hub and self.rank == 0:
+                push_to_hub(run)
             self.log.ended("done")
             return summary
         except AlreadyComplete as complete:

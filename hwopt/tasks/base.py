@@ -150,6 +150,8 @@ class Task:
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
     """Metric name -> whether a greater value is better."""
+    pipeline_tag: ClassVar[str]
+    """The pipeline of transformers, and of the hub, for such a model."""
     generates: ClassVar[bool] = False
     """Whether a prediction is generated text."""
 

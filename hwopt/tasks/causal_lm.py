@@ -89,6 +89,7 @@ class CausalLM(Task):
     kind: ClassVar[str] = "causal-lm"
     default_metric: ClassVar[str] = "eval_loss"
     metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
+    pipeline_tag: ClassVar[str] = "text-generation"
     generates: ClassVar[bool] = True
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:

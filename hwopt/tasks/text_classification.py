@@ -62,6 +62,7 @@ class TextClassification(Task):
     """Classify single texts or pairs of texts."""
 
     kind: ClassVar[str] = "text-classification"
+    pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
     _weight: torch.Tensor | None = None

@@ -16,6 +16,7 @@ from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.final import save_final
+from hwopt.saving.model_card import model_card
 from hwopt.saving.plugin_state import Stateful
 from hwopt.saving.save_timing import SAVE
 from hwopt.saving.state_size import require_space_for_run
@@ -183,9 +184,9 @@ class Loop:
         if run.eval_loader is None:
             self.samples.show()
         tested = self.test()
-        save_final(run, self.writer)
-        self.checkpoints.prune(best_is_final=True)
         summary = summarize(run, self.telemetry, seconds, self.best) | self.early_stopping.summary() | tested
+        save_final(run, self.writer, model_card(run, summary, self.best.metrics) if run.is_main else "")
+        self.checkpoints.prune(best_is_final=True)
         run.listener.on_finish(run, summary)
         return summary
 
