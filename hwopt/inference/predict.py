@@ -15,7 +15,7 @@ import torch
 
 from hwopt.data.bad_rows import place
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.tables import read_rows, text_columns
+from hwopt.data.tables import read_rows
 from hwopt.errors import DataError, InputError
 from hwopt.inference.batches import Batches
 from hwopt.inference.output import free_names, refuse_output, replacing
@@ -74,7 +74,8 @@ def predict(
             f"--max-new-tokens and the other options of generation: {run} is a run of task.kind = {found.job.task.kind!r}, "
             "which generates no text. Omit these options"
         )
-    rows, texts = read_texts(source, found.job)
+    rows = read_source(source, found.job)
+    inputs = make_task(found.job).read_inputs(rows, found.job)
     loaded = load_trained_model(found, cache)
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
@@ -86,7 +87,7 @@ def predict(
     with replacing(output, {names[name]: kind for name, kind in predictor.columns.items()}) as writer:
         for start in range(0, count, window):
             stop = min(start + window, count)
-            results = predict_window(loaded, predictor, batches, rows, texts, range(start, stop))
+            results = predict_window(loaded, predictor, batches, rows, inputs, range(start, stop))
             columns = zip(*results, strict=True)
             originals = {
                 name: {row - start: value for row, value in values.items() if start <= row < stop}
@@ -111,14 +112,14 @@ def reasons_of(rows: Rows, in_table: bool) -> dict[str, str]:
     return {place(rows.source, rows.bad_rows.unit, number): why for number, why in bad if (number in read) == in_table}
 
 
-def read_texts(source: str, job: Job) -> tuple[Rows, list[list[str]]]:
-    """(the rows of `source`, the text columns that the task reads). Raises DataError if a column is missing."""
+def read_source(source: str, job: Job) -> Rows:
+    """The rows of `source`, read as the job reads its data; no number of bad rows is an error."""
     data = job.data
     rows = read_rows(source, None, ReadOptions(strict=False, max_bad_rows=1.0, encoding=data.encoding, delimiter=data.delimiter))
     names = rows.table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{source}: has {names.count(twice[0])} columns named {twice[0]!r}; rename all but one")
-    return rows, text_columns(rows, make_task(job).input_columns(job))
+    return rows
 
 
 def usable_rows(rows: Rows, window: range) -> list[int]:
@@ -127,21 +128,21 @@ def usable_rows(rows: Rows, window: range) -> list[int]:
 
 
 def predict_window(
-    loaded: TrainedModel, predictor: Predictor, batches: Batches, rows: Rows, texts: Sequence[Sequence[str]], window: range
+    loaded: TrainedModel, predictor: Predictor, batches: Batches, rows: Rows, inputs: Sequence[Any], window: range
 ) -> list[tuple[Any, ...]]:
     """The values of the new columns for each row of `window`; rows that cannot be used are marked, and get None."""
-    inputs: dict[int, ModelInput] = {}
+    encoded: dict[int, ModelInput] = {}
     usable = usable_rows(rows, window)
-    for row, encoded in zip(usable, predictor.encode([[column[row] for row in usable] for column in texts]), strict=True):
-        if isinstance(encoded, str):
-            rows.mark_bad(row, encoded)
+    for row, found in zip(usable, predictor.encode([inputs[row] for row in usable]), strict=True):
+        if isinstance(found, str):
+            rows.mark_bad(row, found)
         else:
-            inputs[row] = encoded
+            encoded[row] = found
     results: dict[int, tuple[Any, ...]] = {}
-    longest_first = sorted(inputs, key=lambda row: -len(inputs[row]["input_ids"]))
+    longest_first = sorted(encoded, key=lambda row: -len(encoded[row]["input_ids"]))
 
     def work(part: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-        padded = pad([inputs[row] for row in part], predictor, loaded)
+        padded = pad([encoded[row] for row in part], predictor, loaded)
         with loaded.inference():
             return predictor.predict(padded)
 

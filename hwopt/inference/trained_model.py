@@ -13,7 +13,7 @@ import torch
 
 from hwopt.config.job import Job, load_job
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
-from hwopt.errors import InputError
+from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import Hardware
 from hwopt.inference.settings import HALF, InferenceSettings, read_settings
@@ -25,7 +25,7 @@ from hwopt.saving.reader import list_checkpoints
 from hwopt.system.paths import path_kind
 from hwopt.tasks.base import Task, Trained, with_head
 from hwopt.tasks.registry import make_task
-from hwopt.text import listing, nearest
+from hwopt.text import first_line, listing, nearest
 
 ADAPTER = "adapter_config.json"
 """The file of a folder that holds an adapter for another model."""
@@ -122,7 +122,14 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
     labels = settings.labels or tuple(name for _, name in sorted((getattr(config, "id2label", None) or {}).items()))
     trained = Trained(job, config, tokenizer, labels, facts.max_positions)
     device = torch.device("cuda", 0) if hardware.device_type == "cuda" else torch.device("cpu")
-    return TrainedModel(task, trained, model.to(device).eval(), device, settings, notes)
+    try:
+        model = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{folder}: the model does not fit into the device's memory ({first_line(error)}). Free memory that other processes "
+            "use, or hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
+        ) from error
+    return TrainedModel(task, trained, model, device, settings, notes)
 
 
 def usable_settings(saved: InferenceSettings | None, hardware: Hardware) -> tuple[InferenceSettings, tuple[str, ...]]:

@@ -132,8 +132,8 @@ class Predictor(Protocol):
     """Name and type of each value of a prediction."""
     padding_side: ClassVar[Literal["left", "right"]]
 
-    def encode(self, texts: Sequence[Sequence[str]]) -> list[ModelInput | str]:
-        """The inputs of each row of `texts` (one list per column), or the reason why the row cannot be used."""
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The model's inputs for each of the `inputs` of `Task.read_inputs`, or the reason why the row cannot be used."""
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         """The values of `columns` for each row of the padded `inputs` (rows, width)."""
@@ -189,9 +189,12 @@ class Task:
         """Empty metrics for one evaluation."""
         raise NotImplementedError
 
-    def input_columns(self, job: Job) -> tuple[str, ...]:
-        """The columns of the data that a prediction reads."""
-        return job.data.text
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """What a prediction needs of each row of the table, for `Predictor.encode`. Rows that cannot be used are marked as bad.
+
+        Raises DataError if a column is missing.
+        """
+        raise NotImplementedError
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """What predicts rows with `model`."""

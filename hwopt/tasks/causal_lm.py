@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, Turns, chat_columns, read_conversations, set_template
+from hwopt.data.chat import (
+    BadConversation,
+    ChatTemplate,
+    Conversation,
+    Turns,
+    chat_columns,
+    prompt_column,
+    read_conversations,
+    read_prompts,
+    set_template,
+)
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
@@ -124,9 +134,15 @@ class CausalLM(Task):
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
-    def input_columns(self, job: Job) -> tuple[str, ...]:
-        """The prompt, or the text that is continued."""
-        return trained_columns(job)[:1]
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """The prompt of each row, the text that is continued, or the conversation up to the answer."""
+        data, names = job.data, rows.table.column_names
+        if data.prompt is None and (data.messages is not None or not set(data.text) <= set(names)):
+            column = prompt_column(names, data.messages)
+            if column is not None:
+                return read_prompts(rows, column)
+        (prompts,) = text_columns(rows, data.text if data.prompt is None else (data.prompt,))
+        return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Generates the text after the prompt."""
@@ -135,9 +151,13 @@ class CausalLM(Task):
         return TextGenerator(trained, model, generation)
 
     def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
-        """The texts as in training: in blocks, or prompts with completions."""
-        limit = LengthLimit(trained.job.data.max_length, trained.max_positions)
-        return _store(_texts(rows, trained_columns(trained.job)), trained.tokenizer, limit, cache)
+        """The texts as in training: in blocks, prompts with completions, or conversations."""
+        data = trained.job.data
+        samples = _samples(rows, trained.job)
+        if samples.conversations is not None and not trained.tokenizer.chat_template:
+            set_template(trained.tokenizer, data.chat_template)
+        limit = LengthLimit(data.max_length, trained.max_positions)
+        return _store(samples, trained.tokenizer, limit, cache, data.assistant_turns)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
@@ -161,11 +181,6 @@ def token_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> t
     logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
     summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
     return summed, (targets != IGNORED).sum()
-
-
-def trained_columns(job: Job) -> tuple[str, ...]:
-    """The column with texts, or the columns with prompts and completions."""
-    return job.data.text if job.data.prompt is None else (job.data.prompt, str(job.data.completion))
 
 
 def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:

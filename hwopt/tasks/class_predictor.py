@@ -23,13 +23,13 @@ class ClassPredictor:
         self.max_length, self.max_positions = trained.job.data.max_length, trained.max_positions
         self.options = {"return_attention_mask": False, "return_token_type_ids": types, "verbose": False}
 
-    def encode(self, texts: Sequence[Sequence[str]]) -> list[ModelInput | str]:
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
         """The tokens of each row as in training: longer rows are truncated to data.max_length, if the job has it."""
-        if not texts[0]:
+        if not inputs:
             return []
         cut = {} if self.max_length is None else {"truncation": "longest_first", "max_length": self.max_length}
-        found = self.tokenizer(*map(list, texts), **self.options, **cut)
-        return [self._checked({key: list(found[key][row]) for key in found}) for row in range(len(texts[0]))]
+        found = self.tokenizer(*map(list, zip(*inputs, strict=True)), **self.options, **cut)
+        return [self._checked({key: list(found[key][row]) for key in found}) for row in range(len(inputs))]
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         """(label, probability) of each row."""

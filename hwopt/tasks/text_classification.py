@@ -106,6 +106,10 @@ class TextClassification(Task):
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """A tuple of texts for each row."""
+        return list(zip(*text_columns(rows, job.data.text), strict=True))
+
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the most probable label."""
         from hwopt.tasks.class_predictor import ClassPredictor

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, set_template
 from hwopt.data.tokenizer import tokens_of
 from hwopt.tasks.base import Generation, ModelInput, Trained
 
@@ -22,13 +23,28 @@ class TextGenerator:
     def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
         self.model, self.tokenizer, self.max_positions = model, trained.tokenizer, trained.max_positions
         self.max_new_tokens = generation.max_new_tokens
+        if not trained.tokenizer.chat_template and trained.job.data.chat_template is not None:
+            set_template(trained.tokenizer, trained.job.data.chat_template)
         self.config = generation_config(model, trained.tokenizer, generation)
 
-    def encode(self, texts: Sequence[Sequence[str]]) -> list[ModelInput | str]:
-        """The tokens of each prompt, as in training. Prompts are not truncated."""
-        if not texts[0]:
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The tokens of each prompt or conversation, as in training. They are not truncated."""
+        if not inputs:
             return []
-        return [self._checked(ids) for ids in tokens_of(self.tokenizer, list(texts[0]), special=True)]
+        if not isinstance(inputs[0], Conversation):
+            return [self._checked(ids) for ids in tokens_of(self.tokenizer, list(inputs), special=True)]
+        return [self._of_conversation(conversation) for conversation in inputs]
+
+    def _of_conversation(self, conversation: Conversation) -> ModelInput | str:
+        """The tokens up to the assistant's answer, or the reason why the chat template refuses the conversation."""
+        if not self.tokenizer.chat_template:
+            return "is a conversation, and the tokenizer of the model has no chat template"
+        template = ChatTemplate(self.tokenizer, "last")
+        try:
+            text = template.text(conversation.messages, conversation.tools, add_generation_prompt=True)
+        except BadConversation as error:
+            return str(error)
+        return self._checked(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         """(generated text, without the prompt and special tokens) of each row."""
