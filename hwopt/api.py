@@ -150,16 +150,17 @@ def evaluate(
     run: Path | str,
     source: str,
     *,
+    assignments: Sequence[str] = (),
     batch_size: int | None = None,
     warn: Callable[[str], None] = lambda _: None,
     cache: Path | None = None,
 ) -> EvaluationReport:
     """The metrics of the model of a run folder (or of its `final/`) on the rows of `source`, a file or `datasets` folder.
 
-    `batch_size`: default that of the run's evaluation. `warn` gets messages for the user. Raises InputError, DataError or
-    DoesNotFitError.
+    `assignments`: as given to `--set`, keys of [data] only. `batch_size`: default that of the run's evaluation. `warn` gets
+    messages for the user. Raises InputError, DataError or DoesNotFitError.
     """
-    return evaluate_run(Path(run), source, cache or cache_folder(), batch_size=batch_size, warn=warn)
+    return evaluate_run(Path(run), source, cache or cache_folder(), assignments=assignments, batch_size=batch_size, warn=warn)
 
 
 def predict(
@@ -167,6 +168,7 @@ def predict(
     source: str,
     output: Path | str,
     *,
+    assignments: Sequence[str] = (),
     overwrite: bool = False,
     batch_size: int | None = None,
     generation: Mapping[str, Any] | None = None,
@@ -176,14 +178,16 @@ def predict(
 ) -> PredictionReport:
     """Write the rows of `source` with the predictions of the model of a run folder to `output` (csv, jsonl or parquet).
 
-    `generation`: fields of `hwopt.tasks.base.Generation`, for tasks that generate text. `progress` gets the rows that are done,
-    and all rows. Raises InputError, DataError, StorageError or DoesNotFitError.
+    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.base.Generation`, for tasks that
+    generate text. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
+    DoesNotFitError.
     """
     return predict_rows(
         Path(run),
         source,
         Path(output),
         cache or cache_folder(),
+        assignments=assignments,
         overwrite=overwrite,
         batch_size=batch_size,
         generation=None if generation is None else Generation(**generation),

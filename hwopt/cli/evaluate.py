@@ -13,12 +13,18 @@ from hwopt.cli.options import format_option, inference_options, quiet_libraries,
 @click.command(help="Evaluate the model in RUN/final on FILE: all metrics, and for classification those of each class.")
 @inference_options
 @format_option
-def evaluate(run: Path, source: str, batch_size: int | None, format_: str) -> None:
+def evaluate(run: Path, source: str, assignments: tuple[str, ...], batch_size: int | None, format_: str) -> None:
     quiet_libraries()
     from hwopt import api
 
     quiet_transformers()
-    report = api.evaluate(run, source, batch_size=batch_size, warn=lambda message: say(f"WARNING: {message}", err=True))
+    report = api.evaluate(
+        run,
+        source,
+        assignments=assignments,
+        batch_size=batch_size,
+        warn=lambda message: say(f"WARNING: {message}", err=True),
+    )
     if format_ == "json":
         click.echo(json.dumps(report.to_dict(), indent=2))
         return

@@ -95,8 +95,15 @@ def format_option(command: Command) -> Command:
 
 
 def inference_options(command: Command) -> Command:
-    """RUN, FILE, --batch-size and --trust-remote-code of commands that use a trained model."""
+    """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
     command = trust_option(command)
+    command = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252; repeatable.",
+    )(command)
     command = click.option(
         "--batch-size", type=click.IntRange(min=1), help="Rows of a batch; default: those of the run's evaluation."
     )(command)

@@ -24,6 +24,7 @@ SHOWN = 20
 def predict(
     run: Path,
     source: str,
+    assignments: tuple[str, ...],
     output: Path,
     overwrite: bool,
     batch_size: int | None,
@@ -49,6 +50,7 @@ def predict(
             run,
             source,
             output,
+            assignments=assignments,
             overwrite=overwrite,
             batch_size=batch_size,
             generation=options or None,

@@ -40,14 +40,20 @@ class EvaluationReport:
 
 
 def evaluate(
-    run: Path, source: str, cache: Path, *, batch_size: int | None = None, warn: Say = lambda _: None
+    run: Path,
+    source: str,
+    cache: Path,
+    *,
+    assignments: Sequence[str] = (),
+    batch_size: int | None = None,
+    warn: Say = lambda _: None,
 ) -> EvaluationReport:
-    """The metrics of the model of `run` on the rows of `source`, read as the job reads its data.
+    """The metrics of the model of `run` on the rows of `source`, read as the job with `assignments` reads its data.
 
     Raises InputError for a run without a model, DataError for data that cannot be used, DoesNotFitError if single rows do not
     fit into the device's memory.
     """
-    found = find_run_model(run)
+    found = find_run_model(run, assignments)
     data = found.job.data
     rows = read_rows(source, None, ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter))
     loaded = load_trained_model(found, cache)

@@ -82,7 +82,7 @@ class CsvWriter:
 
     def __init__(self, path: Path, new: Mapping[str, type]) -> None:
         self.file: IO[str] = path.open("w", encoding="utf-8", newline="")
-        self.rows = csv.writer(self.file)
+        self.rows = csv.writer(self.file, lineterminator="\n")
         self.started = False
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:

@@ -56,6 +56,7 @@ def predict(
     output: Path,
     cache: Path,
     *,
+    assignments: Sequence[str] = (),
     overwrite: bool = False,
     batch_size: int | None = None,
     generation: Generation | None = None,
@@ -64,11 +65,12 @@ def predict(
 ) -> PredictionReport:
     """Write the rows of `source` with the predictions of the model of `run` to `output` (csv, jsonl or parquet).
 
-    `generation`: for tasks that generate text; None for its defaults. `progress` gets the rows that are done, and all rows.
-    Raises InputError, DataError, StorageError or DoesNotFitError with a message that says what to change.
+    `assignments` ("data.KEY=VALUE") change how the source is read. `generation`: for tasks that generate text; None for its
+    defaults. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
+    DoesNotFitError with a message that says what to change.
     """
     refuse_output(output, overwrite)
-    found = find_run_model(run)
+    found = find_run_model(run, assignments)
     if generation is not None and not make_task(found.job).generates:
         raise InputError(
             f"--max-new-tokens and the other options of generation: {run} is a run of task.kind = {found.job.task.kind!r}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hwopt.config.job import Job, load_job
+from hwopt.config.toml import parse_assignment
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.detect import detect
@@ -70,8 +71,14 @@ class TrainedModel:
             yield
 
 
-def find_run_model(path: Path) -> RunModel:
-    """The model of a run folder, or of the `final/` of one. Raises InputError if the run is not finished, or is no run."""
+def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
+    """The model of a run folder, or of the `final/` of one. `assignments` ("data.KEY=VALUE") change how its job reads data.
+
+    Raises InputError if the run is not finished, or is no run.
+    """
+    for assignment in assignments:
+        if (key := parse_assignment(assignment)[0])[0] != "data":
+            raise InputError(f"--set {'.'.join(key)}: the model is trained; only keys of [data] can be set")
     kind = path_kind(path, "RUN")
     if kind != "folder":
         what = "no such folder" if kind == "missing" else "is a file"
@@ -90,7 +97,7 @@ def find_run_model(path: Path) -> RunModel:
         saved = list_checkpoints(run)
         where = f", or give its newest checkpoint: {saved[0]}" if saved else ""
         raise InputError(f"{run}: the run is not finished: it has no final/. Finish it with `hwopt run --resume`{where}")
-    found = RunModel(run, folder, load_job(run / "job.toml").job, read_settings(run))
+    found = RunModel(run, folder, load_job(run / "job.toml", assignments).job, read_settings(run))
     if not (folder / "config.json").is_file() and not found.is_adapter:
         raise InputError(
             f"{folder}: has no config.json, so the model cannot be built from it. Its class has no save_pretrained(): "

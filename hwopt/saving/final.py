@@ -35,5 +35,5 @@ def write_final(run: SavableRun, model: Any, target: Path, card: str) -> None:
             shutil.copytree(run.extras, folder, dirs_exist_ok=True)
         model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
         write_model(run, model, weights, folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     shutil.rmtree(run.extras, ignore_errors=True)

@@ -42,5 +42,5 @@ class ClassPredictor:
         if length == 0:
             return "has no tokens"
         if self.max_positions is not None and length > self.max_positions:
-            return f"has {length:,} tokens, more than the model's limit of {self.max_positions:,}"
+            return f"has {length:,} tokens, more than the model's limit of {self.max_positions:,} (data.max_length truncates)"
         return row

@@ -102,6 +102,8 @@ class TextClassification(Task):
         if job.task.class_weights is not None:
             weights = label_weights(job.task.class_weights, names, prepared.train.array("labels"))
             prepared = replace(prepared, class_weights=weights)
+            shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+            notes.append(f"class weights: {listing(shown)}")
         prepared.notes.extend(notes)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared

@@ -21,7 +21,7 @@ from hwopt.inference.batches import Batches
 from hwopt.inference.output import free_names
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.base import Generation
-from hwopt.testing import write_samples
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -85,7 +85,8 @@ def test_a_text_longer_than_the_model_is_truncated_only_if_the_job_says_so(class
     report = api.predict(run, str(source), tmp_path / "out.jsonl")
     (reason,) = report.without_prediction.values()
     assert list(report.without_prediction) == [f"{source}:1"]
-    assert reason.endswith("tokens, more than the model's limit of 64")
+    assert reason.endswith("tokens, more than the model's limit of 64 (data.max_length truncates)")
+    assert api.predict(run, str(source), tmp_path / "set.jsonl", assignments=["data.max_length=20"]).predicted == 2
 
 
 def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_path: Path) -> None:
@@ -249,6 +250,10 @@ def generation_option(classifier: Path, folder: Path) -> tuple[str, ...]:
     return str(classifier), "in.jsonl", "-o", "out.csv", "--max-new-tokens", "3"
 
 
+def set_option(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "out.csv", "--set", "training.seed=3"
+
+
 def sampling_option(classifier: Path, folder: Path) -> tuple[str, ...]:
     return str(classifier), "in.jsonl", "-o", "out.csv", "--temperature", "0.5"
 
@@ -267,6 +272,7 @@ def sampling_option(classifier: Path, folder: Path) -> tuple[str, ...]:
         (missing_column, 4, "has no column 'text'. Did you mean 'texts'?"),
         (no_usable_row, 4, "column 'text' is empty in every row"),
         (generation_option, 2, "which generates no text. Omit these options"),
+        (set_option, 2, "--set training.seed: the model is trained; only keys of [data] can be set"),
         (sampling_option, 2, "--temperature needs --do-sample"),
     ],
 )
@@ -296,6 +302,22 @@ def test_output_is_replaced_with_overwrite(classifier: Path, tmp_path: Path) -> 
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 4
     with pytest.raises(InputError, match="exists"):
         api.predict(classifier, str(source), tmp_path / "out.csv")
+
+
+def test_set_reads_another_column_and_encoding(classifier: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes("body;x\nred ä;1\n".encode("cp1252"))
+    settings = ["data.text=body", "data.encoding=cp1252"]
+    api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.csv", assignments=settings)
+    assert (tmp_path / "out.csv").read_text(encoding="utf-8").startswith("body,x,predicted_label,predicted_probability\nred ä,1,")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_settings_have_the_dtype_of_each_level(level: str, tmp_path: Path) -> None:
+    profile = tiny_profile(precision={"dtype": "bf16", "level": level})
+    train_tiny(plan_for(profile, tiny_job(tmp_path / "data", max_steps=1)), tmp_path)
+    settings = find_run_model(tmp_path / "run").settings
+    assert settings is not None
+    assert (settings.dtype, settings.batch, settings.labels) == ("bf16", 8, ("colour", "other"))
 
 
 def test_a_column_that_occurs_twice_is_an_error(classifier: Path, tmp_path: Path) -> None:
