@@ -61,4 +61,5 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]]) -> She
         if count and true != predicted
     )
     found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[:MAX_CLASSES]]
-    return Sheet(("true label", "predicted label", "samples"), found, f"the most frequent of {len(errors):,} confusions")
+    note = f"the {MAX_CLASSES} most frequent of {len(errors):,} confusions" if len(errors) > MAX_CLASSES else ""
+    return Sheet(("true label", "predicted label", "samples"), found, note)

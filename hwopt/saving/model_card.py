@@ -36,10 +36,10 @@ def model_card(run: SavableRun, summary: Mapping[str, Any], best_metrics: Mappin
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {plain(name)}",
-        f"{origin(run)} License of the base model: {plain(str(base.get('license', 'unknown')))}.",
+        origin(run) + license_note(run, base),
         loading(run),
         *section("Data", ("part", "source", "samples"), data_rows(run)),
-        *section("Results", ("metric", "evaluation", "test"), result_rows(best_metrics, summary)),
+        *section("Results", *results(best_metrics, summary)),
         *classes_section(summary),
         *section("Training", ("setting", "value"), training_rows(run)),
         *section("Versions", ("package", "version"), [("hwopt", version("hwopt")), *run.plan.software.items()]),
@@ -60,6 +60,13 @@ def base_license(model: Any) -> dict[str, Any]:
         return {}
     found = found if isinstance(found, dict) else {}
     return {key: found[key] for key in LICENSE_KEYS if isinstance(found.get(key), str)}
+
+
+def license_note(run: SavableRun, base: Mapping[str, Any]) -> str:
+    """A sentence about the license of the base model, if there is one."""
+    if run.plan.job.model.name is None:
+        return ""
+    return f" License of the base model: {plain(str(base.get('license', 'unknown')))}."
 
 
 def is_local(name: str) -> bool:
@@ -108,13 +115,13 @@ def data_rows(run: SavableRun) -> Iterator[tuple[str, str, str]]:
             yield part, shown_source(str(source)), f"{len(store):,}"
 
 
-def result_rows(best_metrics: Mapping[str, float], summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """(metric, value of the evaluation, value of the test) of the saved weights; "" for one that was not made."""
-    evaluated = numbers("eval_", best_metrics)
-    tested = numbers("test_", summary)
-    return [
-        (name, *(f"{part[name]:.4f}" if name in part else "" for part in (evaluated, tested))) for name in {**evaluated, **tested}
-    ]
+def results(best_metrics: Mapping[str, float], summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(columns, rows) of the metrics of the saved weights, on the evaluation data and on the test data if there are any."""
+    parts = {"evaluation": numbers("eval_", best_metrics), "test": numbers("test_", summary)}
+    parts = {name: values for name, values in parts.items() if values}
+    metrics = dict.fromkeys(metric for values in parts.values() for metric in values)
+    rows = [(name, *(f"{values[name]:.4f}" if name in values else "" for values in parts.values())) for name in metrics]
+    return ["metric", *parts], rows
 
 
 def numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
@@ -143,6 +150,9 @@ def training_rows(run: SavableRun) -> Iterator[tuple[str, str]]:
     yield "rows per step", f"{run.batch.step:,}"
     yield "device", f"{run.world_size} x {run.plan.hardware.name}"
     yield "plugins", ", ".join(entry.name for entry in run.plan.applied())
+    for key in ("class_weights", "label_smoothing"):
+        if value := getattr(run.plan.job.task, key):
+            yield key, str(value)
     own = {"push_to_hub", "hub_model_id", "hub_private_repo", "max_steps"}
     for key, value in run.training.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude=own).items():
         yield key, str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hwopt import api
 from hwopt.cli import run_command
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.errors import DataError
+from hwopt.errors import DataError, InputError
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 
@@ -92,6 +93,22 @@ def test_out_of_memory_halves_the_batch_and_counts_each_row_once(classifier: Pat
     found = api.evaluate(classifier, source, warn=warnings.append)
     assert found.details == expected.details
     assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("tables", [{}, {"adapter": {"always": True}}, {"precision": {"dtype": "bf16", "level": "O2"}}])
+def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tables: dict[str, Any], tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", max_steps=1)
+    train_tiny(plan_for(tiny_profile(), job), tmp_path / "base")
+    settings = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "learning_rate": 3e-2}
+    model = {"name": str(tmp_path / "base/run/final")}
+    tuned = make_job(Document("tuned", job.document.data | {"model": model, "training": settings}))
+    recorder = train_tiny(plan_for(tiny_profile(**tables), tuned), tmp_path / "tuned")
+    run, source = tmp_path / "tuned/run", str(tmp_path / "data/eval.jsonl")
+    (expected,) = [row["eval_loss"] for row in recorder.rows if row.get("step") == 2 and "eval_loss" in row]
+    assert api.evaluate(run / "checkpoint-2", source).metrics["loss"] == pytest.approx(expected, rel=2e-3)
+    shutil.rmtree(run / "final")
+    with pytest.raises(InputError, match=r"it has no final/.* or give its newest checkpoint: .*checkpoint-\d"):
+        api.evaluate(run, source)
 
 
 def test_an_adapter_is_evaluated_on_its_base_model(tmp_path: Path) -> None:

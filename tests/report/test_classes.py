@@ -32,7 +32,10 @@ def test_a_wide_confusion_matrix_becomes_a_list_of_its_most_frequent_errors() ->
     rows[2][3], rows[4][1] = 1, 5
     sheet = confusion_sheet(labels, rows)
     assert sheet.rows == [("label4", "label1", "5"), ("label2", "label3", "1")]
-    assert sheet.note == "the most frequent of 2 confusions"
+    assert sheet.note == ""
+    many = confusion_sheet(labels, [[1] * len(labels) for _ in labels])
+    assert len(many.rows) == MAX_CLASSES
+    assert many.note == "the 20 most frequent of 30 confusions"
 
 
 def test_results_without_classes_have_no_table() -> None:

@@ -14,7 +14,7 @@ from transformers import pipeline
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.saving.model_card import base_license, plain, result_rows
+from hwopt.saving.model_card import base_license, plain, results
 from hwopt.system.atomic_folder import find_corruption
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
@@ -78,7 +78,7 @@ def test_card_of_a_language_model_names_its_pipeline(tmp_path: Path) -> None:
     card = tmp_path / "run/final/README.md"
     assert metadata_load(card)["pipeline_tag"] == "text-generation"
     assert "a llama (random) model" in card.read_text()
-    assert "License of the base model: unknown." in card.read_text()
+    assert "License" not in card.read_text()
     (generated,) = pipeline("text-generation", model=str(card.parent), device="cpu")("red", max_new_tokens=2, max_length=None)
     assert generated["generated_text"].startswith("red")
 
@@ -92,9 +92,13 @@ def test_a_base_without_a_readable_card_has_no_license(tmp_path: Path) -> None:
     assert base_license(SimpleNamespace(name=str(tmp_path), revision=None)) == {"license": "mit"}
 
 
-def test_results_without_a_test_leave_its_column_empty() -> None:
-    rows = result_rows({"eval_f1": 0.5, "eval_runtime": 1.0, "step": 3}, {"test_loss": 2.0})
-    assert rows == [("f1", "0.5000", ""), ("loss", "", "2.0000")]
+def test_results_have_a_column_for_each_part_that_was_evaluated() -> None:
+    evaluated = {"eval_f1": 0.5, "eval_runtime": 1.0, "step": 3}
+    assert results(evaluated, {}) == (["metric", "evaluation"], [("f1", "0.5000")])
+    assert results({}, {"test_f1": 0.25, "test_runtime": 2.0}) == (["metric", "test"], [("f1", "0.2500")])
+    both = (["metric", "evaluation", "test"], [("f1", "0.5000", ""), ("loss", "", "2.0000")])
+    assert results(evaluated, {"test_loss": 2.0}) == both
+    assert results({}, {}) == (["metric"], [])
 
 
 def test_text_of_files_is_no_markup() -> None:
