@@ -12,6 +12,10 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import with_memory_limit
+from hwopt.inference.evaluate import EvaluationReport
+from hwopt.inference.evaluate import evaluate as evaluate_run
+from hwopt.inference.predict import PredictionReport
+from hwopt.inference.predict import predict as predict_rows
 from hwopt.memory import planner
 from hwopt.memory.advice import with_changes
 from hwopt.memory.communication import Ranks
@@ -34,6 +38,7 @@ from hwopt.saving.reader import checkpoint_in
 from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
+from hwopt.tasks.base import Generation
 from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
 
@@ -141,13 +146,65 @@ def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Co
     return compare_schemes(plan, ranks, cache or cache_folder())
 
 
+def evaluate(
+    run: Path | str,
+    source: str,
+    *,
+    assignments: Sequence[str] = (),
+    batch_size: int | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+    cache: Path | None = None,
+) -> EvaluationReport:
+    """The metrics of the model of a run folder (or of its `final/`) on the rows of `source`, a file or `datasets` folder.
+
+    `assignments`: as given to `--set`, keys of [data] only. `batch_size`: default that of the run's evaluation. `warn` gets
+    messages for the user. Raises InputError, DataError or DoesNotFitError.
+    """
+    return evaluate_run(Path(run), source, cache or cache_folder(), assignments=assignments, batch_size=batch_size, warn=warn)
+
+
+def predict(
+    run: Path | str,
+    source: str,
+    output: Path | str,
+    *,
+    assignments: Sequence[str] = (),
+    overwrite: bool = False,
+    batch_size: int | None = None,
+    generation: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, rows: None,
+    cache: Path | None = None,
+) -> PredictionReport:
+    """Write the rows of `source` with the predictions of the model of a run folder to `output` (csv, jsonl or parquet).
+
+    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.base.Generation`, for tasks that
+    generate text. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
+    DoesNotFitError.
+    """
+    return predict_rows(
+        Path(run),
+        source,
+        Path(output),
+        cache or cache_folder(),
+        assignments=assignments,
+        overwrite=overwrite,
+        batch_size=batch_size,
+        generation=None if generation is None else Generation(**generation),
+        warn=warn,
+        progress=progress,
+    )
+
+
 __all__ = [
     "Inputs",
     "cache_folder",
     "checkpoint_in",
     "checkpoint_says",
+    "evaluate",
     "execute",
     "folder_for_resume",
+    "predict",
     "resolve",
     "run_folder",
     "spread_over_ranks",

@@ -29,6 +29,7 @@ class Webhook(Listener):
     def on_warning(self, run, message: str) -> None:
         self.post(f"{run.folder.name}: {message}")
 
-    def on_finish(self, run, summary: dict[str, float]) -> None:
-        metrics = ", ".join(f"{key} {value:.4f}" for key, value in summary.items() if key.startswith(("eval_", "test_")))
+    def on_finish(self, run, summary: dict) -> None:
+        numbers = {key: value for key, value in summary.items() if isinstance(value, float)}  # it also has tables
+        metrics = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items() if key.startswith(("eval_", "test_")))
         self.post(f"{run.folder.name} is done after {summary['step']:,} steps: {metrics}")

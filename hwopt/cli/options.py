@@ -73,15 +73,7 @@ def instead_of_option(name: str) -> str:
 def job_options(command: Command) -> Command:
     """JOB, --set and its shortcuts, --memory-limit, --trust-remote-code and --strict."""
     command = with_shortcuts(command)
-    command = click.option(
-        "--trust-remote-code",
-        "trusted",
-        multiple=True,
-        metavar="MODEL_NAME",
-        expose_value=False,
-        callback=lambda context, option, names: trust_only(names),
-        help="Allow this model's custom code (command line only).",
-    )(command)
+    command = trust_option(command)
     command = click.argument("job", required=False, type=Path)(command)
     command = click.option(
         "--set",
@@ -100,6 +92,36 @@ def job_options(command: Command) -> Command:
 
 def format_option(command: Command) -> Command:
     return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
+
+
+def inference_options(command: Command) -> Command:
+    """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
+    command = trust_option(command)
+    command = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252; repeatable.",
+    )(command)
+    command = click.option(
+        "--batch-size", type=click.IntRange(min=1), help="Rows of a batch; default: those of the run's evaluation."
+    )(command)
+    command = click.argument("source", metavar="FILE")(command)
+    return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
+
+
+def trust_option(command: Command) -> Command:
+    """--trust-remote-code."""
+    return click.option(
+        "--trust-remote-code",
+        "trusted",
+        multiple=True,
+        metavar="MODEL_NAME",
+        expose_value=False,
+        callback=lambda context, option, names: trust_only(names),
+        help="Allow this model's custom code (command line only).",
+    )(command)
 
 
 def say(text: str, err: bool = False) -> None:

@@ -51,6 +51,27 @@ def _encoding(name: str) -> str:
     return name
 
 
+def _class_weights(value: Any) -> Any:
+    """`value`. Raises ValueError if it is neither "balanced" nor a table of positive weights."""
+    if value is None or value == "balanced":
+        return value
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f'expected "balanced" or a table {{ LABEL = WEIGHT }}, got {truncate(value)}')
+    for label, weight in value.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of {truncate(label)} is {truncate(weight)}; expected a number above 0")
+    return value
+
+
+def _repository(name: str) -> str:
+    """`name`. Raises ValueError if the hub does not allow it as the name of a repository."""
+    part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+    owner, slash, own = name.rpartition("/")
+    if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
+        raise ValueError(f'{truncate(name)} is no repository name; expected OWNER/NAME, such as "me/my-model"')
+    return name
+
+
 Source = Annotated[str, AfterValidator(_typed)]
 
 
@@ -64,6 +85,11 @@ class FrozenDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
+
+
+def _frozen(value: Any) -> Any:
+    """`value`, read-only if it is a dict."""
+    return FrozenDict(value) if isinstance(value, dict) else value
 
 
 class Model(Table):
@@ -147,6 +173,18 @@ class Task(Table):
     kind: Literal["text-classification", "causal-lm"] = "text-classification"
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
+    class_weights: Annotated[
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(_frozen)
+    ] = None
+    """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the training loss that is taken over all labels or tokens equally."""
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> Task:
+        if self.class_weights is not None and self.kind != "text-classification":
+            raise ValueError("class_weights belong to kind = 'text-classification'")
+        return self
 
 
 class Training(Table):
@@ -185,7 +223,23 @@ class Training(Table):
     """What to do if a logged loss is far above the recent ones."""
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End the run after so many evaluations in a row without a better metric for the best model; default: never."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """An improvement counts for early stopping if it is greater than this."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    push_to_hub: bool = False
+    """Upload `final/` to the hub at the end of the run."""
+    hub_model_id: Annotated[str, AfterValidator(_repository)] | None = None
+    """The repository to upload to, such as "me/my-model"."""
+    hub_private_repo: bool = False
+    """Create the repository as a private one."""
+
+    @model_validator(mode="after")
+    def _repository_to_push_to(self) -> Training:
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
+        return self
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Training:

@@ -109,6 +109,47 @@ def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation 
     return found
 
 
+def prompt_column(names: Sequence[str], column: str | None) -> str | None:
+    """The column from which `read_prompts` reads, of a table with the columns `names`; None if it has none.
+
+    `column`: the one that the job names; None: the columns are recognised by their names.
+    """
+    known = ("messages", "conversations", "instruction") if column is None else (column,)
+    return next((name for name in known if name in names), column)
+
+
+def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
+    """The conversation of each row up to the answer to generate: without the assistant's last message.
+
+    Rows that hold none are marked as bad, with None here.
+    """
+    from hwopt.data.tables import find_column
+
+    values = {column: values_of(find_column(rows.table, column, rows.source), column, rows)}
+    for extra in ("input", "tools", "system"):
+        if extra in rows.table.column_names:
+            values[extra] = values_of(rows.table[extra], extra, rows)
+    found: list[Conversation | None] = []
+    for row in range(rows.table.num_rows):
+        try:
+            found.append(prompt_of({name: cells[row] for name, cells in values.items()}, column))
+        except BadConversation as error:
+            rows.mark_bad(row, str(error))
+            found.append(None)
+    return found
+
+
+def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
+    """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
+    if column == "instruction":
+        return Conversation(alpaca_messages({**cells, "output": "-"}, ("instruction", "output"))[:-1])
+    found = listed_messages(cells, column)
+    messages = found.messages[:-1] if found.messages[-1]["role"] == "assistant" else found.messages
+    if not messages:
+        raise BadConversation("has no message before the assistant's")
+    return Conversation(messages, found.tools)
+
+
 def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
     """The values of a column, also of one with mixed types, which the table stores as text."""
     mixed = rows.non_strings.get(name, {})
@@ -119,16 +160,22 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
     """The conversation in the cells of one row. Raises BadConversation."""
     if len(columns) == 2:
         return Conversation(alpaca_messages(cells, columns))
-    value, tools = cells[columns[0]], cells.get("tools")
-    value = parsed(value, f"{columns[0]!r}") if isinstance(value, str) else value
+    found = listed_messages(cells, columns[0])
+    if not any(message["role"] == "assistant" for message in found.messages):
+        raise BadConversation("has no message of the assistant")
+    return found
+
+
+def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
+    """The messages and tools in the cells of one row. Raises BadConversation."""
+    value, tools = cells[column], cells.get("tools")
+    value = parsed(value, f"{column!r}") if isinstance(value, str) else value
     tools = parsed(tools, "'tools'") if isinstance(tools, str) and tools.strip() else tools or None
     if not isinstance(value, list) or not value:
-        raise BadConversation(f"{columns[0]!r} holds no list of messages: {truncate(value)}")
+        raise BadConversation(f"{column!r} holds no list of messages: {truncate(value)}")
     messages = [message_of(one, number) for number, one in enumerate(value, 1)]
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadConversation("has no message of the assistant")
     return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None)
 
 

@@ -33,7 +33,7 @@ class Collate:
     """attention_mask: int64 (rows, width); prebuilt_mask: bool (rows, 1, 1, width); None: no mask."""
     widths: Widths = field(default_factory=Widths)
 
-    def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
+    def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[float]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
         groups = self.cut([self.widths.of(length) for length in lengths], self.max_rows)
         order = [row for group in groups for row in group]
@@ -86,17 +86,20 @@ def cut_in_order(lengths: Sequence[int], rows: int) -> list[range]:
 
 
 class StepDataset(torch.utils.data.Dataset[StepBatch]):
-    """Makes step batches from stored samples, in the data-loading workers. Has no state."""
+    """Makes step batches from stored samples, in the data-loading workers. Has no state.
 
-    def __init__(self, store: TokenStore, collate: Callable[..., StepBatch]) -> None:
-        self.store, self.collate = store, collate
+    `counts`: what the loss counts for each sample; default: its labels.
+    """
+
+    def __init__(self, store: TokenStore, collate: Callable[..., StepBatch], counts: np.ndarray | None = None) -> None:
+        self.store, self.collate, self.counts = store, collate, counts
 
     def __len__(self) -> int:
         return len(self.store)
 
     def __getitem__(self, step: Any) -> StepBatch:
-        counts = self.store.counts
-        return self.collate(step, [self.store.row(i) for i in step.samples], [int(counts[i]) for i in step.samples])
+        counts = self.store.counts if self.counts is None else self.counts
+        return self.collate(step, [self.store.row(i) for i in step.samples], [counts[i].item() for i in step.samples])
 
 
 def as_is(batch: Any) -> Any:

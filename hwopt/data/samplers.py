@@ -19,7 +19,7 @@ class StepSampler:
     """
 
     lengths: np.ndarray  # (samples,) tokens
-    counts: np.ndarray  # (samples,) labels that the loss counts
+    counts: np.ndarray  # (samples,) labels that the loss counts, or their weights
     order: Callable[[np.ndarray, int, int, int], Sequence[int] | np.ndarray]
     """(lengths, seed, epoch, rows per step) -> sample indexes of the epoch."""
     seed: int
@@ -52,14 +52,14 @@ class StepSampler:
                 share = np.array_split(step, self.world_size)[self.rank]
                 weightless = len(share) == 0
                 samples = tuple(int(i) for i in (step[:1] if weightless else share))
-                yield Step(index, epoch, samples, int(self.counts[step].sum()), weightless)
+                yield Step(index, epoch, samples, self.counts[step].sum().item(), weightless)
                 index += 1
             epoch, skip = epoch + 1, 0
 
     def longest(self) -> Step:
         """A step with the longest samples and this rank's largest number of rows, to try before training; part of no epoch."""
         order = np.argsort(-self.lengths, kind="stable")[: ceil(self.rows / self.world_size)]
-        return Step(0, 0, tuple(int(i) for i in order), int(self.counts[order].sum()))
+        return Step(0, 0, tuple(int(i) for i in order), self.counts[order].sum().item())
 
 
 @dataclass(frozen=True)

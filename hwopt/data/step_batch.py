@@ -27,8 +27,8 @@ class Step:
     """Number of the optimizer step in the run, from 0."""
     epoch: int
     samples: tuple[int, ...]
-    count: int
-    """Labels (samples or tokens) that the loss of the step counts, over ALL ranks."""
+    count: float
+    """Labels (samples or tokens) that the loss of the step counts, or the sum of their weights, over ALL ranks."""
     weightless: bool = False
     """True if this rank has no sample in the step; it processes a placeholder, with weight 0, to stay in sync with the others."""
 
@@ -64,8 +64,8 @@ class MicroBatch:
     """Keyword arguments of the model's forward: input_ids (rows, width) and, if needed, others."""
     targets: Tensor
     """(rows,) classes, or (rows, width) tokens to predict with -100 at positions without a label."""
-    count: int
-    """Labels that its loss counts."""
+    count: float
+    """Labels that its loss counts, or the sum of their weights."""
     end_row: int
     """The row of the step batch after its last row."""
     loss_weight: float
@@ -88,8 +88,8 @@ class StepBatch:
     lengths: tuple[int, ...]
     """Tokens of each row without padding, in the order of the buffers, as are `samples` and `units`."""
     samples: tuple[int, ...]
-    units: tuple[int, ...]
-    """Labels of each row that the loss counts."""
+    units: tuple[float, ...]
+    """Labels of each row that the loss counts, or the sum of their weights."""
     widths: Widths = Widths()
     documents: tuple[int, ...] = ()
     """Number of samples in each row, for packed rows; `samples` then has the first sample of each row."""
@@ -127,7 +127,7 @@ class StepBatch:
 
         At `rung` r, each micro-batch of the first rung is split into up to 2**r equal ones.
         """
-        share = 0.0 if self.step.weightless else 1.0 / max(self.step.count, 1)
+        share = 0.0 if self.step.weightless else 1.0 / (self.step.count or 1)
         for part in self.parts:
             rows = ceil(part.rows / 2**rung)
             for begin in range(0, part.rows, rows):

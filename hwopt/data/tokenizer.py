@@ -172,3 +172,13 @@ def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, p
         raise DataError(f"{places.source}: no text has a token")
     lengths = np.array([len(one) for one in ids], np.int64)
     return Encoded(np.concatenate(ids), np.concatenate(kinds) if kinds else None, lengths, truncated, skipped)
+
+
+def tokens_of(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
+    """The tokens of each text. `special`: with the special tokens that the tokenizer adds at the start, but not at the end."""
+    found: list[list[int]] = tokenizer(
+        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]
+    if special and tokenizer.eos_token_id is not None and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        return [ids[:-1] for ids in found]
+    return found

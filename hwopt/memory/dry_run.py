@@ -231,4 +231,4 @@ def evaluation_step(run: Run, batch: StepBatch) -> None:
     with evaluating(run):
         for micro_batch, _ in batch.micro_batches():
             outputs = run.inner_model(**micro_batch.inputs)
-            run.loss(outputs, micro_batch.targets)
+            run.evaluation_loss(outputs, micro_batch.targets)

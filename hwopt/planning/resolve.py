@@ -59,6 +59,7 @@ def resolve(
     recipe = write_recipe(entries, context)
     entries = mark_replaced(entries, recipe)
     refuse_conflicts(entries, recipe)
+    refuse_replaced_loss(job, recipe)
     notes = card_notes(profile, hardware)
     if strict:
         enforce_strict(entries, notes)
@@ -94,6 +95,16 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
         with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()"):
             entry.plugin.apply(recipe, context)
     return recipe
+
+
+def refuse_replaced_loss(job: Job, recipe: Recipe) -> None:
+    """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
+    given = [key for key in ("class_weights", "label_smoothing") if getattr(job.task, key)]
+    if given and recipe.loss is not None:
+        author = recipe.named(recipe.author_of("loss"))
+        raise PluginError(
+            f"task.{given[0]}: {author} computes the loss itself, without {given[0]}. Remove it, or turn the plugin off"
+        )
 
 
 def check_hyperparameters(recipe: Recipe, training: Training) -> None:

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from hwopt.report.inference import show_classes
 from hwopt.report.terminal import say, table
-from hwopt.training.listener import Listener, Row
+from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -71,8 +72,11 @@ class Screen(Listener):
     def on_warning(self, run: Run, message: str) -> None:
         say(self.console, "WARNING", message, "bold red")
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         self.close()
+        for prefix, title in (("best_eval_", "evaluation, best weights"), ("test_", "test, best weights")):
+            details = {name.removeprefix(prefix): value for name, value in summary.items() if name.startswith(prefix)}
+            show_classes(self.console, details, title)
         self.console.print(table(("summary", ""), summary_rows(summary)))
         self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
@@ -154,9 +158,11 @@ def eval_line(row: Row, prefix: str = "eval") -> str:
     return f"{prefix} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {metrics}"
 
 
-def summary_rows(summary: Row) -> Iterator[tuple[str, str]]:
-    """(name, value with its unit) of everything in `summary`."""
+def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """(name, value with its unit) of every number in `summary`."""
     for key, value in summary.items():
+        if not isinstance(value, int | float):
+            continue
         if key.endswith("_runtime"):
             yield key, f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
         elif key.endswith("_per_second"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
 from hwopt.text import listing, nearest
-from hwopt.training.listener import Listener, Row
+from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -86,7 +86,7 @@ class Tracker(Listener):
             values[f"{prefixes[first]}{rest}" if first in prefixes else f"train/{key}"] = value
         self.tracker.log(values, step=int(row["step"]))
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         self.tracker.finish()
 
 

@@ -27,6 +27,7 @@ from hwopt.memory.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
+from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.run_log import RunLog
@@ -37,8 +38,9 @@ from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
 from hwopt.training.build import build
+from hwopt.training.early_stopping import refuse_without_evaluation
 from hwopt.training.failure import report_oom
-from hwopt.training.listener import Listener, Listeners, Row
+from hwopt.training.listener import Listener, Listeners, Summary
 from hwopt.training.loop import train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
@@ -56,7 +58,7 @@ def execute(
     resume: bool | Path = False,
     fresh: bool = False,
     next_folder: Callable[[], Path] | None = None,
-) -> Row:
+) -> Summary:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
     `resume`: resume from the newest valid checkpoint of `folder`, or from the checkpoint of that path. `fresh`: start over;
@@ -94,11 +96,15 @@ class Execution:
         self.own: Run | None = None
         """The run, once its folder is locked."""
 
-    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None) -> Row:
+    def run(
+        self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None
+    ) -> Summary:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
+            refuse_without_evaluation(run)
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
+            warn_without_token(run)
 
         try:
             with (
@@ -111,6 +117,8 @@ class Execution:
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
             self.set_status(0, "done")
+            if run.training.push_to_hub and self.rank == 0:
+                push_to_hub(run)
             self.log.ended("done")
             return summary
         except AlreadyComplete as complete:

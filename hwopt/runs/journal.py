@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from hwopt.errors import StorageError
+from hwopt.inference.settings import KEY as INFERENCE
+from hwopt.inference.settings import settings_of
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence as observe
-from hwopt.training.listener import Listener, Row
+from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
@@ -35,7 +37,7 @@ class Journal(Listener):
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
-        write_json(folder / "plan.json", run.plan.to_dict())
+        write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: settings_of(run).to_dict()})
         if run.prepared.bad_rows:
             write_json(folder / "left_out.json", run.prepared.bad_rows)
         write_status(folder, None, "running")
@@ -51,7 +53,7 @@ class Journal(Listener):
         except OSError as error:
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         write_json(run.folder / SUMMARY, summary)
 
 

@@ -10,7 +10,7 @@ from hwopt.distributed.data_parallel import error_of_rank
 from hwopt.errors import FolderInUseError, HwoptError, InputError, StorageError
 from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
-from hwopt.runs.status import completed_steps
+from hwopt.runs.status import completed_steps, read_summary
 from hwopt.saving.compatibility import changed_since, refuse_another_run
 from hwopt.saving.reader import Checkpoint, copy_best, latest_valid, list_checkpoints, load_checkpoint
 from hwopt.training.run import Run
@@ -83,7 +83,7 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
         refuse_another_run(found, run.facts, run.plan.rename)
     done = completed_steps(run.folder) if (run.folder / "final").is_dir() else 0
     complete = done > 0
-    if complete and (found is None or resume is True) and done >= run.total_steps:
+    if complete and (found is None or resume is True) and (done >= run.total_steps or stopped_early(run)):
         raise AlreadyComplete(run)
     if complete and found is None:
         raise InputError(
@@ -104,6 +104,12 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
         run.warn(f"The run had reached step {done:,}; its newest checkpoint is of step {found.step:,}. Repeating the steps since")
     run.say(f"Resuming from step {found.step:,} of {run.total_steps:,} ({found.folder})")
     return found
+
+
+def stopped_early(run: Run) -> bool:
+    """Whether the complete run in the folder stopped early, and would stop again with the present patience."""
+    patience = run.training.early_stopping_patience
+    return patience is not None and int(read_summary(run.folder).get("early_stopping_count", 0)) >= patience
 
 
 def newest_or_asked_for(run: Run, resume: bool | Path) -> Checkpoint | None:

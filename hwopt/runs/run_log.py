@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from hwopt.errors import StorageError
 from hwopt.report.screen import Screen
 from hwopt.report.terminal import Terminal, show_plan
-from hwopt.training.listener import Listener, Row
+from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -55,7 +55,7 @@ class RunLog(Listener):
     def on_warning(self, run: Run, message: str) -> None:
         self.note("on_warning", run, message)
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         if self.screen is not None:
             self.screen.on_finish(run, summary)
 

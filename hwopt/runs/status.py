@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hwopt.system.atomic_folder import write_json
 
 if TYPE_CHECKING:
-    from hwopt.training.listener import Row
+    from hwopt.training.listener import Summary
 
 SUMMARY = "summary.json"
 
@@ -34,7 +34,7 @@ def read_status(folder: Path) -> tuple[int | None, str]:
     return (code if isinstance(code, int) else None), str(message)
 
 
-def read_summary(folder: Path) -> Row:
+def read_summary(folder: Path) -> Summary:
     """Return the final metrics of a complete run; {} without a readable file."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))

@@ -33,10 +33,14 @@ class BestModel:
         """The step of the last evaluation."""
         self.latest: Metrics = {}
         """The metrics of the last evaluation."""
+        self.details: dict[str, Any] = {}
+        """`Metrics.details` of the best evaluation."""
+        self.metrics: Metrics = {}
+        """The metrics of the best evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         own = {"metric": self.metric, "value": self.value, "step": self.step}
-        return own | {"evaluated": self.evaluated, "latest": self.latest}
+        return own | {"evaluated": self.evaluated, "latest": self.latest, "details": self.details, "metrics": self.metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.evaluated, self.latest = int(state["evaluated"]), dict(state["latest"])
@@ -52,8 +56,9 @@ class BestModel:
                 quarantine(folder)
             return
         self.value, self.step = state["value"], int(state["step"])
+        self.details, self.metrics = dict(state.get("details", {})), dict(state.get("metrics", {}))  # version 0.1 has none
 
-    def consider(self, metrics: Metrics) -> bool:
+    def consider(self, metrics: Metrics, details: dict[str, Any] | None = None) -> bool:
         """Keep the current weights if `metrics` are the best so far; returns whether they are. All ranks call it."""
         self.evaluated, self.latest = self.run.step, metrics
         value = metrics[self.metric]
@@ -61,7 +66,7 @@ class BestModel:
         if self.value is not None and not (better and math.isfinite(value)):
             return False
         self.writer.wait()
-        self.value, self.step = value, self.run.step
+        self.value, self.step, self.details, self.metrics = value, self.run.step, details or {}, metrics
         copies = HostCopies(temporary=self.run.engine.meets_in_micro_batches)
         state: dict[str, Any] = {"engine": {"parameters": self.run.engine.snapshot(copies)}}
         if self.plugin_state:

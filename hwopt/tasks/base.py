@@ -7,11 +7,13 @@ interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from hwopt.config.job import Job
+from hwopt.config.job import Task as TaskOptions
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import check_vocabulary
@@ -22,7 +24,9 @@ from hwopt.model.weights import load_weights
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
 
@@ -49,6 +53,18 @@ class Prepared:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
     test: TokenStore | None = None
+    class_weights: tuple[float, ...] | None = None
+    """The weight of each label number in the training loss; None: all labels count the same."""
+
+    @property
+    def weights(self) -> NDArray[np.float64] | None:
+        """The weight of each training sample, float64 (samples,); None without class weights."""
+        if self.class_weights is None:
+            return None
+        import numpy as np
+
+        weights: NDArray[np.float64] = np.array(self.class_weights)[self.train.array("labels")]
+        return weights
 
     @property
     def stores(self) -> list[TokenStore]:
@@ -63,6 +79,10 @@ class Prepared:
                 self.bad_rows.append(source.bad_rows.to_dict())
 
 
+LossFunction = Callable[[Any, "torch.Tensor"], "tuple[torch.Tensor, int | torch.Tensor]"]
+"""(outputs, targets) -> (summed loss, count)."""
+
+
 class Metrics(Protocol):
     """Metrics of one evaluation: sums on the device, over all micro-batches and ranks."""
 
@@ -72,14 +92,68 @@ class Metrics(Protocol):
     def compute(self) -> dict[str, float]:
         """The value of each metric, by name without "eval_". Called on all ranks; copies to the host once."""
 
+    def details(self) -> dict[str, Any]:
+        """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
+
+
+ModelInput = dict[str, list[int]]
+"""The inputs of one row: input_ids, and further ones of the same length."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What prediction and evaluation need beside the model itself."""
+
+    job: Job
+    config: PretrainedConfig
+    tokenizer: Any
+    label_names: tuple[str, ...]
+    """The name of each label number; empty if labels are tokens."""
+    max_positions: int | None
+    """The model's longest input in tokens; None for no limit."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How text is generated, in the words of transformers' GenerationConfig."""
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    """Of the random numbers that sampling draws."""
+
+
+class Predictor(Protocol):
+    """Turns texts into predictions with a trained model."""
+
+    columns: ClassVar[Mapping[str, type]]
+    """Name and type of each value of a prediction."""
+    padding_side: ClassVar[Literal["left", "right"]]
+
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The model's inputs for each of the `inputs` of `Task.read_inputs`, or the reason why the row cannot be used."""
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """The values of `columns` for each row of the padded `inputs` (rows, width)."""
+
 
 class Task:
     """One kind of training. Its methods have no side effects, except that `prepare` writes caches."""
+
+    def __init__(self, options: TaskOptions | None = None) -> None:
+        """`options`: the job's table [task]; default: without options."""
+        self.options = options or TaskOptions(kind=cast(Any, self.kind))
 
     kind: ClassVar[str]
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
     """Metric name -> whether a greater value is better."""
+    pipeline_tag: ClassVar[str]
+    """The pipeline of transformers, and of the hub, for such a model."""
+    generates: ClassVar[bool] = False
+    """Whether a prediction is generated text."""
 
     def greater_is_better(self, name: str) -> bool:
         """Whether a greater value of the metric `name`, with or without "eval_", is better. Raises InputError if unknown."""
@@ -104,8 +178,30 @@ class Task:
         """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits."""
         raise NotImplementedError
 
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """The loss that is trained: `loss`, with the class weights and the label smoothing of the job if it has them.
+
+        It returns (summed weighted loss, sum of the weights). An evaluation computes `loss`.
+        """
+        return self.loss
+
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """Empty metrics for one evaluation."""
+        raise NotImplementedError
+
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """What a prediction needs of each row of the table, for `Predictor.encode`. Rows that cannot be used are marked as bad.
+
+        Raises DataError if a column is missing.
+        """
+        raise NotImplementedError
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """What predicts rows with `model`."""
+        raise NotImplementedError
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The tokenised `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
         raise NotImplementedError
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
@@ -175,6 +271,14 @@ class Task:
             return auto_class.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:
             raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
+
+
+def with_head(config: PretrainedConfig, task: Task, label_names: tuple[str, ...] | None) -> PretrainedConfig:
+    """A copy of `config` with the head of `task` for these labels."""
+    config = copy.deepcopy(config)
+    for key, value in task.head_config(Prepared(cast(Any, None), None, None, label_names)).items():
+        setattr(config, key, value)
+    return config
 
 
 def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, Turns, chat_columns, read_conversations, set_template
+from hwopt.data.chat import (
+    BadConversation,
+    ChatTemplate,
+    Conversation,
+    Turns,
+    chat_columns,
+    prompt_column,
+    read_conversations,
+    read_prompts,
+    set_template,
+)
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
-from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
+from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
-from hwopt.tasks.base import FORMAT, IGNORED, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.base import (
+    FORMAT,
+    IGNORED,
+    Generation,
+    LossFunction,
+    Metrics,
+    Predictor,
+    Prepared,
+    Task,
+    Trained,
+    refuse_router,
+)
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 
 if TYPE_CHECKING:
@@ -77,6 +99,8 @@ class CausalLM(Task):
     kind: ClassVar[str] = "causal-lm"
     default_metric: ClassVar[str] = "eval_loss"
     metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
+    pipeline_tag: ClassVar[str] = "text-generation"
+    generates: ClassVar[bool] = True
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Prepare the data.
@@ -110,19 +134,53 @@ class CausalLM(Task):
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """The prompt of each row, the text that is continued, or the conversation up to the answer."""
+        data, names = job.data, rows.table.column_names
+        if data.prompt is None and (data.messages is not None or not set(data.text) <= set(names)):
+            column = prompt_column(names, data.messages)
+            if column is not None:
+                return read_prompts(rows, column)
+        (prompts,) = text_columns(rows, data.text if data.prompt is None else (data.prompt,))
+        return prompts
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Generates the text after the prompt."""
+        from hwopt.tasks.text_generator import TextGenerator
+
+        return TextGenerator(trained, model, generation)
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The texts as in training: in blocks, prompts with completions, or conversations."""
+        data = trained.job.data
+        samples = _samples(rows, trained.job)
+        if samples.conversations is not None and not trained.tokenizer.chat_template:
+            set_template(trained.tokenizer, data.chat_template)
+        limit = LengthLimit(data.max_length, trained.max_positions)
+        return _store(samples, trained.tokenizer, limit, cache, data.assistant_turns)
+
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
-        from torch.nn import functional
+        return token_loss(outputs, targets)
 
-        logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
-        summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return summed, (targets != IGNORED).sum()
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """`loss` with the job's label smoothing, as in torch's cross_entropy."""
+        return partial(token_loss, smoothing=self.options.label_smoothing) if self.options.label_smoothing else self.loss
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss (nats per token) and perplexity."""
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
+
+
+def token_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy summed over the labels that are not -100, their number), with label smoothing."""
+    from torch.nn import functional
+
+    logits = outputs.logits.float().flatten(0, 1)  # (batch x length, vocabulary)
+    summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    return summed, (targets != IGNORED).sum()
 
 
 def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -256,7 +314,7 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
     end = tokenizer.eos_token_id
     stream: list[NDArray[np.int32]] = []
     for start in range(0, len(texts), CHUNK):
-        for ids in _tokens(tokenizer, texts[start : start + CHUNK], special=True):
+        for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
             if stream and end is not None:
                 stream.append(np.array([end], np.int32))
             stream.append(np.asarray(ids, np.int32))
@@ -274,8 +332,8 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
     found = SampleArrays(places, limit)
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
-        prompts = _tokens(tokenizer, texts[0][start : start + CHUNK], special=True)
-        completions = _tokens(tokenizer, texts[1][start : start + CHUNK], special=False)
+        prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
+        completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
         for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
             if not completion:
                 found.skipped[sample] = "has a completion without tokens"
@@ -283,13 +341,3 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
             tokens, labels = prompted(prompt, completion, end)
             found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
     return found.finish()
-
-
-def _tokens(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    """The tokens of each text. `special`: with the special tokens that the tokenizer adds at the start, but not at the end."""
-    found: list[list[int]] = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
-    if special and tokenizer.eos_token_id is not None and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        return [ids[:-1] for ids in found]
-    return found

@@ -6,12 +6,15 @@ Float64 counts exactly up to 2**53. The counts use index_add_: torch.bincount, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 LOSS, COUNT = 0, 1
+MAX_MATRIX_LABELS = 200
+"""With more labels there is no confusion matrix, only the metrics of each class."""
 
 
 class LossMetrics:
@@ -32,6 +35,10 @@ class LossMetrics:
     def compute(self) -> dict[str, float]:
         """The values by name; nan if nothing was evaluated. Called on all ranks."""
         return self._values(over_ranks(self._sums).tolist())
+
+    def details(self) -> dict[str, Any]:
+        """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
+        return {}
 
     def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
         """Write the extra sums of a micro-batch to `extra`, which holds zeros."""
@@ -58,23 +65,60 @@ class TokenMetrics(LossMetrics):
 
 
 class ClassMetrics(LossMetrics):
-    """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary for label 1."""
+    """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary for label 1.
 
-    def __init__(self, labels: int, device: torch.device | str) -> None:
-        super().__init__(device, extra=3 * labels)
+    `details` has the metrics of each class, and the confusion matrix of up to MAX_MATRIX_LABELS labels.
+    """
+
+    def __init__(self, labels: int, device: torch.device | str, names: Sequence[str] | None = None) -> None:
+        """`names`: the name of each label in `details`; default: its number."""
+        self.has_matrix = labels <= MAX_MATRIX_LABELS
+        super().__init__(device, extra=3 * labels + labels * labels * self.has_matrix)
         self.labels = labels
+        self.names = [str(number) for number in range(labels)] if names is None else list(names)
+
+    def details(self) -> dict[str, Any]:
+        """classes: label, precision, recall, f1, support of each; confusion_matrix: a row of counts for each true label.
+
+        A precision or recall without a sample in its denominator is 0, as in scikit-learn.
+        """
+        sums = over_ranks(self._sums).tolist()
+        found: dict[str, Any] = {
+            "classes": [
+                {
+                    "label": name,
+                    "precision": hits / predicted if predicted else 0.0,
+                    "recall": hits / actual if actual else 0.0,
+                    "f1": 2 * hits / (predicted + actual) if predicted + actual else 0.0,
+                    "support": int(actual),
+                }
+                for name, hits, predicted, actual in zip(self.names, *self._per_class(sums), strict=True)
+            ]
+        }
+        if self.has_matrix:
+            cells, n = [int(value) for value in sums[2 + 3 * self.labels :]], self.labels
+            rows = [cells[row * n : (row + 1) * n] for row in range(n)]
+            found["confusion_matrix"] = {"labels": self.names, "rows": rows}
+        return found
 
     def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
         predictions = outputs.logits.argmax(-1)  # (batch,)
         correct = (predictions == targets).double()
-        hits, predicted, actual = extra.view(3, self.labels)
+        one = torch.ones_like(correct)
+        hits, predicted, actual = extra[: 3 * self.labels].view(3, self.labels)
         hits.index_add_(0, targets, correct)
-        predicted.index_add_(0, predictions, torch.ones_like(correct))
-        actual.index_add_(0, targets, torch.ones_like(correct))
+        predicted.index_add_(0, predictions, one)
+        actual.index_add_(0, targets, one)
+        if self.has_matrix:
+            extra[3 * self.labels :].index_add_(0, targets * self.labels + predictions, one)
+
+    def _per_class(self, sums: list[float]) -> tuple[list[float], list[float], list[float]]:
+        """(correct predictions, predictions, samples) of each class."""
+        n = self.labels
+        return sums[2 : 2 + n], sums[2 + n : 2 + 2 * n], sums[2 + 2 * n : 2 + 3 * n]
 
     def _values(self, sums: list[float]) -> dict[str, float]:
-        n = self.labels
-        hits, predicted, actual = sums[2 : 2 + n], sums[2 + n : 2 + 2 * n], sums[2 + 2 * n :]
+        hits, predicted, actual = self._per_class(sums)
         samples = sum(actual)
         # F1 = 2 tp / (2 tp + fp + fn); None for a class that neither occurs nor is predicted
         f1 = [2 * h / (p + a) if p + a else None for h, p, a in zip(hits, predicted, actual, strict=True)]
@@ -84,4 +128,4 @@ class ClassMetrics(LossMetrics):
             "accuracy": sum(hits) / samples if samples else math.nan,
             "f1": sum(present) / len(present) if present else math.nan,
         }
-        return {**values, "f1_binary": f1[1] or 0.0} if n == 2 else values
+        return {**values, "f1_binary": f1[1] or 0.0} if self.labels == 2 else values

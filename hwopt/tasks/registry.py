@@ -12,4 +12,4 @@ def make_task(job: Job) -> Task:
     from hwopt.tasks.text_classification import TextClassification
 
     tasks: dict[str, type[Task]] = {task.kind: task for task in (TextClassification, CausalLM)}
-    return tasks[job.task.kind]()
+    return tasks[job.task.kind](job.task)

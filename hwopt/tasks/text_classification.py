@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
@@ -16,15 +17,17 @@ from hwopt.data.tables import find_column, string_values, text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, split_by_label
 from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
-from hwopt.errors import DataError
+from hwopt.errors import DataError, InputError
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.base import FORMAT, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.base import FORMAT, Generation, LossFunction, Metrics, Predictor, Prepared, Task, Trained, refuse_router
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     import torch
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
@@ -59,8 +62,11 @@ class TextClassification(Task):
     """Classify single texts or pairs of texts."""
 
     kind: ClassVar[str] = "text-classification"
+    pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
+    _weight: torch.Tensor | None = None
+    """The class weights on the device, made once."""
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Prepare the data. Labels are numbered as in the model's config, else in the sorted order of the training labels."""
@@ -87,15 +93,38 @@ class TextClassification(Task):
         texts = [text for column in train.texts for text in column]
         decoder = is_decoder(config)
         tokenizer = tokenizer_for(job, config, texts, decoder, cache)
-        types = len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
+        types = uses_two_types(job, tokenizer, config)
         stores = [
             None if samples is None else _store(samples, names, tokenizer, limit, types, cache)
             for samples in (train, held_out, test)
         ]
         prepared = make_prepared(stores, tokenizer, names, avoid_used=decoder)
+        if job.task.class_weights is not None:
+            weights = label_weights(job.task.class_weights, names, prepared.train.array("labels"))
+            prepared = replace(prepared, class_weights=weights)
+            shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+            notes.append(f"class weights: {listing(shown)}")
         prepared.notes.extend(notes)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
+
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """A tuple of texts for each row."""
+        return list(zip(*text_columns(rows, job.data.text), strict=True))
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Predicts the most probable label."""
+        from hwopt.tasks.class_predictor import ClassPredictor
+
+        types = uses_two_types(trained.job, trained.tokenizer, trained.config)
+        return ClassPredictor(trained, model, types)
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
+        """The samples with a label that the model knows."""
+        job, tokenizer = trained.job, trained.tokenizer
+        samples = drop_unknown_labels(_samples(rows, job), trained.label_names)
+        limit = LengthLimit(job.data.max_length, trained.max_positions)
+        return _store(samples, trained.label_names, tokenizer, limit, uses_two_types(job, tokenizer, trained.config), cache)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The label names, and the kind of classification."""
@@ -112,11 +141,61 @@ class TextClassification(Task):
 
         return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
 
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """The weighted and smoothed cross-entropy of torch.nn.functional.cross_entropy, with the sum of the weights."""
+        import torch
+
+        smoothing, weights = self.options.label_smoothing, prepared.class_weights
+        if weights is None and not smoothing:
+            return self.loss
+        if self._weight is None and weights is not None:
+            self._weight = torch.tensor(weights, device=device)
+        return partial(weighted_loss, weight=self._weight, smoothing=smoothing)
+
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
         from hwopt.tasks.metrics import ClassMetrics
 
-        return ClassMetrics(len(prepared.label_names or ()), device)
+        names = prepared.label_names or ()
+        return ClassMetrics(len(names), device, names)
+
+
+def weighted_loss(
+    outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """(cross-entropy summed with the weight of each target, sum of these weights), with label smoothing."""
+    from torch.nn import functional
+
+    logits = outputs.logits.float()
+    summed = functional.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=smoothing)
+    return summed, targets.numel() if weight is None else weight[targets].sum()
+
+
+def label_weights(
+    wanted: Literal["balanced"] | Mapping[str, float], names: tuple[str, ...], labels: NDArray[np.int64]
+) -> tuple[float, ...]:
+    """The weight of each label number. "balanced": samples / (classes x samples of the class), as in scikit-learn.
+
+    A label that a table omits has weight 1. Raises InputError for a label that is not in the training data.
+    """
+    import numpy as np
+
+    if wanted == "balanced":
+        counts = np.bincount(labels, minlength=len(names))
+        return tuple((len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))).tolist())
+    assert not isinstance(wanted, str)
+    for label in wanted:
+        if label not in names:
+            raise InputError(
+                f"task.class_weights: the training data has no label {truncate(label)}.{nearest(label, names)} "
+                f"It has: {listing(names)}"
+            )
+    return tuple(float(wanted.get(name, 1.0)) for name in names)
+
+
+def uses_two_types(job: Job, tokenizer: Any, config: PretrainedConfig) -> bool:
+    """Whether the two texts of a pair are marked by token_type_ids."""
+    return len(job.data.text) == 2 and "token_type_ids" in tokenizer.model_input_names and uses_token_types(config)
 
 
 def read_labels(rows: Rows, name: str) -> list[str]:

@@ -25,6 +25,8 @@ class Evaluation:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn)
+        self.details: dict[str, Any] = {}
+        """`Metrics.details` of the last evaluation."""
 
     def due(self) -> bool:
         """Whether to evaluate after this step: every `eval_steps`, else at the end of each epoch, and after the last step."""
@@ -54,6 +56,7 @@ class Evaluation:
                 if run.engine.all_reduce_max(signals.received() or 0):
                     return None
         values = {f"{prefix}_{name}": value for name, value in metrics.compute().items()}
+        self.details = metrics.details()
         seconds = time.perf_counter() - started
         speed = {f"{prefix}_runtime": seconds, f"{prefix}_samples_per_second": samples / seconds}
         return {"step": run.step, "epoch": round(run.epoch, 4)} | values | speed
@@ -99,7 +102,7 @@ class Evaluation:
             run.heartbeat()
             outputs = run.inner_model(**micro_batch.inputs)
             if not batch.step.weightless:
-                loss, count = run.loss(outputs, micro_batch.targets)
+                loss, count = run.evaluation_loss(outputs, micro_batch.targets)
                 metrics.update(outputs, micro_batch.targets, loss, count)
             yield micro_batch.end_row
 

@@ -11,6 +11,9 @@ Run = Any
 Row = dict[str, float]
 """Metric name (as in Hugging Face's Trainer) -> value."""
 
+Summary = dict[str, Any]
+"""A row of totals, and results that are not one number, such as the metrics of each class."""
+
 
 class Listener:
     """Receives the events of a run. Every hook does nothing by default. Only the first rank shows and writes."""
@@ -45,7 +48,7 @@ class Listener:
     def on_save(self, run: Run, folder: Path) -> None:
         """A checkpoint, or the best weights, is complete on disk."""
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         """Training is over and `final/` is written."""
 
 
@@ -95,6 +98,6 @@ class Listeners(Listener):
         for listener in self.listeners:
             listener.on_save(run, folder)
 
-    def on_finish(self, run: Run, summary: Row) -> None:
+    def on_finish(self, run: Run, summary: Summary) -> None:
         for listener in self.listeners:
             listener.on_finish(run, summary)

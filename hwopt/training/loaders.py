@@ -33,7 +33,7 @@ def build_loaders(run: Run) -> None:
     collate = make_collate(cut=cut, max_rows=sizes.train)
     train = StepSampler(
         lengths=prepared.train.lengths,
-        counts=prepared.train.counts,
+        counts=prepared.train.counts if prepared.weights is None else prepared.weights,
         order=recipe.order or randomness.shuffled,
         seed=run.training.seed,
         rows=sizes.step,
@@ -44,7 +44,7 @@ def build_loaders(run: Run) -> None:
     )
     if recipe.collate is not None:
         collate = recipe.collate(collate)
-    run.train_loader = make_loader(run, StepDataset(prepared.train, collate), train)
+    run.train_loader = make_loader(run, StepDataset(prepared.train, collate, prepared.weights), train)
     if prepared.eval is not None:
         run.eval_loader = evaluation_loader(run, prepared.eval)
 

@@ -16,15 +16,17 @@ from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.final import save_final
+from hwopt.saving.model_card import model_card
 from hwopt.saving.plugin_state import Stateful
 from hwopt.saving.save_timing import SAVE
 from hwopt.saving.state_size import require_space_for_run
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation
+from hwopt.training.early_stopping import EarlyStopping
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.interruption import signalled, signals_acknowledged, stop
-from hwopt.training.listener import Row
+from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
@@ -35,7 +37,7 @@ from hwopt.training.summary import summarize
 from hwopt.training.telemetry import Telemetry
 
 
-def train(run: Run) -> Row:
+def train(run: Run) -> Summary:
     """Train `run` to its last step, keep the best weights, write `final/`, and return the summary.
 
     Raises NonFiniteError, DoesNotFitError, WorkerDiedError or StorageError, and at a signal SystemExit or KeyboardInterrupt.
@@ -60,14 +62,16 @@ class Loop:
         self.samples = Samples(run)
         self.memory_pressure = MemoryPressure(run.device)
         self.best = BestModel(run, writer, *best_metric(run))
+        self.early_stopping = EarlyStopping(run, self.best)
         parts: dict[str, Stateful] = {
+            "early_stopping": self.early_stopping,
             "telemetry": self.telemetry,
             "training": self.backoff,
             "evaluation": self.evaluation.backoff,
         }
         self.checkpoints = Checkpointer(run, writer, self.best, parts)
 
-    def train(self) -> Row:
+    def train(self) -> Summary:
         self.restore()
         self.run.listener.on_start(self.run)
         preflight(self.run, self.accumulation, self.evaluation)
@@ -92,13 +96,15 @@ class Loop:
             interrupted = self.run.step and self.evaluation.due() and self.best.evaluated != self.run.step
             if interrupted and (action := self.evaluate()):  # a signal ended the run in this evaluation, and now came another
                 return action
+            if self.early_stopping.stops:  # a signal came between the decision and the end
+                return 0
             for batch in self.batches():
                 if self.checkpoints.timing.due(ahead=1):  # wait before the step rather than after it: a crash then loses less
                     with self.telemetry.paused():
                         self.writer.wait()
                 self.step(batch)
                 action = self.after_step()
-                if action > SAVE:
+                if action > SAVE or self.early_stopping.stops:
                     break
         finally:
             self.run.listener.on_steps_end(self.run)
@@ -152,9 +158,12 @@ class Loop:
             metrics = self.evaluation.evaluate()
             if metrics is None:
                 return signalled(self.run)
-            self.best.consider(metrics)
+            self.early_stopping.observe(metrics[self.best.metric])
+            self.best.consider(metrics, self.evaluation.details)
             self.samples.show()
         self.run.listener.on_log(self.run, metrics)
+        if self.early_stopping.stops:
+            self.run.say(self.early_stopping.message())
         return 0
 
     def report(self, row: Row | None) -> None:
@@ -163,7 +172,7 @@ class Loop:
             self.run.listener.on_log(self.run, row)
             self.telemetry.judge()
 
-    def finish(self) -> Row:
+    def finish(self) -> Summary:
         """Write the best weights to `final/` and return the summary."""
         run = self.run
         self.report(self.telemetry.flush())
@@ -178,14 +187,14 @@ class Loop:
         if run.eval_loader is None:
             self.samples.show()
         tested = self.test()
-        save_final(run, self.writer)
+        summary = summarize(run, self.telemetry, seconds, self.best) | self.early_stopping.summary() | tested
+        save_final(run, self.writer, model_card(run, summary, self.best.metrics) if run.is_main else "")
         self.checkpoints.prune(best_is_final=True)
-        summary = summarize(run, self.telemetry, seconds, self.best) | tested
         run.listener.on_finish(run, summary)
         return summary
 
-    def test(self) -> Row:
-        """Evaluate the test data with the weights of `final/` and return the metrics; empty without test data."""
+    def test(self) -> Summary:
+        """Evaluate the test data with the weights of `final/` and return the results; empty without test data."""
         if self.run.prepared.test is None:
             return {}
         row = self.evaluation.test()
@@ -193,7 +202,8 @@ class Loop:
             self.run.warn("A signal ended the run before the test data was evaluated. Evaluate it with hwopt evaluate")
             return {}
         self.run.listener.on_log(self.run, row)
-        return {name: value for name, value in row.items() if name.startswith("test_")}
+        details = {f"test_{name}": value for name, value in self.evaluation.details.items()}
+        return {name: value for name, value in row.items() if name.startswith("test_")} | details
 
     def batches(self) -> Iterator[StepBatch]:
         """The run's step batches on its device; telemetry counts the seconds that the loop waits for them."""

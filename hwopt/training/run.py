@@ -109,7 +109,12 @@ class Run:
 
     @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
-        """(outputs, targets) -> (summed loss, count)."""
+        """The loss that is trained: (outputs, targets) -> (summed loss, count)."""
+        return self.recipe.loss or self.task.training_loss(self.prepared, self.device)
+
+    @property
+    def evaluation_loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
+        """The loss of an evaluation, without class weights and label smoothing."""
         return self.recipe.loss or self.task.loss
 
     @property

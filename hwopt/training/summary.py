@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hwopt.saving.best_model import BestModel
-from hwopt.training.listener import Row
+from hwopt.training.listener import Summary
 from hwopt.training.run import Run
 from hwopt.training.telemetry import Telemetry
 
 
-def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -> Row:
-    """The totals over all ranks, of `seconds` of training, with the last metrics and the best one."""
+def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -> Summary:
+    """The totals over all ranks, of `seconds` of training, with the last metrics, the best one and the details of the best."""
     total, world = telemetry.total, run.world_size
     totals = {
         "step": run.step,
@@ -22,4 +22,5 @@ def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -
         "data_wait": total.wait / seconds,
     }
     best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
-    return totals | best.latest | best_values
+    details = {} if best.value is None else {f"best_eval_{name}": value for name, value in best.details.items()}
+    return totals | best.latest | best_values | details

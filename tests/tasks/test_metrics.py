@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, f1_score
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precision_recall_fscore_support
 
-from hwopt.tasks.metrics import ClassMetrics, TokenMetrics
+from hwopt.tasks.metrics import MAX_MATRIX_LABELS, ClassMetrics, TokenMetrics
 
 
 @given(
@@ -39,6 +39,54 @@ def test_class_metrics_equal_those_of_scikit_learn(labels: int, seed: int, sampl
     else:
         assert set(found) == {"loss", "accuracy", "f1"}
     assert all(isinstance(value, float) for value in found.values())
+    details = metrics.details()
+    scores = precision_recall_fscore_support(targets, predicted, labels=range(labels), zero_division=0)
+    for number, each in enumerate(details["classes"]):
+        assert each["label"] == str(number)
+        assert [each[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx([s[number] for s in scores])
+    assert details["confusion_matrix"]["rows"] == confusion_matrix(targets, predicted, labels=range(labels)).tolist()
+
+
+def test_details_name_each_class_and_count_each_confusion() -> None:
+    metrics = ClassMetrics(3, "cpu", ["cat", "dog", "owl"])
+    predictions, targets = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 0, 1, 1])
+    metrics.update(SimpleNamespace(logits=torch.eye(3)[predictions]), targets, torch.tensor(1.0), 4)
+    assert metrics.details() == {
+        "classes": [
+            {"label": "cat", "precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
+            {"label": "dog", "precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
+            {"label": "owl", "precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0},
+        ],
+        "confusion_matrix": {"labels": ["cat", "dog", "owl"], "rows": [[1, 1, 0], [1, 1, 0], [0, 0, 0]]},
+    }
+
+
+def test_many_labels_have_class_metrics_without_a_matrix() -> None:
+    labels = MAX_MATRIX_LABELS + 1
+    metrics = ClassMetrics(labels, "cpu")
+    targets = torch.arange(labels)
+    metrics.update(SimpleNamespace(logits=torch.eye(labels)), targets, torch.tensor(1.0), labels)
+    details = metrics.details()
+    assert set(details) == {"classes"}
+    assert all(each["f1"] == 1.0 and each["support"] == 1 for each in details["classes"])
+
+
+def test_an_update_does_not_read_from_the_device() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            names.append(function._schema.name.removeprefix("aten::"))
+            return function(*args, **(kwargs or {}))
+
+    metrics = ClassMetrics(4, "cpu")
+    outputs, targets, loss = SimpleNamespace(logits=torch.eye(4)), torch.arange(4), torch.tensor(2.0)
+    with Calls():
+        metrics.update(outputs, targets, loss, 4)
+    assert names.count("index_add_") == 4
+    assert not {"_local_scalar_dense", "nonzero", "item", "bincount"} & set(names)
 
 
 def test_token_metrics_weigh_by_tokens() -> None:

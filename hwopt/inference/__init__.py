@@ -1,0 +1,1 @@
+"""Use a trained model: predict and evaluate the rows of a file."""

@@ -1,0 +1,185 @@
+"""Write the rows of a table with further columns to a csv, jsonl or parquet file, part by part."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from hwopt.errors import HwoptError, InputError, StorageError
+from hwopt.text import listing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Columns = Mapping[str, Sequence[Any]]
+"""Name of a new column -> a value for each row; None for a row without a value."""
+Originals = Mapping[str, Mapping[int, Any]]
+"""Column of mixed types, which a table stores as strings -> row of the table -> the value as it was read."""
+
+
+class Writer(Protocol):
+    """Writes one part of the rows after another."""
+
+    @property
+    def started(self) -> bool:
+        """Whether rows were written."""
+        ...
+
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        """Append the rows of `table`, with the new `columns`. Only JSON has a place for `originals`."""
+
+    def close(self) -> None:
+        """Complete the file."""
+
+
+def refuse_output(path: Path, overwrite: bool) -> None:
+    """Raise InputError if `path` has no extension of WRITERS or exists, StorageError if its folder is not writable."""
+    if path.suffix.lower() not in WRITERS:
+        known = listing(list(WRITERS))
+        raise InputError(f"--output {path}: unknown extension {path.suffix!r}; give a file that ends with {known}")
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; give a file")
+    if not path.parent.is_dir():
+        raise StorageError(f"{path} could not be written: the folder {path.parent} does not exist. Create it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{path} could not be written: no permission to write in {path.parent}. Give another file")
+    if path.exists() and not overwrite:
+        raise InputError(f"--output {path}: exists. Give another file, or --overwrite to replace it")
+
+
+@contextmanager
+def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
+    """A writer of a file that replaces `path` when the block succeeds. `new`: name and type of each new column.
+
+    The rows go into NAME.partial.EXTENSION, which stays if the block fails after the first rows. Raises StorageError.
+    """
+    staging = path.with_name(f"{path.stem}.partial{path.suffix}")
+    try:
+        writer = WRITERS[path.suffix.lower()](staging, new)
+        try:
+            yield writer
+        except BaseException as error:
+            with suppress(OSError):
+                writer.close()
+                if not writer.started:
+                    staging.unlink()
+            if writer.started and isinstance(error, HwoptError):
+                error.args = (f"{error}. The rows until then are in {staging}",)
+            raise
+        writer.close()
+        staging.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+class CsvWriter:
+    """Comma-separated UTF-8. Missing values are empty, nested ones are JSON."""
+
+    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
+        self.file: IO[str] = path.open("w", encoding="utf-8", newline="")
+        self.rows = csv.writer(self.file, lineterminator="\n")
+        self.started = False
+
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        if not self.started:
+            self.rows.writerow([*table.column_names, *columns])
+            self.started = True
+        cells = [*(map(csv_cell, values_of(table, name)) for name in table.column_names), *columns.values()]
+        self.rows.writerows(zip(*cells, strict=True))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def csv_cell(value: Any) -> Any:
+    """`value` as the csv module writes it, nested values as JSON."""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
+
+
+class JsonWriter:
+    """One JSON object per line, UTF-8."""
+
+    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
+        self.file: IO[str] = path.open("w", encoding="utf-8")
+        self.started = False
+
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        self.started = True
+        names = [*table.column_names, *columns]
+        read = {name: values_of(table, name) for name in table.column_names}
+        for name, values in originals.items():
+            for number, value in values.items():
+                read[name][number] = value
+        cells = [*read.values(), *columns.values()]
+        for row in zip(*cells, strict=True):
+            self.file.write(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class ParquetWriter:
+    """Parquet with the column types of the input."""
+
+    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
+        self.file: IO[bytes] = path.open("wb")
+        self.new = new
+        self.writer: Any = None
+
+    @property
+    def started(self) -> bool:
+        return self.writer is not None
+
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        types = {str: pa.string(), float: pa.float64(), int: pa.int64()}
+        table = table.replace_schema_metadata(None)  # the features of `datasets` would lack the new columns
+        for name, values in columns.items():
+            table = table.append_column(name, pa.array(values, types[self.new[name]]))
+        if self.writer is None:
+            self.writer = pyarrow.parquet.ParquetWriter(self.file, table.schema)
+        self.writer.write_table(table)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        self.file.close()
+
+
+WRITERS: Mapping[str, Callable[[Path, Mapping[str, type]], Writer]] = {
+    ".csv": CsvWriter,
+    ".jsonl": JsonWriter,
+    ".parquet": ParquetWriter,
+}
+
+
+def values_of(table: pa.Table, name: str) -> list[Any]:
+    """The values of a column. Bytes of a text that are not UTF-8, which parquet allows, are replaced."""
+    import pyarrow as pa
+
+    column = table[name]
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        raw = column.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+
+
+def free_names(wanted: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
+    """Each wanted name -> itself, or with a number behind it ("_2") that makes it differ from all `taken` names."""
+    found: dict[str, str] = {}
+    for name in wanted:
+        numbered = (name if number == 1 else f"{name}_{number}" for number in range(1, len(taken) + len(wanted) + 2))
+        found[name] = next(each for each in numbered if each not in taken and each not in found.values())
+    return found

@@ -1,0 +1,171 @@
+"""Predict the rows of a file with a trained model, and write them with the predictions to another file.
+
+The rows are predicted window by window: within one they are batched by length, and written in their own order when all of them
+are done. A row that cannot be used keeps its place, without a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hwopt.data.bad_rows import place
+from hwopt.data.rows import ReadOptions, Rows
+from hwopt.data.tables import read_rows
+from hwopt.errors import DataError, InputError
+from hwopt.inference.batches import Batches
+from hwopt.inference.output import free_names, refuse_output, replacing
+from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
+from hwopt.tasks.base import Generation, ModelInput, Predictor
+from hwopt.tasks.registry import make_task
+from hwopt.text import listing
+
+if TYPE_CHECKING:
+    from hwopt.config.job import Job
+
+WINDOW_BATCHES = 32
+"""Batches of a window: enough rows to batch by length, few enough that results appear soon."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PredictionReport:
+    """How a prediction went."""
+
+    output: Path
+    rows: int
+    """Rows in the output."""
+    predicted: int
+    """Rows with a prediction."""
+    columns: tuple[str, ...]
+    """The names of the new columns."""
+    without_prediction: dict[str, str]
+    """Place of each row of the output without a prediction -> the reason."""
+    unreadable: dict[str, str]
+    """Place of each row that could not be read, which is not in the output -> the reason."""
+    notes: tuple[str, ...] = ()
+
+
+def predict(
+    run: Path,
+    source: str,
+    output: Path,
+    cache: Path,
+    *,
+    assignments: Sequence[str] = (),
+    overwrite: bool = False,
+    batch_size: int | None = None,
+    generation: Generation | None = None,
+    warn: Say = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, rows: None,
+) -> PredictionReport:
+    """Write the rows of `source` with the predictions of the model of `run` to `output` (csv, jsonl or parquet).
+
+    `assignments` ("data.KEY=VALUE") change how the source is read. `generation`: for tasks that generate text; None for its
+    defaults. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
+    DoesNotFitError with a message that says what to change.
+    """
+    refuse_output(output, overwrite)
+    found = find_run_model(run, assignments)
+    if generation is not None and not make_task(found.job).generates:
+        raise InputError(
+            f"--max-new-tokens and the other options of generation: {run} is a run of task.kind = {found.job.task.kind!r}, "
+            "which generates no text. Omit these options"
+        )
+    rows = read_source(source, found.job)
+    inputs = make_task(found.job).read_inputs(rows, found.job)
+    loaded = load_trained_model(found, cache)
+    predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
+    names = free_names(tuple(predictor.columns), rows.table.column_names)
+    batches = Batches(loaded.device, batch_size or loaded.settings.batch, warn)
+    window = WINDOW_BATCHES * batches.rows
+    count = rows.table.num_rows
+    if generation is not None:
+        torch.manual_seed(generation.seed)
+    with replacing(output, {names[name]: kind for name, kind in predictor.columns.items()}) as writer:
+        for start in range(0, count, window):
+            stop = min(start + window, count)
+            results = predict_window(loaded, predictor, batches, rows, inputs, range(start, stop))
+            columns = zip(*results, strict=True)
+            originals = {
+                name: {row - start: value for row, value in values.items() if start <= row < stop}
+                for name, values in rows.non_strings.items()
+            }
+            writer.write(rows.table.slice(start, stop - start), dict(zip(names.values(), columns, strict=True)), originals)
+            progress(stop, count)
+        predicted = len(usable_rows(rows, range(count)))
+        if not predicted:
+            raise DataError(f"{source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
+    renamed = [f"{new!r} instead of {name!r}" for name, new in names.items() if new != name]
+    notes = [f"new columns: {listing(renamed)}, which the input has already"] if renamed else []
+    return PredictionReport(
+        output, count, predicted, tuple(names.values()), reasons_of(rows, True), reasons_of(rows, False), (*loaded.notes, *notes)
+    )
+
+
+def reasons_of(rows: Rows, in_table: bool) -> dict[str, str]:
+    """Place -> reason of the bad rows that are, or are not, in the table."""
+    read = set(rows.places.numbers)
+    bad = sorted(rows.bad_rows.reasons.items())
+    return {place(rows.source, rows.bad_rows.unit, number): why for number, why in bad if (number in read) == in_table}
+
+
+def read_source(source: str, job: Job) -> Rows:
+    """The rows of `source`, read as the job reads its data; no number of bad rows is an error."""
+    data = job.data
+    rows = read_rows(source, None, ReadOptions(strict=False, max_bad_rows=1.0, encoding=data.encoding, delimiter=data.delimiter))
+    names = rows.table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{source}: has {names.count(twice[0])} columns named {twice[0]!r}; rename all but one")
+    return rows
+
+
+def usable_rows(rows: Rows, window: range) -> list[int]:
+    """The table rows of `window` that are not bad."""
+    return [row for row in window if rows.places.numbers[row] not in rows.bad_rows.reasons]
+
+
+def predict_window(
+    loaded: TrainedModel, predictor: Predictor, batches: Batches, rows: Rows, inputs: Sequence[Any], window: range
+) -> list[tuple[Any, ...]]:
+    """The values of the new columns for each row of `window`; rows that cannot be used are marked, and get None."""
+    encoded: dict[int, ModelInput] = {}
+    usable = usable_rows(rows, window)
+    for row, found in zip(usable, predictor.encode([inputs[row] for row in usable]), strict=True):
+        if isinstance(found, str):
+            rows.mark_bad(row, found)
+        else:
+            encoded[row] = found
+    results: dict[int, tuple[Any, ...]] = {}
+    longest_first = sorted(encoded, key=lambda row: -len(encoded[row]["input_ids"]))
+
+    def work(part: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+        padded = pad([encoded[row] for row in part], predictor, loaded)
+        with loaded.inference():
+            return predictor.predict(padded)
+
+    for part, values in batches.run(longest_first, work):
+        results.update(zip(part, values, strict=True))
+    nothing = (None,) * len(predictor.columns)
+    return [results.get(row, nothing) for row in window]
+
+
+def pad(inputs: Sequence[ModelInput], predictor: Predictor, loaded: TrainedModel) -> dict[str, torch.Tensor]:
+    """The inputs of a batch as tensors (rows, width) on the device, with an attention mask."""
+    multiple = loaded.settings.pad_to_multiple_of
+    longest = max(len(each["input_ids"]) for each in inputs)
+    width = -(-longest // multiple) * multiple if predictor.padding_side == "right" else longest
+    most = loaded.trained.max_positions
+    width = longest if most is not None and width > most else width
+    filler = {"input_ids": loaded.trained.tokenizer.pad_token_id or 0}
+    found = {}
+    for key in (*inputs[0], "attention_mask"):
+        rows = [each.get(key, [1] * len(each["input_ids"])) for each in inputs]
+        padding = [[filler.get(key, 0)] * (width - len(row)) for row in rows]
+        left = predictor.padding_side == "left"
+        found[key] = torch.tensor([extra + row if left else row + extra for row, extra in zip(rows, padding, strict=True)])
+    return {key: tensor.to(loaded.device) for key, tensor in found.items()}

@@ -1,0 +1,194 @@
+"""TrainedModel: the model of a finished run, loaded for inference with the run's precision and attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwopt.config.job import Job, load_job
+from hwopt.config.toml import parse_assignment
+from hwopt.data.tokenizer import choose_padding, load_tokenizer
+from hwopt.errors import DoesNotFitError, InputError
+from hwopt.hardware.detect import detect
+from hwopt.hardware.device import Hardware
+from hwopt.inference.settings import HALF, InferenceSettings, read_settings
+from hwopt.model.config import load_config
+from hwopt.model.facts import AUTO_CLASSES, model_facts
+from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
+from hwopt.model.weights import load_weights
+from hwopt.saving.reader import list_checkpoints
+from hwopt.system.paths import path_kind
+from hwopt.tasks.base import Task, Trained, with_head
+from hwopt.tasks.registry import make_task
+from hwopt.text import first_line, listing, nearest
+
+ADAPTER = "adapter_config.json"
+"""The file of a folder that holds an adapter for another model."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """Where the model of a run is."""
+
+    run: Path
+    folder: Path
+    """The folder of the model, usually `final/`."""
+    job: Job
+    settings: InferenceSettings | None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the folder has an adapter instead of a whole model."""
+        return not (self.folder / "config.json").exists() and (self.folder / ADAPTER).exists()
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in evaluation mode on its device, with its task and tokenizer."""
+
+    task: Task
+    trained: Trained
+    model: Any
+    device: torch.device
+    settings: InferenceSettings
+    notes: tuple[str, ...] = ()
+    """Lines for the user: how inference differs from the run's evaluation."""
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Context of every forward pass: no gradients, and the run's precision."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if self.settings.dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, DTYPES[self.settings.dtype]))
+            yield
+
+
+def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
+    """The model of a run folder, or of the `final/` of one. `assignments` ("data.KEY=VALUE") change how its job reads data.
+
+    Raises InputError if the run is not finished, or is no run.
+    """
+    for assignment in assignments:
+        if (key := parse_assignment(assignment)[0])[0] != "data":
+            raise InputError(f"--set {'.'.join(key)}: the model is trained; only keys of [data] can be set")
+    kind = path_kind(path, "RUN")
+    if kind != "folder":
+        what = "no such folder" if kind == "missing" else "is a file"
+        names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        raise InputError(f"{path}: {what}.{nearest(path.name, names)} Give a run folder, such as runs/NAME")
+    path = path.absolute()
+    if (path / "job.toml").is_file():
+        run, folder = path, path / "final"
+    elif (path.parent / "job.toml").is_file():
+        run, folder = path.parent, path
+    else:
+        runs = sorted(each.parent.name for each in path.glob("*/job.toml"))
+        hint = f"; give one of its runs: {listing(runs)}" if runs else ""
+        raise InputError(f"{path}: is not a run folder: it has no job.toml{hint}")
+    if not folder.is_dir():
+        saved = list_checkpoints(run)
+        where = f", or give its newest checkpoint: {saved[0]}" if saved else ""
+        raise InputError(f"{run}: the run is not finished: it has no final/. Finish it with `hwopt run --resume`{where}")
+    found = RunModel(run, folder, load_job(run / "job.toml", assignments).job, read_settings(run))
+    if not (folder / "config.json").is_file() and not found.is_adapter:
+        raise InputError(
+            f"{folder}: has no config.json, so the model cannot be built from it. Its class has no save_pretrained(): "
+            "build the model in Python and load model.safetensors into it"
+        )
+    return found
+
+
+def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
+    """The model that `find_run_model` found, on the GPU if there is one. Raises InputError if it cannot be loaded."""
+    job, folder = found.job, found.folder
+    if is_trusted(job.model.name):  # save_pretrained() copied its code
+        trust_only([*trusted_models(), str(folder)])
+    task = make_task(job)
+    hardware = detect()
+    settings, notes = usable_settings(found.settings, hardware)
+    try:
+        base = base_of_adapter(found) if found.is_adapter else str(folder)
+        config = load_config(base, None, job.model.revision if found.is_adapter else None)
+        if found.is_adapter:
+            config = with_head(config, task, settings.labels)
+        tokenizer = load_tokenizer(str(folder), key=str(folder))
+        if tokenizer.pad_token is None:
+            choose_padding(tokenizer, set())
+        facts = model_facts(config, task.kind, base, cache / "models")
+        model = load_model(found, base, config, weights_dtype(found, settings, hardware), settings.attention)
+    except InputError as error:
+        raise InputError(str(error).removeprefix("model.name: ")) from error
+    labels = settings.labels or tuple(name for _, name in sorted((getattr(config, "id2label", None) or {}).items()))
+    trained = Trained(job, config, tokenizer, labels, facts.max_positions)
+    device = torch.device("cuda", 0) if hardware.device_type == "cuda" else torch.device("cpu")
+    try:
+        model = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{folder}: the model does not fit into the device's memory ({first_line(error)}). Free memory that other processes "
+            "use, or hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
+        ) from error
+    return TrainedModel(task, trained, model, device, settings, notes)
+
+
+def usable_settings(saved: InferenceSettings | None, hardware: Hardware) -> tuple[InferenceSettings, tuple[str, ...]]:
+    """(the settings of the run, as far as this machine supports them; notes about what differs)."""
+    if saved is None:
+        return InferenceSettings(), ("plan.json has no inference settings: computing in the dtype of the weights",)
+    notes = []
+    if saved.dtype is not None and not (capability := hardware.can(saved.dtype)):
+        notes.append(f"the run computed in {saved.dtype}, this machine computes in fp32: {capability.reason}")
+        saved = replace(saved, dtype=None)
+    if saved.attention is not None and "flash" in saved.attention and hardware.device_type == "cpu":
+        notes.append(f"the run used {saved.attention}, which needs a GPU: taking the default attention")
+        saved = replace(saved, attention=None)
+    return saved, tuple(notes)
+
+
+def weights_dtype(found: RunModel, settings: InferenceSettings, hardware: Hardware) -> Any:
+    """The dtype to load weights in: that of the file, or fp32 if the machine does not support it.
+
+    The base of an adapter is not trained: it is loaded in the precision of the products, which takes less memory.
+    """
+    if found.is_adapter and settings.dtype is not None:
+        return DTYPES[settings.dtype]
+    try:
+        saved = json.loads((found.folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    except (OSError, ValueError, AttributeError):
+        saved = None
+    half = HALF.get(str(saved))
+    return "auto" if half is None or hardware.can(half) else torch.float32
+
+
+def base_of_adapter(found: RunModel) -> str:
+    """The name of the model that the adapter in `found.folder` was trained on. Raises InputError if the files do not say."""
+    if found.job.model.name is not None:
+        return found.job.model.name
+    raise InputError(
+        f"{found.folder}: holds an adapter for a model with random weights (model.config), which is not saved. "
+        "Merge the adapter at the end of the run"
+    )
+
+
+def load_model(found: RunModel, base: str, config: Any, dtype: Any, attention: str | None) -> Any:
+    """The model in host memory, with its adapter if it has one."""
+    import transformers
+
+    auto_class = getattr(transformers, AUTO_CLASSES[make_task(found.job).kind])
+    options = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
+    revision = found.job.model.revision if found.is_adapter else None
+    model = load_weights(auto_class, base, revision, config, new_head=found.is_adapter, **options)
+    if found.is_adapter:
+        try:
+            model.load_adapter(str(found.folder))
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise InputError(f"{found.folder}: cannot load the adapter: {error}") from error
+    return model

@@ -1,0 +1,63 @@
+"""Early stopping, with the meaning of transformers' EarlyStoppingCallback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hwopt.errors import InputError
+from hwopt.saving.best_model import BestModel
+from hwopt.training.run import Run
+
+
+class EarlyStopping:
+    """Counts the evaluations in a row that did not improve the metric for the best model by more than the threshold.
+
+    With `training.early_stopping_patience` of them, the run ends. As in transformers, a smaller improvement still makes the
+    weights the best ones. The count is saved with checkpoints.
+    """
+
+    def __init__(self, run: Run, best: BestModel) -> None:
+        self.run, self.best = run, best
+        self.patience = run.training.early_stopping_patience
+        self.count = 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends now."""
+        return self.patience is not None and self.count >= self.patience
+
+    def observe(self, value: float) -> None:
+        """Compare the metric of an evaluation with the best one before it."""
+        best, threshold = self.best.value, self.run.training.early_stopping_threshold
+        if best is None or (math.isfinite(value) and not math.isfinite(best)):
+            improved = True
+        else:
+            improved = self.best.sign * value > self.best.sign * best and abs(value - best) > threshold
+        self.count = 0 if improved else self.count + 1
+
+    def message(self) -> str:
+        """Why the run ends."""
+        threshold = self.run.training.early_stopping_threshold
+        by = f" by more than {threshold:g}" if threshold else ""
+        return (
+            f"Stopping early after step {self.run.step:,} of {self.run.total_steps:,}: {self.best.metric} did not improve{by} in "
+            f"{self.count} evaluations. The best weights are those of step {self.best.step:,}"
+        )
+
+    def summary(self) -> dict[str, int]:
+        """The entry of the summary: the evaluations without improvement, if they ended the run."""
+        return {"early_stopping_count": self.count} if self.stops else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = int(state["count"])
+
+
+def refuse_without_evaluation(run: Run) -> None:
+    """Raise InputError for early stopping without evaluation data."""
+    if run.training.early_stopping_patience is not None and run.prepared.eval is None:
+        raise InputError("training.early_stopping_patience: needs evaluation data: set data.eval or data.eval_fraction")

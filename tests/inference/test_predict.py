@@ -1,0 +1,347 @@
+"""hwopt predict: any rows in, the same rows with predictions out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import pipeline
+
+from hwopt import api
+from hwopt.cli import run_command
+from hwopt.errors import DataError, DoesNotFitError, InputError, StorageError
+from hwopt.inference import predict as predict_module
+from hwopt.inference.batches import Batches
+from hwopt.inference.output import free_names
+from hwopt.inference.trained_model import find_run_model, load_trained_model
+from hwopt.tasks.base import Generation
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_are_those_of_the_pipeline_in_the_order_of_the_input(classifier: Path, tmp_path: Path) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 70, seed=5)
+    report = api.predict(classifier, str(source), tmp_path / "out.jsonl", batch_size=2)  # two windows
+    found = rows_of(tmp_path / "out.jsonl")
+    assert [{"text": row["text"], "label": row["label"]} for row in found] == rows_of(source)
+    assert (report.rows, report.predicted, report.columns) == (70, 70, ("predicted_label", "predicted_probability"))
+    expected = pipeline("text-classification", model=str(classifier / "final"), device="cpu")([row["text"] for row in found])
+    for row, other in zip(found, expected, strict=True):
+        assert row["predicted_probability"] == pytest.approx(other["score"], abs=0.01)  # bf16 against fp32
+        assert row["predicted_label"] == other["label"] or other["score"] < 0.51
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_each_format_keeps_the_columns_and_adds_the_prediction(suffix: str, classifier: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text('id,text,note\n01,red one,"a, b"\n02,two up,ä\n')
+    output = tmp_path / f"out.{suffix}"
+    api.predict(classifier, str(source), output)
+    if suffix == "csv":
+        found = list(csv.DictReader(output.read_text(encoding="utf-8").splitlines()))
+    else:
+        found = rows_of(output) if suffix == "jsonl" else pyarrow.parquet.read_table(output).to_pylist()
+    assert list(found[0]) == ["id", "text", "note", "predicted_label", "predicted_probability"]
+    assert [(row["id"], row["note"]) for row in found] == [("01", "a, b"), ("02", "ä")]
+    assert all(row["predicted_label"] in ("colour", "other") for row in found)
+    assert all(0.5 <= float(row["predicted_probability"]) <= 1 for row in found)
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_unusable_rows_stay_without_a_prediction_and_are_named(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [{"text": "red one"}, {"text": " "}, {"text": None, "x": [1, {"y": 2}]}, {"text": "up", "x": 3}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    assert run_command(["predict", str(classifier), str(source), "-o", str(tmp_path / "out.jsonl")]) == 0
+    found = rows_of(tmp_path / "out.jsonl")
+    assert [row["text"] for row in found] == ["red one", " ", None, "up"]
+    assert [row["x"] for row in found] == [None, None, [1, {"y": 2}], 3]
+    assert [row["predicted_label"] is None for row in found] == [False, True, True, False]
+    said = capsys.readouterr().out
+    assert f"no prediction: {source}:2: has no text" in said
+    assert f"no prediction: {source}:3: 'text' has no value" in said
+    assert f"not in the output: {source}:5: is not valid JSON" in said
+    assert "4 rows, 2 with predicted_label, predicted_probability, 1 rows left out" in said
+
+
+def test_a_text_longer_than_the_model_is_truncated_only_if_the_job_says_so(classifier: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"text": "red " * 100}) + "\n" + json.dumps({"text": "one"}) + "\n")
+    assert api.predict(classifier, str(source), tmp_path / "cut.jsonl").predicted == 2  # data.max_length = 32
+    run = shutil.copytree(classifier, tmp_path / "run")
+    job = (run / "job.toml").read_text().replace("max_length = 32\n", "")
+    (run / "job.toml").write_text(job)
+    report = api.predict(run, str(source), tmp_path / "out.jsonl")
+    (reason,) = report.without_prediction.values()
+    assert list(report.without_prediction) == [f"{source}:1"]
+    assert reason.endswith("tokens, more than the model's limit of 64 (data.max_length truncates)")
+    assert api.predict(run, str(source), tmp_path / "set.jsonl", assignments=["data.max_length=20"]).predicted == 2
+
+
+def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("text,predicted_label,predicted_label_2\nred,a,b\n")
+    report = api.predict(classifier, str(source), tmp_path / "out.csv")
+    (row,) = csv.DictReader((tmp_path / "out.csv").read_text().splitlines())
+    assert (row["predicted_label"], row["predicted_label_2"]) == ("a", "b")
+    assert row["predicted_label_3"] in ("colour", "other")
+    assert "'predicted_label_3' instead of 'predicted_label'" in report.notes[0]
+    assert free_names(["a", "a_2"], ["a"]) == {"a": "a_2", "a_2": "a_2_2"}
+
+
+def test_predictions_do_not_depend_on_the_batch(classifier: Path, tmp_path: Path) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 30, seed=7)
+    for size in (1, 16):
+        api.predict(classifier, str(source), tmp_path / f"{size}.jsonl", batch_size=size)
+    one, sixteen = (rows_of(tmp_path / f"{size}.jsonl") for size in (1, 16))
+    for left, right in zip(one, sixteen, strict=True):
+        assert left["predicted_probability"] == pytest.approx(right["predicted_probability"], abs=0.01)
+
+
+def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sizes, warnings = write_samples(tmp_path / "in.jsonl", 20, seed=3), [], []
+    from hwopt.tasks.class_predictor import ClassPredictor
+
+    whole = ClassPredictor.predict
+
+    def limited(self: ClassPredictor, inputs: dict[str, torch.Tensor]) -> Any:
+        if len(inputs["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("8 GiB")
+        sizes.append(len(inputs["input_ids"]))
+        return whole(self, inputs)
+
+    monkeypatch.setattr(ClassPredictor, "predict", limited)
+    report = api.predict(classifier, str(source), tmp_path / "out.jsonl", warn=warnings.append)
+    assert (report.predicted, sum(sizes), max(sizes)) == (20, 20, 2)
+    assert [line.split(":")[0] for line in warnings] == [
+        "A batch of 8 rows does not fit into the device's memory",
+        "A batch of 4 rows does not fit into the device's memory",
+    ]
+    monkeypatch.setattr(ClassPredictor, "predict", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("8 GiB")))
+    with pytest.raises(DoesNotFitError, match="A single row does not fit"):
+        api.predict(classifier, str(source), tmp_path / "none.jsonl")
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_rows_that_are_done_stay_if_a_later_window_fails(
+    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 10, seed=3)
+    monkeypatch.setattr(predict_module, "WINDOW_BATCHES", 1)
+    windows = predict_module.predict_window
+
+    def failing(*arguments: Any) -> Any:
+        if arguments[-1].start == 8:
+            raise DoesNotFitError("A single row does not fit")
+        return windows(*arguments)
+
+    monkeypatch.setattr(predict_module, "predict_window", failing)
+    with pytest.raises(DoesNotFitError, match=r"The rows until then are in .*out\.partial\.jsonl"):
+        api.predict(classifier, str(source), tmp_path / "out.jsonl", batch_size=4)
+    assert len(rows_of(tmp_path / "out.partial.jsonl")) == 8
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_batches_visit_every_item_once() -> None:
+    batches = Batches(torch.device("cpu"), 4, lambda _: None)
+    found = [(list(part), list(values)) for part, values in batches.run([1, 2, 3, 4, 5], lambda part: [-n for n in part])]
+    assert found == [([1, 2, 3, 4], [-1, -2, -3, -4]), ([5], [-5])]
+
+
+def test_inference_has_the_precision_and_attention_of_the_run(classifier: Path, tmp_path: Path) -> None:
+    loaded = load_trained_model(find_run_model(classifier), tmp_path)
+    assert (loaded.settings.dtype, loaded.model.config._attn_implementation) == ("bf16", "sdpa")
+    with loaded.inference():
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_inference_mode_enabled()
+
+
+def test_generation_is_that_of_the_pipeline(generator: Path, tmp_path: Path) -> None:
+    report = api.predict(
+        generator, str(generator.parent / "eval.jsonl"), tmp_path / "out.jsonl", generation={"max_new_tokens": 6}, batch_size=5
+    )
+    assert report.columns == ("generated_text",)
+    found = rows_of(tmp_path / "out.jsonl")
+    assert any(row["generated_text"] for row in found)
+    generate = pipeline("text-generation", model=str(generator / "final"), device="cpu")
+    for row in found[:6]:
+        (other,) = generate(row["question"], max_new_tokens=6, max_length=None, do_sample=False, return_full_text=False)
+        assert row["generated_text"] == other["generated_text"]
+
+
+def test_sampling_repeats_with_the_same_seed(generator: Path, tmp_path: Path) -> None:
+    source = str(generator.parent / "eval.jsonl")
+    texts = []
+    for seed in (1, 1, 2):
+        options = {"max_new_tokens": 8, "do_sample": True, "temperature": 3.0, "seed": seed}
+        api.predict(generator, source, tmp_path / "out.jsonl", generation=options, overwrite=True)
+        texts.append([row["generated_text"] for row in rows_of(tmp_path / "out.jsonl")])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"question": "what is " * 80}) + "\n" + json.dumps({"question": "what"}) + "\n")
+    report = api.predict(generator, str(source), tmp_path / "out.jsonl")
+    (reason,) = report.without_prediction.values()
+    assert "leaves no room to generate: the model's limit is 64" in reason
+    assert Generation().max_new_tokens > 64  # limited by the model
+
+
+def wrong_extension(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "out.xlsx"
+
+
+def existing_output(classifier: Path, folder: Path) -> tuple[str, ...]:
+    (folder / "out.csv").write_text("mine\n")
+    return str(classifier), "in.jsonl", "-o", "out.csv"
+
+
+def missing_folder(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "nowhere/out.csv"
+
+
+def missing_run(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return "runs/nope", "in.jsonl", "-o", "out.csv"
+
+
+def unfinished_run(classifier: Path, folder: Path) -> tuple[str, ...]:
+    shutil.copytree(classifier, folder / "run", ignore=shutil.ignore_patterns("final"))
+    return "run", "in.jsonl", "-o", "out.csv"
+
+
+def no_run(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier.parent), "in.jsonl", "-o", "out.csv"
+
+
+def no_config(classifier: Path, folder: Path) -> tuple[str, ...]:
+    shutil.copytree(classifier, folder / "run")
+    (folder / "run/final/config.json").unlink()
+    return "run", "in.jsonl", "-o", "out.csv"
+
+
+def missing_file(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "im.jsonl", "-o", "out.csv"
+
+
+def missing_column(classifier: Path, folder: Path) -> tuple[str, ...]:
+    (folder / "in.csv").write_text("texts\nred\n")
+    return str(classifier), "in.csv", "-o", "out.csv"
+
+
+def no_usable_row(classifier: Path, folder: Path) -> tuple[str, ...]:
+    (folder / "in.csv").write_text("text,label\n,a\n\x20,b\n")
+    return str(classifier), "in.csv", "-o", "out.csv"
+
+
+def generation_option(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "out.csv", "--max-new-tokens", "3"
+
+
+def set_option(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "out.csv", "--set", "training.seed=3"
+
+
+def sampling_option(classifier: Path, folder: Path) -> tuple[str, ...]:
+    return str(classifier), "in.jsonl", "-o", "out.csv", "--temperature", "0.5"
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "expected"),
+    [
+        (wrong_extension, 2, "unknown extension '.xlsx'; give a file that ends with .csv, .jsonl, .parquet"),
+        (existing_output, 2, "out.csv: exists. Give another file, or --overwrite"),
+        (missing_folder, 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
+        (missing_run, 2, "runs/nope: no such folder"),
+        (unfinished_run, 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
+        (no_run, 2, "has no job.toml; give one of its runs: run"),
+        (no_config, 2, "has no config.json"),
+        (missing_file, 4, "Did you mean 'in.jsonl'?"),
+        (missing_column, 4, "has no column 'text'. Did you mean 'texts'?"),
+        (no_usable_row, 4, "column 'text' is empty in every row"),
+        (generation_option, 2, "which generates no text. Omit these options"),
+        (set_option, 2, "--set training.seed: the model is trained; only keys of [data] can be set"),
+        (sampling_option, 2, "--temperature needs --do-sample"),
+    ],
+)
+def test_bad_input_ends_with_one_message(
+    make: Any,
+    code: int,
+    expected: str,
+    classifier: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "in.jsonl", 3)
+    before = (tmp_path / "out.csv").exists()
+    assert run_command(["predict", *make(classifier, tmp_path)]) == code
+    message = capsys.readouterr().err
+    assert expected in " ".join(message.split())
+    assert "Traceback" not in message
+    assert (tmp_path / "out.csv").exists() == before or make is existing_output
+
+
+def test_output_is_replaced_with_overwrite(classifier: Path, tmp_path: Path) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 3)
+    (tmp_path / "out.csv").write_text("mine\n")
+    api.predict(classifier, str(source), tmp_path / "out.csv", overwrite=True)
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 4
+    with pytest.raises(InputError, match="exists"):
+        api.predict(classifier, str(source), tmp_path / "out.csv")
+
+
+def test_set_reads_another_column_and_encoding(classifier: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes("body;x\nred ä;1\n".encode("cp1252"))
+    settings = ["data.text=body", "data.encoding=cp1252"]
+    api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.csv", assignments=settings)
+    assert (tmp_path / "out.csv").read_text(encoding="utf-8").startswith("body,x,predicted_label,predicted_probability\nred ä,1,")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_settings_have_the_dtype_of_each_level(level: str, tmp_path: Path) -> None:
+    profile = tiny_profile(precision={"dtype": "bf16", "level": level})
+    train_tiny(plan_for(profile, tiny_job(tmp_path / "data", max_steps=1)), tmp_path)
+    settings = find_run_model(tmp_path / "run").settings
+    assert settings is not None
+    assert (settings.dtype, settings.batch, settings.labels) == ("bf16", 8, ("colour", "other"))
+
+
+def test_a_column_that_occurs_twice_is_an_error(classifier: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,x,x\nred,1,2\n")
+    with pytest.raises(DataError, match="has 2 columns named 'x'"):
+        api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.csv")
+
+
+def test_a_full_disk_is_a_storage_error(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 3)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hwopt.inference.output.CsvWriter.write", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        api.predict(classifier, str(source), tmp_path / "out.csv")
+
+
+def test_a_run_of_an_older_version_predicts_in_the_precision_of_its_weights(classifier: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(classifier, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    del plan["inference"]
+    (run / "plan.json").write_text(json.dumps(plan))
+    report = api.predict(run, str(write_samples(tmp_path / "in.jsonl", 3)), tmp_path / "out.csv")
+    assert report.predicted == 3
+    assert "plan.json has no inference settings" in report.notes[0]

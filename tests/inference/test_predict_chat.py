@@ -1,0 +1,75 @@
+"""hwopt predict and evaluate on conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hwopt import api
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+
+
+def conversation(number: int, answered: bool = True) -> list[dict[str, str]]:
+    answer = [{"role": "assistant", "content": f"it is {number % 3}"}] if answered else []
+    return [{"role": "user", "content": f"what is {number}"}, *answer]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    data = {
+        name: write(folder / f"{name}.jsonl", [{"messages": conversation(number)} for number in range(16)])
+        for name in ("train", "eval")
+    }
+    job = tiny_job(folder / "data", "causal-lm", data=data | {"chat_template": "chatml", "max_length": 60}, max_steps=6)
+    train_tiny(plan_for(tiny_profile(), job), folder)
+    return folder / "run"
+
+
+def generated(path: Path) -> list[str | None]:
+    return [json.loads(line)["generated_text"] for line in path.read_text().splitlines()]
+
+
+def test_the_answer_after_the_last_user_turn_is_generated(chat: Path, tmp_path: Path) -> None:
+    rows = [{"messages": conversation(number, answered)} for number in range(4) for answered in (True, False)]
+    api.predict(chat, write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
+    found = generated(tmp_path / "out.jsonl")
+    assert found[::2] == found[1::2]  # the answer of the file is not read
+    model, tokenizer = (kind.from_pretrained(chat / "final") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for number, text in enumerate(found[::2]):
+        ids = tokenizer.apply_chat_template(
+            conversation(number, False), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**ids, max_new_tokens=5, max_length=None, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        assert text == tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_other_chat_formats_and_unusable_conversations(chat: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"conversations": [{"from": "human", "value": "what is 1"}]},
+        {"conversations": [{"from": "gpt", "value": "it is 1"}]},
+        {"conversations": []},
+    ]
+    report = api.predict(chat, write(tmp_path / "sharegpt.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
+    assert [text is None for text in generated(tmp_path / "out.jsonl")] == [False, True, True]
+    assert next(iter(report.without_prediction.values())) == "has no message before the assistant's"
+    alpaca = write(tmp_path / "alpaca.jsonl", [{"instruction": "what is 1"}, {"instruction": ""}])
+    report = api.predict(chat, alpaca, tmp_path / "alpaca_out.jsonl", generation={"max_new_tokens": 5})
+    assert list(report.without_prediction.values()) == ["'instruction' has no text"]
+    assert generated(tmp_path / "alpaca_out.jsonl")[0] == generated(tmp_path / "out.jsonl")[0]
+
+
+def test_evaluation_is_that_of_the_run(chat: Path) -> None:
+    report = api.evaluate(chat, str(chat.parent / "eval.jsonl"))
+    summary = json.loads((chat / "summary.json").read_text())
+    assert report.metrics["loss"] == pytest.approx(summary["best_eval_loss"], rel=1e-4)
+    assert report.samples == 16

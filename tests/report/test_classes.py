@@ -1,0 +1,55 @@
+"""The tables of a classifier's results."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from hwopt.report.classes import MAX_CLASSES, MAX_COLUMNS, class_sheet, class_sheets, confusion_sheet
+from hwopt.report.inference import show_classes
+from hwopt.report.terminal import Terminal
+
+
+def scores(label: str, f1: float, support: int = 3) -> dict[str, object]:
+    return {"label": label, "precision": f1, "recall": f1, "f1": f1, "support": support}
+
+
+def test_classes_keep_their_order_if_all_fit() -> None:
+    sheet = class_sheet([scores("b", 0.9), scores("a", 0.1, 1_000)], "test")
+    assert sheet.columns == ("test", "precision", "recall", "f1", "support")
+    assert sheet.rows == [("b", "0.9000", "0.9000", "0.9000", "3"), ("a", "0.1000", "0.1000", "0.1000", "1,000")]
+    assert sheet.note == ""
+
+
+def test_of_many_classes_the_worst_are_shown_first() -> None:
+    sheet = class_sheet([scores(f"class{number}", number / 100) for number in range(50, 0, -1)], "test")
+    assert [row[0] for row in sheet.rows] == [f"class{number}" for number in range(1, MAX_CLASSES + 1)]
+    assert sheet.note == "the 20 classes with the lowest F1, of 50"
+
+
+def test_a_wide_confusion_matrix_becomes_a_list_of_its_most_frequent_errors() -> None:
+    labels = [f"label{number}" for number in range(MAX_COLUMNS + 1)]
+    rows = [[9 if true == predicted else 0 for predicted in range(len(labels))] for true in range(len(labels))]
+    rows[2][3], rows[4][1] = 1, 5
+    sheet = confusion_sheet(labels, rows)
+    assert sheet.rows == [("label4", "label1", "5"), ("label2", "label3", "1")]
+    assert sheet.note == ""
+    many = confusion_sheet(labels, [[1] * len(labels) for _ in labels])
+    assert len(many.rows) == MAX_CLASSES
+    assert many.note == "the 20 most frequent of 30 confusions"
+
+
+def test_results_without_classes_have_no_table() -> None:
+    assert list(class_sheets({}, "test")) == []
+
+
+def test_the_widest_tables_fit_80_columns() -> None:
+    labels = ["a very long label number " + str(number) for number in range(MAX_COLUMNS)]
+    details = {
+        "classes": [scores(label, 0.5, 1_234_567) for label in labels],
+        "confusion_matrix": {"labels": labels, "rows": [[99_999] * len(labels)] * len(labels)},
+    }
+    shown = StringIO()
+    show_classes(Terminal(file=shown, width=80, force_terminal=True, color_system=None), details, "evaluation, best weights")
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    assert shown.getvalue().count("99,999") == len(labels) ** 2
+    assert shown.getvalue().count("1,234,567") == len(labels)
