@@ -25,6 +25,7 @@ from hwopt.text import cut, nearest, printable
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
     "plan": "Show what `run` would do, also for a card that is not installed.",
+    "preview": "Show a training sample as the model sees it.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",
