@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hwopt.data.columns import DataColumns, recognise
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -23,9 +24,11 @@ from hwopt.model.config_keys import unread_keys
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
+from hwopt.planning import propose as proposal
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import under_job
+from hwopt.planning.propose import Proposal
 from hwopt.planning.resolve import hardware_of_card, refuse_long_samples
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
@@ -168,6 +171,14 @@ def preview(
     return preview_sample(prepared, sample)
 
 
+def propose(data: DataColumns, inputs: Inputs | None = None) -> Proposal:
+    """A job for `data` (see `recognise`) and this machine."""
+    inputs = inputs or Inputs()
+    machine = detect(local_rank(os.environ))
+    chosen, why = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
+    return proposal.propose(data, machine, (chosen.name, why), list(inputs.files))
+
+
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
     """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
     return compare_schemes(plan, ranks, cache or cache_folder())
@@ -181,6 +192,8 @@ __all__ = [
     "execute",
     "folder_for_resume",
     "preview",
+    "propose",
+    "recognise",
     "resolve",
     "run_folder",
     "spread_over_ranks",

@@ -24,6 +24,7 @@ from hwopt.text import cut, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
+    "init": "Look at a data file and this machine, and write a job.toml.",
     "plan": "Show what `run` would do, also for a card that is not installed.",
     "preview": "Show a training sample as the model sees it.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
