@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hwopt.data.columns import DataColumns, recognise
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -27,9 +28,12 @@ from hwopt.model.config_keys import unread_keys
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
+from hwopt.planning import propose as proposal
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import hardware_of_card
+from hwopt.planning.precedence import under_job
+from hwopt.planning.propose import Proposal
+from hwopt.planning.resolve import hardware_of_card, refuse_long_samples
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
@@ -39,6 +43,8 @@ from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
 from hwopt.tasks.base import Generation
+from hwopt.tasks.preview import Preview, preview_sample
+from hwopt.tasks.registry import make_task
 from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
 
@@ -141,6 +147,43 @@ def with_memory(
     return replace(plan, memory=memory)
 
 
+def preview(
+    profile: str = "auto",
+    job: Path | str | None = None,
+    *,
+    assignments: Sequence[str] = (),
+    sample: int = 1,
+    cache: Path | None = None,
+    inputs: Inputs | None = None,
+) -> Preview:
+    """Training sample `sample` (from 1) of `job`, tokenised as a run with `profile` does. Arguments as for `resolve`.
+
+    Raises DataError for problems of the data, and InputError as `resolve` does.
+    """
+    inputs, cache = inputs or Inputs(), cache or cache_folder()
+    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
+    if profile == "auto":
+        chosen, _ = auto_profile.choose(detect(local_rank(os.environ)), inputs.files, inputs.registry, inputs.profile)
+    else:
+        chosen = inputs.profile(profile)
+    merged = under_job(chosen, job_file)
+    model = merged.model
+    with job_file.placing():
+        config = load_config(model.name, model.config, model.revision)
+        facts = model_facts(planned_config(merged, config), merged.task.kind, model.label, cache / "models")
+        refuse_long_samples(merged, facts, chosen, job_file)
+        prepared = make_task(merged).prepare(merged, config, cache, merged.training.seed, max_positions=facts.max_positions)
+    return preview_sample(prepared, sample)
+
+
+def propose(data: DataColumns, inputs: Inputs | None = None) -> Proposal:
+    """A job for `data` (see `recognise`) and this machine."""
+    inputs = inputs or Inputs()
+    machine = detect(local_rank(os.environ))
+    chosen, why = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
+    return proposal.propose(data, machine, (chosen.name, why), list(inputs.files))
+
+
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:
     """Memory a rank and communication a step of data parallel, ZeRO and FSDP, for a plan that `with_memory` has made."""
     return compare_schemes(plan, ranks, cache or cache_folder())
@@ -205,6 +248,9 @@ __all__ = [
     "execute",
     "folder_for_resume",
     "predict",
+    "preview",
+    "propose",
+    "recognise",
     "resolve",
     "run_folder",
     "spread_over_ranks",

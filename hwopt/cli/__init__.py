@@ -24,9 +24,11 @@ from hwopt.text import cut, nearest, printable
 
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
+    "init": "Look at a data file and this machine, and write a job.toml.",
     "plan": "Show what `run` would do, also for a card that is not installed.",
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
+    "preview": "Show a training sample as the model sees it.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",

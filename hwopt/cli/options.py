@@ -70,18 +70,22 @@ def instead_of_option(name: str) -> str:
     return f"--set {found.split(' ')[0]}=VALUE"
 
 
-def job_options(command: Command) -> Command:
-    """JOB, --set and its shortcuts, --memory-limit, --trust-remote-code and --strict."""
-    command = with_shortcuts(command)
+def source_options(command: Command) -> Command:
+    """JOB, --set and --trust-remote-code."""
     command = trust_option(command)
     command = click.argument("job", required=False, type=Path)(command)
-    command = click.option(
+    return click.option(
         "--set",
         "assignments",
         multiple=True,
         metavar="KEY=VALUE",
         help="Override a key of the job or a plugin's option; repeatable.",
     )(command)
+
+
+def job_options(command: Command) -> Command:
+    """JOB, --set and its shortcuts, --memory-limit, --trust-remote-code and --strict."""
+    command = source_options(with_shortcuts(command))
     command = click.option(
         "--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB."
     )(command)

@@ -51,8 +51,8 @@ def replace_invalid(text: str) -> str:
     return INVALID_BYTE.sub("\ufffd", text)
 
 
-def encoding_hint(path: Path) -> str:
-    """A sentence with the likely encoding of a file that is not UTF-8."""
+def likely_encoding(path: Path) -> str | None:
+    """The likely encoding of a file that is not UTF-8; None if it cannot be guessed."""
     import chardet
 
     sample = b""
@@ -63,7 +63,13 @@ def encoding_hint(path: Path) -> str:
             if len(sample) >= SAMPLE_BYTES:
                 break
     guess = chardet.detect(sample)["encoding"] if sample else None
-    if guess is None or codecs.lookup(guess).name in ("utf-8", "ascii"):
+    name = None if guess is None else codecs.lookup(guess).name
+    return None if name in ("utf-8", "ascii") else name
+
+
+def encoding_hint(path: Path) -> str:
+    """A sentence with the likely encoding of a file that is not UTF-8."""
+    name = likely_encoding(path)
+    if name is None:
         return "Save the file as UTF-8, or set data.encoding"
-    name = codecs.lookup(guess).name
     return f"The file looks like {name}: set data.encoding = {name!r}, or save it as UTF-8"

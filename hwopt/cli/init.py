@@ -1,0 +1,87 @@
+"""`hwopt init`: a commented job.toml for a data file and this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from hwopt.cli.options import quiet_libraries, quiet_transformers, say
+from hwopt.errors import InputError
+from hwopt.text import cut, nearest
+
+if TYPE_CHECKING:
+    from hwopt.data.columns import DataColumns
+
+
+@click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
+@click.argument("data", required=False)
+@click.option("-o", "--output", type=Path, default=Path("job.toml"), show_default=True, help="The file to write; it must be new.")
+@click.option("--yes", is_flag=True, help="Take every proposal and ask nothing.")
+def init(data: str | None, output: Path, yes: bool) -> None:
+    from hwopt.planning.propose import refuse_existing
+
+    refuse_existing(output)
+    if not yes and not sys.stdin.isatty():
+        raise InputError("hwopt init asks questions, but its input is no terminal; add --yes to take every proposal")
+    if data is None and yes:
+        raise InputError("hwopt init --yes needs the data file: hwopt init train.csv --yes")
+    data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, or a hub name")
+    quiet_libraries()
+    from hwopt import api
+    from hwopt.config.new_job import write_new
+
+    questions = Questions(ask=not yes)
+    columns = api.recognise(data)
+    say(f"{data}: {columns.rows:,} rows; {columns.why}")
+    kind = questions.choice("Task", columns.kind, ("text-classification", "causal-lm"))
+    columns = questions.columns(columns if kind == columns.kind else api.recognise(data, kind))
+    quiet_transformers()
+    proposal = api.propose(columns)
+    say(f"machine: {proposal.profile_why}")
+    proposal = proposal.with_answers(
+        max_length=questions.number("Maximum length in tokens", proposal.max_length),
+        model=questions.text(f"Model ({proposal.model.why})", proposal.model.name),
+        profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
+    )
+    say(f"model: {proposal.model.name or 'a small one'}: {proposal.model.why}")
+    write_new(output, proposal.text(output))
+    say(f"written: {output}\n\n" + "\n".join(proposal.commands(output)))
+
+
+class Questions:
+    """Asks on the terminal, or takes each proposal."""
+
+    def __init__(self, ask: bool) -> None:
+        self.ask = ask
+
+    def choice(self, what: str, proposed: str, accepted: Sequence[str], show: bool = True) -> str:
+        def check(answer: str) -> str:
+            if answer not in accepted:
+                raise click.BadParameter(f"{cut(answer)!r} is none of the names.{nearest(answer, accepted)}")
+            return answer
+
+        shown = f"{what} ({', '.join(accepted)})" if show else what
+        return str(click.prompt(shown, default=proposed, value_proc=check)) if self.ask else proposed
+
+    def number(self, what: str, proposed: int) -> int:
+        return int(click.prompt(what, default=proposed, type=click.IntRange(min=2))) if self.ask else proposed
+
+    def text(self, what: str, proposed: str | None) -> str | None:
+        """The answer; None if there is no proposal and the user gives none."""
+        return click.prompt(what, default=proposed or "", show_default=proposed is not None) or None if self.ask else proposed
+
+    def columns(self, found: DataColumns) -> DataColumns:
+        """`found` with the columns that the user names."""
+        keys: dict[str, Any] = {}
+        for key, value in found.keys.items():
+            if key == "encoding":
+                keys[key] = value
+            elif isinstance(value, str):
+                keys[key] = self.choice(f"Column for data.{key}", value, found.names)
+            else:
+                keys[key] = [self.choice(f"Column for data.{key}", name, found.names) for name in value]
+        return found.with_keys(keys)

@@ -1,0 +1,78 @@
+"""The text of a new job.toml, with a comment for each key, and the check that hwopt reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import parse_toml
+from hwopt.errors import InputError, StorageError
+
+COMMENTS = {
+    "model.name": "a hub name, or a folder made with save_pretrained()",
+    "model.config": "random weights; trained weights need far less data",
+    "task.kind": "text-classification or causal-lm",
+    "data.train": "csv, tsv, jsonl, json, parquet, txt, or a hub name",
+    "data.eval": "evaluated after each epoch",
+    "data.test": "evaluated once, at the end",
+    "data.eval_fraction": "held out for evaluation",
+    "data.text": "the column with the text; two columns for pairs",
+    "data.label": "the column with the classes",
+    "data.prompt": "not in the loss",
+    "data.completion": "in the loss",
+    "data.messages": "the column with the conversations; the loss counts the assistant's tokens",
+    "data.chat_template": "or a Jinja file",
+    "data.max_length": "tokens, estimated from the letters; longer texts are truncated",
+    "data.encoding": "recognised; the file is not UTF-8",
+    "training.num_train_epochs": "passes over the training data",
+    "training.learning_rate": "the peak of the schedule",
+}
+OPTIONAL = {
+    "training": (
+        "# eval_steps = 100  # default: evaluate after each epoch",
+        "# seed = 0",
+    )
+}
+"""Lines at the end of a table."""
+
+
+def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
+    """The commented TOML text of a job with `tables`, below the lines of `header`. Raises InputError if it is no valid job."""
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    for table, keys in tables.items():
+        lines += ["", f"[{table}]"]
+        for key, value in keys.items():
+            comment = COMMENTS.get(f"{table}.{key}")
+            lines.append(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else ""))
+        lines += OPTIONAL.get(table, ())
+    text = "\n".join(lines) + "\n"
+    checked(text)
+    return text
+
+
+def checked(text: str) -> Job:
+    """The job in `text`. Raises InputError if it is not valid."""
+    return make_job(parse_toml(text.encode(), "the new job")).job
+
+
+def toml_value(value: Any) -> str:
+    """`value` in TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {toml_value(part)}" for key, part in value.items()) + " }"
+    text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
+    return text
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write `text` to a new file. Raises InputError if the file exists, StorageError if it cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise InputError(f"{path}: exists; hwopt init overwrites no file. Give another name with -o") from error
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error

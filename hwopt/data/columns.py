@@ -1,0 +1,247 @@
+"""Recognise what the columns of a table are for: texts, a label, prompts with completions, or conversations.
+
+Names decide first, as data sets of the hub use them; then the content: a label has few values, a text is long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.data.chat import chat_columns
+from hwopt.data.rows import ReadOptions, Rows
+from hwopt.data.sources import locate
+from hwopt.data.tables import read_rows
+from hwopt.data.text_file import likely_encoding
+from hwopt.errors import DataError
+from hwopt.text import listing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "y")
+PAIRS = (
+    *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
+    *(("text_a", "text_b"), ("question", "sentence"), ("query", "passage")),
+)
+PROMPTS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
+    *(("question", "answer"), ("input", "output"), ("source", "target")),
+)
+TEXTS = ("text", "sentence", "content", "review", "document", "body")
+MOST_CLASSES = 100
+"""A column with more values is no label, unless its name says so."""
+ROWS_A_CLASS = 4
+"""A label's values have so many rows on average, unless its name says so."""
+EXAMINED = 2_000
+"""Rows whose lengths are measured."""
+HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class DataColumns:
+    """The columns of a data source, and how to read it."""
+
+    source: str
+    rows: int
+    names: tuple[str, ...]
+    kind: str
+    """Of the task."""
+    keys: Mapping[str, Any]
+    """Key of the job's table `data` -> value: text, label, prompt, completion, messages or encoding."""
+    why: str
+    lengths: tuple[int, ...] = ()
+    """Characters of the first rows, over all columns that the model reads."""
+    ascii: bool = True
+    """Almost all letters are ASCII, as in English."""
+    chat: bool = False
+    """The rows are conversations."""
+    held_out: Mapping[str, str] = field(default_factory=dict)
+    """Keys eval and test -> a file beside the source with that name."""
+
+    def with_keys(self, keys: Mapping[str, Any]) -> DataColumns:
+        """The same data with other columns."""
+        return replace(self, keys=keys)
+
+
+def recognise(source: str, kind: str | None = None) -> DataColumns:
+    """The columns of `source`, for the task `kind`; None: the task is recognised too.
+
+    Raises DataError if the source cannot be read, or has no columns for the task.
+    """
+    rows, reading = read_any(source)
+    table = rows.table
+    names = tuple(table.column_names)
+    chosen, columns, why = choose_columns(table, kind, source)
+    first = table.slice(0, EXAMINED)
+    read = [name for name in columns_read(columns, names) if name in names]
+    cells = [[str(value or "") for value in first[name].to_pylist()] for name in read]
+    texts = [" ".join(row) for row in zip(*cells, strict=True)]
+    letters = sum(map(len, texts))
+    return DataColumns(
+        source,
+        table.num_rows,
+        names,
+        chosen,
+        {**columns, **reading},
+        why,
+        tuple(map(len, texts)),
+        sum(len(text.encode()) for text in texts) <= 1.02 * letters,
+        chat=chosen == "causal-lm" and not {"text", "prompt"} & set(columns),
+        held_out=files_beside(source),
+    )
+
+
+def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
+    """The rows of `source`, and the keys of `data` that are needed to read them: the encoding if it is not UTF-8."""
+    try:
+        rows = read_rows(source, options=ReadOptions(strict=False))
+        rows.usable()
+        if not rows.bad_rows.cells:
+            return rows, {}
+    except DataError as error:
+        if (found := read_recoded(source)) is None:
+            raise error
+        return found
+    return read_recoded(source) or (rows, {})
+
+
+def read_recoded(source: str) -> tuple[Rows, dict[str, Any]] | None:
+    """The rows of a text file in its likely encoding, and the key of `data` for it; None if they cannot be read so either."""
+    try:
+        kind, path = locate(source)
+        name = likely_encoding(path) if kind == "file" and path.suffix.lower() != ".parquet" else None
+        if name is None:
+            return None
+        rows = read_rows(source, options=ReadOptions(strict=False, encoding=name))
+        rows.usable()
+    except DataError:
+        return None
+    return rows, {"encoding": name}
+
+
+def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str, dict[str, Any], str]:
+    """(task, keys of `data`, reason)."""
+    names = table.column_names
+    label = None if kind == "causal-lm" else label_column(table, named=kind is None)
+    if label is not None or kind == "text-classification":
+        texts = text_of(table, label)
+        if label is None or not texts:
+            missing = "label" if label is None else "text"
+            raise DataError(
+                f"{source}: no column looks like a {missing} for text-classification. It has: {listing(names, 30)}. "
+                f"Name it in the job: data.{missing}"
+            )
+        values = len(table[label].unique())
+        return "text-classification", {"text": texts, "label": label}, f"column {label!r} has {values:,} values"
+    if chat := chat_columns(names, None):
+        if len(chat) == 1:
+            return "causal-lm", {"messages": chat[0]}, f"column {chat[0]!r} holds conversations"
+        if "text" not in names:
+            return "causal-lm", {}, "columns 'instruction' and 'output' hold conversations (Alpaca)"
+    for prompt, completion in PROMPTS:
+        if is_text(table, prompt) and is_text(table, completion):
+            keys = {"prompt": prompt, "completion": completion}
+            return "causal-lm", keys, f"columns {prompt!r} and {completion!r} are prompts with completions"
+    if texts := text_of(table, None):
+        return "causal-lm", {"text": texts[:1]}, f"column {texts[0]!r} holds text, and no column looks like a label"
+    raise DataError(f"{source}: no column holds text. It has: {listing(names, 30)}")
+
+
+def columns_read(keys: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The columns that the model reads."""
+    if "text" in keys:
+        return list(keys["text"])
+    if "prompt" in keys:
+        return [keys["prompt"], keys["completion"]]
+    return [keys["messages"]] if "messages" in keys else [name for name in ("instruction", "input", "output") if name in names]
+
+
+def label_column(table: pa.Table, named: bool) -> str | None:
+    """The column of the classes; None if there is none.
+
+    `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
+    """
+    columns: list[str] = table.column_names
+    for name in LABELS:
+        found = next((each for each in columns if each.lower() == name), None)
+        if found is not None and is_scalar(table, found) and len(table[found].unique()) >= 2:
+            return found
+    if named and chat_columns(columns, None):
+        return None
+    prompts = {name for pair in PROMPTS if set(pair) <= set(columns) for name in pair}
+    for name in columns:
+        if name in prompts or not is_scalar(table, name):
+            continue
+        values = len(table[name].unique())
+        if 2 <= values <= min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS) and mean_length(table, name) < 40:
+            return name
+    return None
+
+
+def text_of(table: pa.Table, label: str | None) -> list[str]:
+    """The column with the text, or two for pairs; empty if there is none."""
+    lower = {name.lower(): name for name in table.column_names if name != label and is_text(table, name)}
+    for pair in PAIRS:
+        if set(pair) <= set(lower):
+            return [lower[name] for name in pair]
+    for name in TEXTS:
+        if name in lower:
+            return [lower[name]]
+    longest = max(lower.values(), key=lambda name: mean_length(table, name), default=None)
+    return [] if longest is None else [longest]
+
+
+def is_text(table: pa.Table, name: str) -> bool:
+    """Whether the column holds strings, of which one has a letter."""
+    import pyarrow as pa
+
+    if table.column_names.count(name) != 1:
+        return False
+    kind = table[name].type
+    strings = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return strings and any(any(map(str.isalpha, value or "")) for value in table[name].slice(0, EXAMINED).to_pylist())
+
+
+def is_scalar(table: pa.Table, name: str) -> bool:
+    """Whether the column holds strings, integers or booleans: what a class can be."""
+    import pyarrow as pa
+
+    if table.column_names.count(name) != 1:
+        return False
+    kind = table[name].type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    scalar = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    return scalar or ((pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not is_fractional(table, name))
+
+
+def is_fractional(table: pa.Table, name: str) -> bool:
+    """Whether the strings of a column are numbers of which one has a fraction: a measurement."""
+    fractional = False
+    for value in table[name].slice(0, EXAMINED).to_pylist():
+        try:
+            fractional |= not float(value).is_integer()
+        except (TypeError, ValueError, OverflowError):
+            return False
+    return fractional
+
+
+def mean_length(table: pa.Table, name: str) -> float:
+    """Mean number of characters."""
+    values = table[name].slice(0, EXAMINED).to_pylist()
+    return sum(len(str(value or "")) for value in values) / max(len(values), 1)
+
+
+def files_beside(source: str) -> dict[str, str]:
+    """Files for evaluation and test beside a file with "train" in its name: dev.csv beside train.csv."""
+    path = Path(source)
+    found: dict[str, str] = {}
+    if "train" not in path.stem or not path.is_file():
+        return found
+    for key, words in HELD_OUT.items():
+        beside = (path.with_name(path.name.replace("train", word)) for word in words)
+        if file := next((file for file in beside if file.is_file()), None):
+            found[key] = str(file)
+    return found

@@ -1,0 +1,193 @@
+"""Propose a job for a data file and a machine: model, length, split and hyperparameters, each with the reason."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hwopt.config.new_job import job_text
+from hwopt.data.columns import DataColumns
+from hwopt.errors import InputError
+from hwopt.hardware.device import Hardware
+from hwopt.model.config import find_model_file
+from hwopt.planning.inputs import hub_is_out_of_reach
+from hwopt.text import printable
+
+BYTES_A_PARAMETER = 16
+"""Weights, gradients and Adam's two moments in fp32."""
+STATE_FRACTION = 0.5
+"""Of the device's memory for weights and optimizer state; activations and logits need the rest."""
+LETTERS_A_TOKEN = 3
+"""A low estimate: English has about four. A high maximum length costs nothing for short texts, a low one cuts long texts."""
+LENGTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
+LONGEST = {"text-classification": 512, "causal-lm": 2048}
+TRAINED_RATE, RANDOM_RATE = 2e-5, 5e-4
+"""Peak learning rates for trained weights (the BERT paper, appendix A.3) and for small models with random weights."""
+SHORTEST_CHAT = 256
+"""Tokens; a chat template adds tokens to each message."""
+COVERED = 0.99
+"""Fraction of the texts that should not be truncated."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model of the hub."""
+
+    name: str
+    parameters: float
+
+
+CAUSAL = (
+    Candidate("HuggingFaceTB/SmolLM2-135M", 135e6),
+    Candidate("HuggingFaceTB/SmolLM2-360M", 362e6),
+    Candidate("Qwen/Qwen2.5-0.5B", 494e6),
+    Candidate("Qwen/Qwen2.5-1.5B", 1.54e9),
+)
+"""Base models with an Apache 2.0 license, by size; each has a sibling "-Instruct" with a chat template."""
+SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
+ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
+"""Whether the texts are English -> encoder."""
+RANDOM: Mapping[str, dict[str, Any]] = {
+    "text-classification": {
+        "model_type": "bert",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 512,
+    },
+    "causal-lm": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 2048,
+    },
+}
+"""Task -> config of a small model with random weights, for a machine that cannot reach the hub."""
+
+
+@dataclass(frozen=True)
+class ProposedModel:
+    """The table `model` of the job."""
+
+    name: str | None
+    """None: `RANDOM`, with random weights."""
+    why: str
+
+    def table(self, kind: str) -> dict[str, Any]:
+        return {"config": RANDOM[kind]} if self.name is None else {"name": self.name}
+
+
+def propose_model(data: DataColumns, hardware: Hardware) -> ProposedModel:
+    """A model for the task, the language and the memory of the device; with random weights if the hub is out of reach."""
+    english = data.ascii
+    if data.kind == "text-classification":
+        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
+        name = (SMALL_ENCODERS if small else ENCODERS)[english]
+        why = f"an encoder for {'English' if english else 'many languages'}{', small enough for this device' if small else ''}"
+    else:
+        room = STATE_FRACTION * hardware.memory_gib * 2**30
+        fitting = [each for each in CAUSAL if each.parameters * BYTES_A_PARAMETER <= room] or CAUSAL[:1]
+        best = CAUSAL[0] if hardware.device_type == "cpu" else fitting[-1]
+        name = f"{best.name}-Instruct" if data.chat else best.name
+        why = f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+    if is_available(name):
+        return ProposedModel(name, why)
+    return ProposedModel(None, f"random weights, since the hub is out of reach; better: name = {name!r}, or a folder")
+
+
+def is_available(name: str) -> bool:
+    """Whether the hub can be reached, or the config of the model is on this machine."""
+    from transformers.utils.hub import is_offline_mode
+
+    offline = is_offline_mode() or hub_is_out_of_reach()
+    return not offline or find_model_file(name, "config.json", None) is not None
+
+
+def propose_length(data: DataColumns) -> int:
+    """A maximum length in tokens that truncates about one text of a hundred, estimated from the letters."""
+    most = LONGEST[data.kind]
+    if data.kind == "causal-lm" and "text" in data.keys:
+        return min(1024, most)  # blocks of running text
+    ordered = sorted(data.lengths)
+    letters = ordered[min(int(COVERED * len(ordered)), len(ordered) - 1)] if ordered else 0
+    least = max(letters / LETTERS_A_TOKEN + 2, SHORTEST_CHAT if data.chat else 0)
+    return next((length for length in LENGTHS if least <= length <= most), most)
+
+
+def eval_fraction(data: DataColumns) -> float | None:
+    """The fraction to hold out; None if a file for evaluation exists, or if there are too few rows."""
+    if "eval" in data.held_out or (data.rows < 10 and not (data.rows == 1 and "text" in data.keys)):
+        return None
+    return 0.1 if data.rows >= 100 or data.rows == 1 else 0.2
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A job for some data, and the profile to train it with."""
+
+    data: DataColumns
+    model: ProposedModel
+    max_length: int
+    profile: str
+    profile_why: str
+    profiles: tuple[str, ...]
+    """The installed profiles."""
+
+    def with_answers(self, *, max_length: int, model: str | None, profile: str) -> Proposal:
+        """The proposal with the user's answers."""
+        chosen = self.model if model == self.model.name else ProposedModel(model, "chosen by the user")
+        return replace(self, max_length=max_length, model=chosen, profile=profile)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The tables of the job."""
+        own = dict(self.data.keys)
+        if self.data.chat and self.model.name is None:
+            own["chat_template"] = "chatml"
+        split: dict[str, Any] = dict(self.data.held_out)
+        if (fraction := eval_fraction(self.data)) is not None:
+            split["eval_fraction"] = fraction
+        return {
+            "model": self.model.table(self.data.kind),
+            "task": {"kind": self.data.kind},
+            "data": {"train": self.data.source, **split, **own, "max_length": self.max_length},
+            "training": {"num_train_epochs": 3, "learning_rate": RANDOM_RATE if self.model.name is None else TRAINED_RATE},
+        }
+
+    def commands(self, output: Path) -> list[str]:
+        """What to do with the job at `output`."""
+        file = shlex.quote(str(output))
+        found = {
+            f"hwopt preview {file}": "a training sample as the model sees it",
+            f"hwopt plan {file} --profile {self.profile}": "what would run, and its memory",
+            f"hwopt run {file} --profile {self.profile}": "train",
+        }
+        width = max(map(len, found))
+        return [f"{command:<{width}}  # {what}" for command, what in found.items()]
+
+    def text(self, output: Path) -> str:
+        """The commented TOML text of the job."""
+        said = (f"Data: {self.data.rows:,} rows; {self.data.why}.", f"Model: {self.model.why}.")
+        header = [*map(printable, said), "All keys: docs/jobs.md", "", *self.commands(output)]
+        return job_text(self.tables(), "\n".join(header))
+
+
+def propose(data: DataColumns, hardware: Hardware, profile: tuple[str, str], profiles: Sequence[str]) -> Proposal:
+    """The proposal for `data` on `hardware`. `profile`: (name, reason); `profiles`: the installed ones."""
+    name, why = profile
+    known = name if name in profiles else "auto"
+    return Proposal(data, propose_model(data, hardware), propose_length(data), known, why, tuple(profiles))
+
+
+def refuse_existing(output: Path) -> None:
+    """Raise InputError if `output` exists, or its folder does not."""
+    if output.exists() or output.is_symlink():
+        raise InputError(f"{output}: exists; hwopt init overwrites no file. Give another name with -o")
+    if not output.parent.is_dir():
+        raise InputError(f"{output}: the folder {str(output.parent)!r} does not exist; make it, or give another name with -o")

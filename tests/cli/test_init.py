@@ -1,0 +1,115 @@
+"""`hwopt init`: from a data file to a job that can be planned."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from command_line import hwopt
+
+from hwopt.config.job import Job, load_job
+from hwopt.testing import write_samples
+
+MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_samples(tmp_path / "train.jsonl", 40)
+    return tmp_path
+
+
+def written(folder: Path, name: str = "job.toml") -> Job:
+    return load_job(folder / name).job
+
+
+def write_chat(path: Path) -> None:
+    path.write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(20)))
+
+
+def write_text(path: Path) -> None:
+    path.write_text("A sentence. " * 900)
+
+
+def write_german_table(path: Path) -> None:
+    rows = "".join(f"Der Käse Nummer {n} ist schön für alle;{'gut' if n % 2 else 'schlecht'}\n" for n in range(60))
+    path.write_text("Beschreibung;Klasse\n" + rows, encoding="cp1252")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "kind"),
+    [
+        ("chat.jsonl", write_chat, "causal-lm"),
+        ("text.txt", write_text, "causal-lm"),
+        ("export.csv", write_german_table, "text-classification"),
+    ],
+)
+def test_written_job_can_be_planned_and_previewed(name: str, write, kind: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write(tmp_path / name)
+    made = hwopt("init", name, "--yes", cwd=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert written(tmp_path).task.kind == kind
+    assert "hwopt run job.toml --profile cpu" in made.stdout
+    planned = hwopt("plan", "--profile", "cpu", "--format", "json", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert hwopt("preview", "--profile", "cpu", cwd=tmp_path).returncode == 0
+
+
+def answering(*answers: str) -> io.StringIO:
+    terminal = io.StringIO("".join(answer + "\n" for answer in answers))
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    return terminal
+
+
+def test_answers_are_written(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", answering("train.jsonl", "", "txt", "text", "", "64", "my-model", "t4_16gb"))
+    made = hwopt("init", "-o", "mine.toml", cwd=data)
+    assert made.returncode == 0, made.stderr
+    assert "'txt' is none of the names. Did you mean 'text'?" in made.stdout + made.stderr
+    found = written(data, "mine.toml")
+    assert (found.data.max_length, found.model.name) == (64, "my-model")
+    assert "hwopt run mine.toml --profile t4_16gb" in made.stdout
+
+
+def test_empty_answers_take_the_proposals(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hwopt("init", "train.jsonl", "--yes", "-o", "one.toml", cwd=data)
+    monkeypatch.setattr("sys.stdin", answering(*[""] * 6))
+    made = hwopt("init", "train.jsonl", "-o", "two.toml", cwd=data)
+    assert made.returncode == 0, made.stderr
+    assert (data / "two.toml").read_text().replace("two.toml", "one.toml") == (data / "one.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["missing.csv", "--yes"], 4, "missing.csv: no such file"),
+        (["empty.csv", "--yes"], 4, "empty.csv: is empty"),
+        (["numbers.csv", "--yes"], 4, "numbers.csv: no column holds text. It has: a, b"),
+        (["binary.csv", "--yes"], 4, "binary.csv: contains zero bytes"),
+        ([".", "--yes"], 4, "is a folder"),
+        (["--yes"], 2, "hwopt init --yes needs the data file"),
+        (["train.jsonl"], 2, "add --yes"),
+        (["train.jsonl", "--yes", "-o", "taken.toml"], 2, "taken.toml: exists; hwopt init overwrites no file"),
+        (["train.jsonl", "--yes", "-o", "no/where.toml"], 2, "the folder 'no' does not exist"),
+    ],
+)
+def test_bad_input_of_init_is_one_message_and_writes_nothing(arguments: list[str], code: int, message: str, data: Path) -> None:
+    (data / "empty.csv").touch()
+    (data / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
+    (data / "binary.csv").write_bytes(b"\0\1\2")
+    (data / "taken.toml").write_text("mine")
+    before = sorted(data.iterdir())
+    found = hwopt("init", *arguments, cwd=data)
+    assert found.returncode == code
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+    assert sorted(data.iterdir()) == before
+    assert (data / "taken.toml").read_text() == "mine"
+
+
+def test_interrupted_questions_write_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", answering(""))  # the end of the input after the first answer
+    assert hwopt("init", "train.jsonl", cwd=data).returncode == 130
+    assert not (data / "job.toml").exists()

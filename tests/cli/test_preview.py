@@ -1,0 +1,115 @@
+"""`hwopt preview`: a training sample as the model sees it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from command_line import hwopt
+
+from hwopt.report.preview import show_preview
+from hwopt.report.terminal import Terminal
+from hwopt.tasks.preview import Preview, Span
+from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
+
+MESSAGES = [
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def write_job(folder: Path, model: dict[str, object], task: str, data: dict[str, object]) -> None:
+    tables = {"model": {"config": model}, "task": {"kind": task}, "data": data}
+    lines = []
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        for key, value in table.items():
+            inline = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items()) if isinstance(value, dict) else ""
+            lines.append(f"{key} = {{ {inline} }}" if inline else f"{key} = {json.dumps(value)}")
+    (folder / "job.toml").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    lines = "".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(8))
+    (tmp_path / "chat.jsonl").write_text(lines, encoding="utf-8")
+    data = {"train": "chat.jsonl", "eval_fraction": 0.25, "chat_template": "chatml", "max_length": 200}
+    write_job(tmp_path, TINY_LLAMA | {"max_position_embeddings": 256}, "causal-lm", data)
+    return tmp_path
+
+
+def test_preview_marks_the_answers_of_a_conversation_with_brackets(chat: Path) -> None:
+    found = hwopt("preview", "--profile", "cpu", cwd=chat)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith(
+        "\n<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n[[Hi.<|im_end|>]]\n"
+        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
+    )
+    assert "sample: 1 of 6 training samples, 2 evaluation samples\n" in found.stdout
+
+
+def test_preview_follows_assistant_turns_of_the_command_line(chat: Path) -> None:
+    found = hwopt("preview", "--profile", "cpu", "--set", "data.assistant_turns=last", "--format", "json", cwd=chat)
+    spans = json.loads(found.stdout)["spans"]
+    assert [span["text"] for span in spans if span["in_loss"]] == ["4<|im_end|>"]
+
+
+def test_preview_of_prompts_marks_the_completion_and_the_end_of_text(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_job(tmp_path, TINY_LLAMA, "causal-lm", {"train": "rows.jsonl", "prompt": "question", "completion": "answer"})
+    found = json.loads(hwopt("preview", "--profile", "cpu", "--sample", "3", "--format", "json", cwd=tmp_path).stdout)
+    assert [(span["text"], span["in_loss"]) for span in found["spans"]] == [
+        ("What is 2?", False),
+        ("It is 2.<|endoftext|>", True),
+    ]
+    assert (found["sample"], found["samples"]) == (3, 4)
+
+
+def test_preview_of_classification_shows_text_and_label(tmp_path: Path) -> None:
+    write_samples(tmp_path / "train.jsonl", 40)
+    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    write_job(tmp_path, TINY_BERT, "text-classification", {"train": "train.jsonl", "max_length": 32})
+    found = json.loads(hwopt("preview", "--profile", "cpu", "--format", "json", cwd=tmp_path).stdout)
+    assert found["label"] == str(first["label"])
+    assert found["tokens_in_loss"] is None
+    (span,) = found["spans"]
+    assert span["text"].split()[:2] == ["[CLS]", first["text"].split()[0].lower()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--sample", "7"], 2, "--sample 7: the training data has 6 samples; give a number from 1 to 6"),
+        (["--sample", "0"], 2, "--sample"),
+        (["--set", "data.train=nowhere.jsonl"], 4, "nowhere.jsonl: no such file"),
+        (["--set", "data.messages=talk"], 4, "has no column 'talk'"),
+        (["--set", "data.max_length=999"], 2, "data.max_length: 999 is more than the 256 tokens"),
+        (["--set", "data.max_lenght=9"], 2, "Did you mean 'max_length'"),
+    ],
+)
+def test_bad_input_of_preview_is_one_message(arguments: list[str], code: int, message: str, chat: Path) -> None:
+    found = hwopt("preview", "--profile", "cpu", *arguments, cwd=chat)
+    assert found.returncode == code
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_preview_on_a_terminal_uses_colour_instead_of_brackets() -> None:
+    found = Preview(1, 2, {}, 3, 1, None, (Span("Hello? ", False), Span("Hi.\x1b[2J", True)))
+    screen = Terminal(file=io.StringIO(), force_terminal=True, width=80, color_system="standard", no_color=False)
+    show_preview(screen, found)
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "Hello? \x1b[1;32mHi.\\x1b[2J\x1b[0m" in shown
+    assert "[[" not in shown
+
+
+def test_preview_without_colours_uses_brackets() -> None:
+    found = Preview(1, 2, {}, 3, 1, None, (Span("Hello? ", False), Span("Hi.", True)))
+    screen = Terminal(file=io.StringIO(), force_terminal=True, width=80, no_color=True)
+    show_preview(screen, found)
+    assert "Hello? [[Hi.]]" in screen.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""What the columns of a file are recognised as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt.data.columns import recognise
+from hwopt.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows_of(**columns: str) -> list[dict[str, Any]]:
+    """Twenty rows; {n} in a cell becomes the row's number, {class} one of two classes."""
+    return [{name: cell.format(n=n, **{"class": "ab"[n % 2]}) for name, cell in columns.items()} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "keys"),
+    [
+        (rows_of(text="text {n}", label="{class}"), "text-classification", {"text": ["text"], "label": "label"}),
+        (
+            rows_of(id="{n}", Review="good {n}", Sentiment="{class}"),
+            "text-classification",
+            {"text": ["Review"], "label": "Sentiment"},
+        ),
+        (
+            rows_of(premise="it is {n}", hypothesis="is it {n}?", label="{class}"),
+            "text-classification",
+            {"text": ["premise", "hypothesis"], "label": "label"},
+        ),
+        (
+            rows_of(short="{n} x", betreff="a longer sentence {n}", ablage="{class}"),
+            "text-classification",
+            {"text": ["betreff"], "label": "ablage"},
+        ),
+        ([{"text": f"t {n}", "label": n % 3} for n in range(20)], "text-classification", {"text": ["text"], "label": "label"}),
+        (rows_of(question="what {n}?", answer="it is {n}"), "causal-lm", {"prompt": "question", "completion": "answer"}),
+        ([{"messages": MESSAGES, "source": "ab"[n % 2]} for n in range(20)], "causal-lm", {"messages": "messages"}),
+        (
+            [{"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}],
+            "causal-lm",
+            {"messages": "conversations"},
+        ),
+        (rows_of(instruction="say {n}", input="", output="it is {n}"), "causal-lm", {}),
+        (rows_of(text="some text {n}"), "causal-lm", {"text": ["text"]}),
+        (rows_of(text="some text {n}", score="0.{n}"), "causal-lm", {"text": ["text"]}),
+    ],
+    ids=["label", "names", "pairs", "by content", "numbers", "prompts", "openai", "sharegpt", "alpaca", "plain", "measurement"],
+)
+def test_columns_are_recognised(rows: list[dict[str, Any]], kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    found = recognise(write_rows(tmp_path / "rows.jsonl", rows))
+    assert (found.kind, found.keys) == (kind, keys)
+    assert found.rows == len(rows)
+
+
+def test_only_conversations_are_chat(tmp_path: Path) -> None:
+    assert recognise(write_rows(tmp_path / "chat.jsonl", [{"messages": MESSAGES}] * 4)).chat
+    assert not recognise(write_rows(tmp_path / "text.jsonl", rows_of(text="some text {n}"))).chat
+
+
+def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", rows_of(text="a text {n}", label="{class}"))
+    assert recognise(source, "causal-lm").keys == {"text": ["text"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "message"),
+    [
+        ([{"a": 1, "b": 2}] * 8, None, "no column holds text. It has: a, b"),
+        (rows_of(text="some text {n}"), "text-classification", "no column looks like a label"),
+        ([{"x": n, "label": n % 2} for n in range(8)], None, "no column looks like a text"),
+    ],
+)
+def test_table_without_the_columns_is_a_data_error(
+    rows: list[dict[str, Any]], kind: str | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        recognise(write_rows(tmp_path / "rows.jsonl", rows), kind)
+
+
+@pytest.mark.parametrize("cell", ["Käse {n}", "{n}"], ids=["every row", "header"])
+def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str, tmp_path: Path) -> None:
+    lines = [f"{'x schön' if n % 3 else 'grün'} {cell.format(n=n)};{'ab'[n % 2]}" for n in range(60)]
+    (tmp_path / "export.csv").write_text("\n".join(["Größe;Klasse", *lines]), encoding="cp1252")
+    found = recognise(str(tmp_path / "export.csv"))
+    assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
+    assert not found.ascii
+
+
+def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
+    for name in ("train", "dev", "test"):
+        write_rows(tmp_path / f"my-{name}.jsonl", rows_of(text="text {n}", label="{class}"))
+    found = recognise(str(tmp_path / "my-train.jsonl"))
+    assert found.held_out == {"eval": str(tmp_path / "my-dev.jsonl"), "test": str(tmp_path / "my-test.jsonl")}
+    assert recognise(str(tmp_path / "my-dev.jsonl")).held_out == {}
