@@ -1,0 +1,94 @@
+"""A folder in which the documented commands run: a tiny job, model and profile under the names that the documents use."""
+
+from __future__ import annotations
+
+import csv
+import random
+import shutil
+from pathlib import Path
+
+from documentation import ROOT, Block, Command, read_page
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+
+from hwopt.testing import COLOURS, WORDS
+
+MODEL = "distilbert-base-uncased"
+PLACEHOLDERS = {"PROFILE": "t4_16gb", "A": "rtx3070_8gb", "B": "t4_16gb", "N": "2"}
+SHOWN = {"profiles": "cpu", "plugins": "optimizer"}
+"""NAME in `hwopt profiles show NAME` and `hwopt plugins show NAME`."""
+CHECKPOINT = ("checkpoint-1500", "checkpoint-2")
+"""A documented checkpoint, and the one that a run of two steps has."""
+
+
+def toml_block(page: str, start: str) -> Block:
+    """The only TOML block of a page with a line that starts with `start`."""
+    (found,) = [
+        block for block in read_page(ROOT / page).blocks if block.language == "toml" and f"\n{start}" in "\n" + block.text
+    ]
+    return found
+
+
+def write_pairs(path: Path, columns: tuple[str, ...], number: int, seed: int) -> None:
+    """A csv file with one or two text columns and a label that says whether the first word is a colour."""
+    random_words = random.Random(seed)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow([*columns, "label"])
+        for _ in range(number):
+            texts = [" ".join(random_words.choices(WORDS, k=random_words.randint(3, 8))) for _ in columns]
+            rows.writerow([*texts, "colour" if texts[0].split()[0] in COLOURS else "other"])
+
+
+def write_model(folder: Path) -> None:
+    """A DistilBERT of two small layers with its tokenizer, as `save_pretrained` writes them."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    config = DistilBertConfig(vocab_size=len(vocabulary), dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+
+
+def write_folder(folder: Path) -> None:
+    """The job of README.md with data, a small model and the profile of docs/profiles.md.
+
+    `folder`/alone has no job.toml, for commands that train the demo or give all keys of a job.
+    """
+    alone = folder / "alone"
+    alone.mkdir(parents=True)
+    write_model(folder / MODEL)
+    shutil.copytree(folder / MODEL, alone / MODEL)
+    (folder / "job.toml").write_text(toml_block("README.md", "[model]").text, encoding="utf-8")
+    (folder / "my_card.toml").write_text(toml_block("docs/profiles.md", 'name = "my_card"').text, encoding="utf-8")
+    write_pairs(folder / "train.csv", ("premise", "hypothesis"), 150, seed=0)
+    write_pairs(folder / "dev.csv", ("premise", "hypothesis"), 12, seed=1)
+    write_pairs(alone / "train.csv", ("text",), 40, seed=2)
+
+
+def folder_of(command: Command, folder: Path) -> Path:
+    """`folder`, or its part without a job file if a `run` names no job and no profile file."""
+    names_a_file = any(word.endswith(".toml") for word in command.words)
+    return folder if "run" not in command.words or names_a_file else folder / "alone"
+
+
+def arguments(command: Command) -> list[str]:
+    """The words of a command with names for the placeholders, and with few steps if it trains."""
+    words = list(command.words)
+    if words[-2:] == ["show", "NAME"]:
+        words[-1] = SHOWN[words[-3]]
+    words = [PLACEHOLDERS.get(word, word).replace(*CHECKPOINT) for word in words]
+    if "run" in words:
+        # a resumed run trains a step more than the one before
+        steps = 4 if "--resume-from" in words else 3 if "--resume" in words else 2
+        words += ["--max-steps", str(steps)]
+    return words
+
+
+def launches(command: Command) -> bool:
+    """Whether a command starts other processes that train."""
+    return command.words[0] == "accelerate" or "--processes" in command.words

@@ -1,0 +1,211 @@
+"""Every fenced block and inline command of README.md, CONTRIBUTING.md and docs/*.md works.
+
+`hwopt` commands run in this process in a folder with a tiny job; tests/integration/test_documentation.py runs those that
+start launchers. Commands of other programs are checked: their files, extras and environments exist.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.test_cli import hwopt
+from documentation import LANGUAGES, PAGES, PROGRAMS, ROOT, Block, Command, Page, read_page, read_pages
+from documented_folder import arguments, folder_of, launches, write_folder
+
+from hwopt import api
+from hwopt.cli import COMMANDS
+from hwopt.config.job import make_job
+from hwopt.config.toml import parse_toml
+from hwopt.planning.inputs import Inputs
+
+NOT_RUN = {
+    "accelerate launch --config_file F --machine_rank 1 --main_process_ip 10.0.0.1 -m hwopt run '…'": "needs two machines",
+    "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
+}
+"""Commands that the tests do not run -> why."""
+ELSEWHERE = {"docs/plugins.md": "tests/integration/test_documented_plugins.py"}
+"""Page -> the test that runs its Python blocks as one package."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documented") / "folder"
+    write_folder(folder)
+    return folder
+
+
+def after(words: tuple[str, ...], *options: str) -> list[str]:
+    """The words that follow one of `options`."""
+    return [value for option, value in zip(words, words[1:], strict=False) if option in options]
+
+
+def check_pip(words: tuple[str, ...]) -> None:
+    """Extras are declared, and files exist."""
+    assert all((ROOT / name).is_file() for name in after(words, "-c"))
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+        assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"]), extras
+
+
+def check_tox(words: tuple[str, ...]) -> None:
+    """Each environment has a section in tox.ini."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    assert all(tox.has_section(f"testenv:{name}") for name in [*after(words, "-e"), *tox["tox"]["env_list"].split()])
+
+
+def check_pytest(words: tuple[str, ...]) -> None:
+    """The test files exist; a word of -m is a marker; a word of -k is in the name of a test of the files."""
+    files = [ROOT / word for word in words if word.endswith(".py")]
+    assert all(file.is_file() for file in files)
+    markers = {line.split(":")[0].split("(")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    for expression in after(words, "-m"):
+        assert set(re.findall(r"\w+", expression)) - {"not", "and", "or"} <= markers
+    for word in after(words, "-k"):
+        assert any(re.search(rf"^def test_\w*{word}", file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
+
+
+def check_script(words: tuple[str, ...]) -> None:
+    """`python -m MODULE` is installed; a script exists, compiles and has the given options."""
+    if words[1] == "-m":
+        assert words[2] == "venv"
+        return
+    source = (ROOT / words[1]).read_text(encoding="utf-8")
+    compile(source, words[1], "exec")
+    assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
+
+
+def check_files(words: tuple[str, ...]) -> None:
+    """Each path or pattern matches a file of the project."""
+    assert all(list(ROOT.glob(word)) for word in words[1:])
+
+
+CHECKS: dict[str, Callable[[tuple[str, ...]], None]] = {
+    "pip": check_pip,
+    "tox": check_tox,
+    "pytest": check_pytest,
+    "python": check_script,
+    "python3": check_script,
+    "ls": check_files,
+    ".": lambda words: None,  # activates the environment of the command before
+    "git": lambda words: None,  # a clone needs the network
+    "pre-commit": lambda words: check_files(("", ".pre-commit-config.yaml")),
+    ".ci/run": lambda words: None if os.access(ROOT / ".ci/run", os.X_OK) else pytest.fail("not executable"),
+}
+
+
+def is_run_here(command: Command) -> bool:
+    """Whether a command is a `hwopt` command with arguments that starts no launcher."""
+    return command.words[0] == "hwopt" and command.text not in NOT_RUN and not launches(command) and not only_names(command)
+
+
+def only_names(command: Command) -> bool:
+    """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
+    return len(command.words) == 2 and command.words[1] in ("run", "plan", "export")
+
+
+def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object], None]) -> None:
+    pages = read_pages()
+    blocks = [block for page in pages for block in page.blocks]
+    unknown = [block.place for block in blocks if block.kind == "unknown"]
+    assert not unknown, f"mark output as ```text, or as ```console with `$ command` first; other languages: {LANGUAGES}"
+    assert set(CHECKS) | {"hwopt", "accelerate"} == PROGRAMS
+    commands = [command for page in pages for command in page.commands]
+    run = [command for command in commands if is_run_here(command) or (launches(command) and command.text not in NOT_RUN)]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(Counter(block.kind for block in blocks).items()))
+    record_property(
+        "documentation", f"{len(blocks)} blocks ({kinds}); {len(run)} of {len(commands)} commands run, others checked"
+    )
+    assert len(run) >= 30
+
+
+def test_list_of_commands_that_are_not_run_has_no_stale_entry() -> None:
+    assert set(NOT_RUN) <= {command.text for page in read_pages() for command in page.commands}
+    assert all((ROOT / page).is_file() and (ROOT / test).is_file() for page, test in ELSEWHERE.items())
+
+
+@pytest.mark.parametrize("text", ["$ hwopt plan\nplugin", "hwopt plan\nrm x", "plugin  decision", "error: no such 'file"])
+@pytest.mark.parametrize("language", ["", "sh", "console", "text", "yaml"])
+def test_output_and_unknown_programs_are_no_commands(language: str, text: str) -> None:
+    kind = Block("page.md", 1, language, text + "\n").kind
+    session = text.startswith("$ ") and language in ("", "console")
+    assert kind == ("session" if session else "text" if language == "text" else "unknown")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_of_other_programs_are_valid(path: Path) -> None:
+    for command in read_page(path).commands:
+        if command.words[0] in CHECKS:
+            CHECKS[command.words[0]](command.words)
+        elif only_names(command):
+            assert command.words[1] in COMMANDS
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if any(map(is_run_here, read_page(path).commands))], ids=lambda path: path.name
+)
+def test_commands_and_scripts_of_a_page_run_in_order(path: Path, documented: Path, tmp_path: Path) -> None:
+    page, folder = read_page(path), tmp_path / "folder"
+    shutil.copytree(documented, folder)
+    for command in page.commands:
+        if is_run_here(command):
+            done = hwopt(*arguments(command)[1:], cwd=folder_of(command, folder), HF_HUB_OFFLINE="1")
+            assert done.returncode == 0, f"{command.place}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+            assert done.stdout + done.stderr, command.place
+    run_scripts(page, folder)
+
+
+def run_scripts(page: Page, folder: Path) -> None:
+    """Run the Python blocks of a page in one namespace, in the folder in which its commands ran."""
+    scope: dict[str, Any] = {"__name__": "documented"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        for block in page.blocks:
+            if block.kind == "python" and page.name not in ELSEWHERE:
+                exec(compile(block.text, block.place, "exec"), scope)
+
+
+def blocks_of(kind: str) -> list[Any]:
+    return [pytest.param(block, id=block.place) for page in read_pages() for block in page.blocks if block.kind == kind]
+
+
+@pytest.mark.parametrize("block", blocks_of("python"))
+def test_python_blocks_compile(block: Block) -> None:
+    compile(block.text, block.place, "exec")
+    commands = {read_page(ROOT / block.page).name for command in read_page(ROOT / block.page).commands if is_run_here(command)}
+    assert block.page in ELSEWHERE or commands, "the test of the page's commands runs the script"
+
+
+@pytest.mark.parametrize("block", blocks_of("json"))
+def test_json_blocks_are_json(block: Block) -> None:
+    json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", blocks_of("toml"))
+def test_toml_blocks_are_a_job_a_profile_or_entry_points(
+    block: Block, documented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(documented)
+    tables = tomllib.loads(block.text)
+    if "project" in tables:
+        declared = {entry.group for entry in importlib.metadata.distribution("hwopt").entry_points}
+        assert set(tables["project"]["entry-points"]) <= declared
+    elif "model" in tables:
+        make_job(parse_toml(block.text.encode(), block.place))
+    else:
+        header = "" if "name" in tables else 'name = "documented"\n'
+        (tmp_path / "documented.toml").write_text(header + block.text, encoding="utf-8")
+        plan = api.resolve(str(tmp_path / "documented.toml"), "job.toml", inputs=Inputs())
+        enabled = {name for name, table in tables["plugins"].items() if table.get("enabled", True)}
+        assert enabled <= {entry.name for entry in plan.entries}
