@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -48,7 +49,7 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def after(words: tuple[str, ...], *options: str) -> list[str]:
     """The words that follow one of `options`."""
-    return [value for option, value in zip(words, words[1:], strict=False) if option in options]
+    return [value for option, value in itertools.pairwise(words) if option in options]
 
 
 def check_pip(words: tuple[str, ...]) -> None:

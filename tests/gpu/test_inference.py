@@ -15,6 +15,7 @@ from hwopt.tasks.class_predictor import ClassPredictor
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 
+@pytest.mark.device("any")
 @pytest.mark.parametrize("tables", [{"dtype": "fp16"}, {"dtype": "fp16", "level": "O2"}])
 def test_inference_runs_on_the_device_in_the_precision_of_the_run(tables: dict[str, Any], tmp_path: Path) -> None:
     train_tiny(plan_for(tiny_profile(precision=tables), tiny_job(tmp_path / "data", max_steps=2)), tmp_path)
@@ -27,7 +28,8 @@ def test_inference_runs_on_the_device_in_the_precision_of_the_run(tables: dict[s
     assert api.evaluate(tmp_path / "run", source).samples == 20
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.device("any")
+def test_batch_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_tiny(plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=1)), tmp_path)
     source, warnings = str(write_samples(tmp_path / "in.jsonl", 20, seed=3)), []
     whole, total = ClassPredictor.predict, torch.cuda.get_device_properties(0).total_memory
