@@ -46,6 +46,7 @@ def test_batch_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.M
     assert all(row["predicted_label"] for row in rows)
 
 
+@pytest.mark.device("any")
 def test_text_is_generated_on_the_device(tmp_path: Path) -> None:
     train_tiny(plan_for(tiny_profile(), tiny_job(tmp_path / "data", "causal-lm", max_steps=1)), tmp_path)
     source = str(write_samples(tmp_path / "in.jsonl", 5, seed=3))
