@@ -9,7 +9,7 @@ Fake CUDA tensors need a CUDA build of torch, and a plan can be made on any mach
 * optimizers that work on all tensors at once;
 * `save_on_cpu`, which moves saved tensors to the host. Here they move to the meta device: its tensors take no device memory.
 
-The emulation affects the whole process, so use a child process.
+The emulation affects the whole process, so it runs in the tracing process.
 Source: torch's aten/src/ATen/autocast_mode.h, aten/src/ATen/native/SoftMax.cpp, cuda/SoftMax.cu, ReduceOps.cpp and transformers
 (attention.cpp, cuda/sdp_utils.cpp, cuda/attention_backward.cu), aten/src/ATen/cuda/CublasHandlePool.cpp; its notes on CUDA
 semantics, "cuBLAS workspaces".

@@ -213,6 +213,11 @@ def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: Tracker |
     run.engine.finish()
 
 
+def accumulates_gradients(plan: Plan) -> bool:
+    """Whether a step has several micro-batches, so that gradients of the first are in memory while the next one runs."""
+    return plan.batch.accumulation(plan.world_size) > 1
+
+
 def add_earlier_gradients(run: Run, tracker: Tracker | None) -> None:
     """Create the gradients that exist after the first micro-batch of a step."""
     if create := getattr(run.engine, "earlier_gradients", None):

@@ -16,8 +16,15 @@ import torch
 
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB
-from hwopt.memory.dry_run import Shape, dry_run_of, dummy_micro_batch, evaluation_step, make_optimizer_state, train_step
-from hwopt.memory.tracer import accumulates_gradients
+from hwopt.memory.dry_run import (
+    Shape,
+    accumulates_gradients,
+    dry_run_of,
+    dummy_micro_batch,
+    evaluation_step,
+    make_optimizer_state,
+    train_step,
+)
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe

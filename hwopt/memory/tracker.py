@@ -98,6 +98,10 @@ class Tracker(FakeTensorMode):
                 self._numbers[key] = number
                 self._alive[number] = weakref.ref(storage, partial(self._freed, key, number))
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the storage of `tensor`; None if it is not counted."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
     def add_workspace(self, size: int) -> None:
         """Record a workspace of `size` bytes that is allocated and freed at once."""
         number = self._new(size)

@@ -13,6 +13,7 @@ import torch
 from hwopt.memory.caching_allocator import Block, CachingAllocator
 from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measure
+from hwopt.memory.planner import plan_memory
 from hwopt.memory.playback import played
 from hwopt.memory.tracer import trace_plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
@@ -70,6 +71,16 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
         predicted, real = played(scaled.at(rows, width)), measure(plan, Shape(rows, width), 2, what)
         assert predicted.peak.bytes == pytest.approx(real.peak, rel=0.005), what
         assert predicted.reserved == pytest.approx(real.reserved, rel=0.05), what
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_step_is_traced_after_a_backward_pass_on_the_device(tmp_path: Path) -> None:
+    """A child that is forked from this process could not run autograd, nor initialize CUDA again."""
+    weights = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (weights @ weights).sum().backward()
+    torch.cuda.synchronize()
+    plan = plan_for(tiny_profile(sdpa={}), tiny_job(tmp_path, config=BERT))
+    assert plan_memory(plan, tmp_path / "cache").tier == "traced"
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
