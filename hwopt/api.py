@@ -18,7 +18,7 @@ from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
 from hwopt.memory import planner
-from hwopt.memory.advice import with_changes
+from hwopt.memory.advice import PlanListener, with_changes
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
 from hwopt.memory.measured import with_measurement
@@ -130,21 +130,28 @@ def with_memory(
     measure: bool = False,
     registry: Registry | None = None,
     cache: Path | None = None,
+    listener: PlanListener | None = None,
 ) -> Plan:
     """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
 
     `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
-    `measure` runs a step on this device instead of predicting it.
+    `measure` runs a step on this device instead of predicting it. `listener` hears of the memory and of each change as they
+    are found.
     """
     cache = cache or cache_folder()
+    listener = listener or PlanListener()
+    listener.on_trial("reading the data")
     lengths = lengths_of(plan, cache)
+    listener.on_trial("tracing a step")
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
             memory = with_measurement(plan, memory, lengths.labels)
-    if not memory.fits:
-        memory = with_changes(plan, memory, registry or Registry(), replan, cache)
-    return replace(plan, memory=memory)
+    plan = replace(plan, memory=memory)
+    listener.on_memory(plan)
+    if memory.fits is False:
+        plan = replace(plan, memory=with_changes(plan, memory, registry or Registry(), replan, cache, listener))
+    return plan
 
 
 def preview(
@@ -241,6 +248,7 @@ def predict(
 
 __all__ = [
     "Inputs",
+    "PlanListener",
     "cache_folder",
     "checkpoint_in",
     "checkpoint_says",

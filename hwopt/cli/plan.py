@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from hwopt.cli.options import begin, format_option, job_options, quiet_transformers
+from hwopt.memory.answered_plans import answered, remember
+from hwopt.memory.tracing_process import start_early
+from hwopt.system.cache import cache_folder
 
 if TYPE_CHECKING:
+    from hwopt.planning.inputs import Inputs
     from hwopt.planning.plan import Plan
 
 
@@ -53,14 +57,22 @@ def plan(
     format_: str,
 ) -> None:
     inputs = begin(profiles, job, assignments, memory_limit)
+    options = [hardware, world_size, memory_limit, *assignments]
+    question = spelled_out(inputs, profiles, job, assignments, options)
+    cache = cache_folder()
+    if not answered(cache, question):
+        start_early()
     from hwopt import api
     from hwopt.memory.communication import Ranks
-    from hwopt.report.memory import show_memory, show_side_by_side
+    from hwopt.report.memory import show_side_by_side
+    from hwopt.report.planning import PlanScreen, ProgressLine
     from hwopt.report.sharding import show_parallel
-    from hwopt.report.terminal import Terminal, show_plan, show_values
+    from hwopt.report.terminal import Terminal, show_values
 
     quiet_transformers()
     ranks = Ranks(world_size, nodes or 1)
+    console = Terminal()
+    listener = ProgressLine() if format_ == "json" or len(profiles) > 1 else PlanScreen(console)
 
     def planned(profile: str) -> Plan:
         def resolved(changes: Sequence[str] = ()) -> Plan:
@@ -75,26 +87,38 @@ def plan(
                 inputs=inputs,
             )
 
-        return api.with_memory(resolved(), resolved, measure=measure)
+        listener.on_trial(profile)
+        return api.with_memory(resolved(), resolved, measure=measure, listener=listener)
 
-    plans = [planned(profile) for profile in profiles]
-    parallel = [api.spread_over_ranks(plan, ranks) for plan in plans] if nodes or world_size > 1 else []
+    try:
+        plans = [planned(profile) for profile in profiles]
+        parallel = [api.spread_over_ranks(plan, ranks) for plan in plans] if nodes or world_size > 1 else []
+    finally:
+        listener.clear()
+    if all(plan.memory is not None and not plan.memory.lower_bound for plan in plans):
+        remember(cache, question)
     if format_ == "json":
         found = [plan.to_dict() for plan in plans]
         for document, comparison in zip(found, parallel, strict=False):
             document["parallel"] = comparison.to_dict()
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
         return
-    console = Terminal()
     if len(plans) > 1:
         show_side_by_side(console, plans)
         for plan, comparison in zip(plans, parallel, strict=False):
             show_parallel(console, comparison, f"{plan.profile.name}, ")
         return
-    show_plan(console, plans[0])
-    show_memory(console, plans[0])
     for comparison in parallel:
         show_parallel(console, comparison)
     if values:
         console.print()
         show_values(console, plans[0])
+
+
+def spelled_out(
+    inputs: Inputs, profiles: Sequence[str], job: Path | None, assignments: Sequence[str], options: Sequence[Any]
+) -> str:
+    """Return everything that the command was given, as text: the job, the profiles and the options."""
+    given = inputs.job(job, assignments)
+    contents = [name if name == "auto" else inputs.profile(name, assignments).content.model_dump_json() for name in profiles]
+    return json.dumps([None if given is None else given.job.model_dump_json(), contents, *map(str, options)])

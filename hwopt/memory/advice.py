@@ -27,14 +27,37 @@ Replan = Callable[[Sequence[str]], Plan]
 """Resolves the plan with further `--set` assignments."""
 
 
-def with_changes(plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path) -> MemoryPlan:
+class PlanListener:
+    """Hears what the planner does and finds, as it comes. Every hook does nothing by default."""
+
+    def on_trial(self, what: str) -> None:
+        """The planner begins to predict something, which takes seconds. `what` names it."""
+
+    def on_memory(self, plan: Plan) -> None:
+        """The memory of the plan is known. If it does not fit, changes follow."""
+
+    def on_change(self, change: Change) -> None:
+        """A change that saves memory was found."""
+
+
+def with_changes(
+    plan: Plan, memory: MemoryPlan, registry: Registry, replan: Replan, cache: Path, listener: PlanListener | None = None
+) -> MemoryPlan:
     """Return `memory` with the changes that save memory, those with the least loss of speed first.
 
-    Changes that alter the training come last.
+    Changes that alter the training come last. `listener` hears of each change as it is found, in about this order.
     """
-    advisor = Advisor(plan, memory, registry, replan, cache)
-    changes = sorted(advisor.single_changes(), key=lambda change: (change.alters, change.slower, -change.saves_gib))
-    combined = () if any(change.fits for change in changes) else tuple(advisor.combined_changes(changes))
+    listener = listener or PlanListener()
+    advisor = Advisor(plan, memory, registry, replan, cache, listener)
+    changes = []
+    for change in advisor.single_changes():
+        listener.on_change(change)
+        changes.append(change)
+    changes.sort(key=lambda change: (change.alters, change.slower, -change.saves_gib))
+    combined = []
+    for change in () if any(change.fits for change in changes) else advisor.combined_changes(changes):
+        listener.on_change(change)
+        combined.append(change)
     return replace(memory, changes=(*changes, *combined))
 
 
@@ -47,30 +70,50 @@ class Advisor:
     registry: Registry
     replan: Replan
     cache: Path
+    listener: PlanListener
     lengths: Lengths = field(init=False)
 
     def __post_init__(self) -> None:
         self.lengths = lengths_of(self.plan, self.cache)
 
     def single_changes(self) -> Iterator[Change]:
-        """Yield one change per plugin, its first offer that fits or its last one, and a shorter max_length."""
-        for name in self.registry.names:
-            best: Change | None = None
-            with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "memory_options()"):
-                offers = list(self.registry.plugin(name).memory_options(self.current_options(name), self.plan.context))
-            for offer in offers:
-                best = self.evaluate_offer(name, offer) or best
-                if best is not None and best.fits:
-                    break
-            if best is not None:
-                yield best
-        yield from self.shorter_max_length()
+        """Yield one change per plugin, its first offer that fits or its last one, and a shorter max_length.
+
+        Those that alter the training come last, and before them the slower ones.
+        """
+        offers = {name: self.offers_of(name) for name in self.registry.names}
+        order = {name: (self.alters(name, found[0]), found[0].slower) for name, found in offers.items() if found}
+        order[""] = (True, 1.0)  # a shorter max_length
+        for name in sorted(order, key=lambda name: (*order[name], name)):
+            yield from self.best_offer(name, offers[name]) if name else self.shorter_max_length()
+
+    def offers_of(self, name: str) -> list[MemoryOption]:
+        """Return the options of a plugin that need less memory."""
+        with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "memory_options()"):
+            return list(self.registry.plugin(name).memory_options(self.current_options(name), self.plan.context))
+
+    def alters(self, name: str, offer: MemoryOption) -> bool:
+        """Whether a plugin with the offered options changes the training method."""
+        return bool(self.registry.plugin(name)(offer.options).effect == "method")
+
+    def best_offer(self, name: str, offers: Sequence[MemoryOption]) -> Iterator[Change]:
+        """Yield the first offer of a plugin that fits, else the last one that is possible."""
+        best: Change | None = None
+        for offer in offers:
+            best = self.evaluate_offer(name, offer) or best
+            if best is not None and best.fits:
+                break
+        if best is not None:
+            yield best
 
     def combined_changes(self, changes: Sequence[Change]) -> Iterator[Change]:
         """Yield all changes that do not alter the training, combined; if that does not fit, all changes."""
         for chosen in ([change for change in changes if not change.alters], list(changes)):
+            if len(chosen) < 2:
+                continue
+            self.listener.on_trial(f"{len(chosen)} changes combined")
             changed = self.with_assignments([assignment for change in chosen for assignment in change.assignments])
-            if len(chosen) > 1 and changed is not None:
+            if changed is not None:
                 change = Change(
                     lines=(
                         f"the {len(chosen)} above combined"
@@ -92,6 +135,7 @@ class Advisor:
         """Return the offer as a change; None if it is not possible here or saves nothing."""
         keys = self.changed_options(name, offer)
         assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in keys.items()) or (f"plugins.{name}.enabled=true",)
+        self.listener.on_trial(", ".join(assignments))
         changed = self.with_assignments(assignments, name)
         if changed is None or highest_gib(self.memory) - highest_gib(changed) < MIN_SAVING_GIB:
             return None
@@ -101,7 +145,7 @@ class Advisor:
             fits=changed.fits,
             slower=offer.slower,
             cost=offer.cost,
-            alters=self.registry.plugin(name)(offer.options).effect == "method",
+            alters=self.alters(name, offer),
             assignments=assignments,
         )
 

@@ -225,7 +225,7 @@ def first_fitting_choice(
             rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
             continue
         memory = plan_memory(plan, cache, lengths, with_largest=False)
-        if memory.tier == "closed form":
+        if memory.lower_bound:
             raise InputError(f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself")
         budget = memory.free_gib - memory.reserve_gib
         reason = f"{entry.reason}: {highest_gib(memory):.2f} of {budget:.2f} GiB{rejected}"

@@ -40,7 +40,8 @@ class SchemeMemory:
     states_gib: dict[str, float]
     """Closed form: weights, gradients, optimizer state and masters."""
     peak_gib: float
-    """Peak of a training step; without a trace, the states and the largest layer."""
+    """Peak of a training step; without a trace, the states and the largest layer: a lower bound."""
+    lower_bound: bool
     eval_peak_gib: float | None
     margin_gib: float
     volume: Volume
@@ -48,8 +49,9 @@ class SchemeMemory:
     """Bytes that all ranks of a node send to the next node in an optimizer step. The node receives as many."""
 
     @property
-    def fits(self) -> bool:
-        return self.margin_gib >= 0
+    def fits(self) -> bool | None:
+        """Whether it fits; None if a lower bound fits, which does not tell."""
+        return False if self.margin_gib < 0 else None if self.lower_bound else True
 
     def to_dict(self) -> dict[str, Any]:
         sent = self.volume
@@ -119,6 +121,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
                 spread_over=scheme.spread_over(ranks),
                 states_gib={kind: size / GIB for kind, size in states.items()},
                 peak_gib=peak / GIB,
+                lower_bound=steps is None,
                 eval_peak_gib=evaluation,
                 margin_gib=memory.free_gib - memory.reserve_gib - highest / GIB,
                 volume=sent,
@@ -130,7 +133,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
 
 def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
     """Return the trace that the planner made, or None."""
-    if memory.tier != "closed form":
+    if not memory.lower_bound:
         with suppress(NotTraceable):
             return trace_plan(plan, memory.width, lengths_of(plan, cache).labels, cache / "memory")
     return None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+CLOSED_FORM = "closed form"
+"""The tier that answers if a step cannot be traced."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -24,7 +27,8 @@ class Change:
     lines: tuple[str, ...]
     """`key = value`, or a new table."""
     saves_gib: float
-    fits: bool
+    fits: bool | None
+    """Whether the plan then fits; None if only a lower bound is known."""
     slower: float
     """Approximate time of a step relative to now."""
     cost: str
@@ -80,8 +84,16 @@ class MemoryPlan:
         return self.free_gib - self.reserve_gib - self.highest_gib
 
     @property
-    def fits(self) -> bool:
-        return self.margin_gib >= 0 and self.host_fits
+    def lower_bound(self) -> bool:
+        """Whether the peak is only a lower bound, because the step could not be traced."""
+        return self.tier == CLOSED_FORM
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the plan fits; None if a lower bound fits, which does not tell."""
+        if self.margin_gib < 0 or not self.host_fits:
+            return False
+        return None if self.lower_bound else True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib, "host_fits": self.host_fits}

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
 
 
+VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
+"""Whether a plan fits -> the word, its style."""
+
+
 def show_memory(console: Console, plan: Plan) -> None:
-    """Print everything that the memory plan holds."""
+    """Print everything that the memory plan holds, except for the changes."""
     memory = plan.memory
     assert memory is not None, "planned with memory"
     console.print()
@@ -26,33 +30,47 @@ def show_memory(console: Console, plan: Plan) -> None:
         say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
     sizes = f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
+    least = "at least " if memory.lower_bound else ""
     reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
-    say(console, "peak", f"{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}{reserved}")
+    say(console, "peak", f"{least}{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}{reserved}")
     say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
-    word, style = ("fits", "bold green") if memory.fits else ("DOES NOT FIT", "bold red")
-    say(console, word, f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved, {margin(memory)}", style)
+    word, style = VERDICTS[memory.fits]
+    say(console, word, describe_verdict(memory), style)
     if memory.host_gib:
         say(console, "host memory", describe_host(memory))
     if memory.largest_train is not None:
         say(console, "largest that fits", describe_largest(memory))
     if memory.time is not None:
         say(console, "time", describe_time(memory.time))
-    if memory.changes:
-        shown = (
-            (", ".join(change.lines), gib(change.saves_gib), "yes" if change.fits else "no", time_change(change), change.cost)
-            for change in memory.changes
-        )
-        console.print(table(("change", "saves", "then fits", "step time", "effect"), shown, folded=4))
+
+
+def describe_verdict(memory: MemoryPlan) -> str:
+    """What is free, reserved and left, after the reason if the verdict is unknown."""
+    free = f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved"
+    if memory.fits is None:
+        return f"{memory.note}. A step needs at least {gib(memory.peak_gib)}, without activations; {free}"
+    return f"{free}, {margin(memory)}"
+
+
+def show_change(console: Console, change: Change) -> None:
+    """Print one change that saves memory."""
+    label, style = {True: ("fits with", "bold green"), False: ("saves memory", "bold"), None: ("saves memory", "bold")}[
+        change.fits
+    ]
+    effect = f"saves {gib(change.saves_gib)}, step time {time_change(change)}; {change.cost}"
+    say(console, label, f"{', '.join(change.lines)}: {effect}", style)
 
 
 def show_forecast(console: Console, plan: Plan) -> None:
-    """Print one line if the plan fits, everything if it does not, and nothing if its memory was not planned."""
+    """Print one line if the plan fits, everything if it does not or if that is unknown; nothing if its memory was not planned."""
     memory = plan.memory
     if memory is not None and memory.fits:
         usable = gib(memory.free_gib - memory.reserve_gib)
         say(console, "memory", f"{gib(memory.peak_gib)} of {usable} at the peak of a step ({memory.tier}: {memory.error})")
     elif memory is not None:
         show_memory(console, plan)
+        for change in memory.changes:
+            show_change(console, change)
 
 
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
@@ -63,7 +81,9 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         memory = plan.memory
         assert memory is not None, "planned with memory"
         skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
-        fits = f"{'yes' if memory.fits else 'no'}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
+        fits = f"{yes_or_no(memory.fits)}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
+        if memory.fits is None:
+            fits = f"unknown: {memory.note}"
         sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} rows per step"
         largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
         total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
@@ -71,6 +91,10 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
     columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
     console.print(table(columns, rows, folded=7))
     say(console, "time", "of the whole training if the data was read, else of one step; predicted by roofline")
+
+
+def yes_or_no(fits: bool | None) -> str:
+    return {True: "yes", False: "no", None: "unknown"}[fits]
 
 
 def margin(memory: MemoryPlan) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.memory import gib
+from hwopt.report.memory import gib, yes_or_no
 from hwopt.report.terminal import say, table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         peak = max(scheme.peak_gib, scheme.eval_peak_gib or 0.0)
         states = sum(scheme.states_gib.values())
         volumes = (gib(size / (1 << 30)) for size in sent)
-        yield (scheme.name, gib(states), gib(peak), "yes" if scheme.fits else "no", *volumes)
+        yield (scheme.name, gib(states), gib(peak), yes_or_no(scheme.fits), *volumes)
 
 
 def describe_memory(comparison: Comparison) -> str:

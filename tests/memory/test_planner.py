@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from cases import examples, named
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
@@ -22,13 +25,16 @@ from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.memory import closed_form
+from hwopt.memory.communication import Ranks
 from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measure_peak
 from hwopt.memory.planner import plan_memory
-from hwopt.memory.tracer import fake_step_functions, trace_plan
+from hwopt.memory.traced_step import fake_step_functions
+from hwopt.memory.tracer import trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.report.memory import show_memory, show_side_by_side
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
 BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "hidden_dropout_prob": 0.1}
@@ -86,9 +92,9 @@ def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
 
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
-    with fake_step_functions(plan, 2) as (train, _):
-        train(Shape(2, 16))  # the first step creates buffers that later steps reuse
-        yield train
+    with fake_step_functions(plan, 2, whole=True) as functions:
+        functions.train(Shape(2, 16))  # creates what later steps reuse
+        yield functions.train
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -159,6 +165,47 @@ def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Stubborn)
+    plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry)
+    shown: list[Plan] = []
+
+    class Recorder(api.PlanListener):
+        def on_memory(self, plan: Plan) -> None:
+            shown.append(plan)
+
+    plan = api.with_memory(plan, lambda changes: plan, registry=registry, cache=tmp_path / "cache", listener=Recorder())
+    memory = plan.memory
+    assert memory is not None
+    assert memory.margin_gib > 0
+    assert memory.fits is None
+    assert json.loads(json.dumps(plan.to_dict(), default=str))["memory"]["fits"] is None
+    assert shown == [plan]
+    assert memory.changes == ()
+    output = io.StringIO()
+    console = Console(file=output, width=400)
+    show_memory(console, plan)
+    assert "UNKNOWN: the recipe could not be traced: " in output.getvalue()
+    assert "at least" in output.getvalue()
+    show_side_by_side(console, [plan])
+    assert "unknown: the recipe" in output.getvalue()
+    assert "fits:" not in output.getvalue()
+    too_much = replace(memory, peak_gib=2 * memory.free_gib)
+    assert too_much.fits is False  # not even the lower bound fits
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scheme_that_fits_by_a_lower_bound_is_unknown(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Stubborn)
+    plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry, world_size=2)
+    plan = replace(plan, memory=plan_memory(plan, tmp_path / "cache"))
+    comparison = api.spread_over_ranks(plan, Ranks(2, 1), tmp_path / "cache")
+    assert {scheme.fits for scheme in comparison.schemes} == {None}
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
     """Flash and memory-efficient attention store no score matrix; math does. A T4 has no flash kernel."""
 
@@ -208,10 +255,23 @@ def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest
     def resolved(changes: Any = ()) -> Plan:
         return api.resolve(str(profile), job, assignments=list(changes), hardware="profile")
 
-    memory = api.with_memory(resolved(), resolved).memory
+    found: list[Any] = []
+
+    class Recorder(api.PlanListener):
+        def on_memory(self, plan: Plan) -> None:
+            found.append(plan.memory)
+
+        def on_change(self, change: Any) -> None:
+            found.append(change)
+
+    memory = api.with_memory(resolved(), resolved, listener=Recorder()).memory
     assert memory is not None
-    assert not memory.fits
+    assert memory.fits is False
     assert memory.changes
+    first, *changes = found  # the memory is known before the changes
+    assert first == replace(memory, changes=())
+    assert sorted(map(str, changes)) == sorted(map(str, memory.changes))
+    assert [change.alters for change in changes] == sorted(change.alters for change in changes)
     assert [change.alters for change in memory.changes] == sorted(change.alters for change in memory.changes)
     enough = [change for change in memory.changes if change.fits]
     assert any("plugins.batch.train" in line for change in enough for line in change.lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -9,11 +11,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
+from hwopt.planning.memory_plan import Change
 from hwopt.planning.plan import Plan
-from hwopt.report import memory as memory_report
+from hwopt.report import planning as planning_report
 from hwopt.report.terminal import Terminal, show_plan, show_values
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.text import short_place
@@ -68,11 +72,39 @@ def test_plan_lists_all_values_on_request_only(
     monkeypatch.chdir(tmp_path)
     plan = tiny_plan(tmp_path)
     monkeypatch.setattr(api, "resolve", lambda *_, **__: plan)
-    monkeypatch.setattr(api, "with_memory", lambda found, *_, **__: found)
+    monkeypatch.setattr(api, "with_memory", lambda found, *_, listener, **__: listener.on_memory(found) or found)
+    monkeypatch.setattr("hwopt.cli.plan.start_early", lambda: None)
     shown: list[Any] = []
-    monkeypatch.setattr(memory_report, "show_memory", lambda console, found: shown.append(found))
+    monkeypatch.setattr(planning_report, "show_memory", lambda console, found: shown.append(found))
     result = CliRunner().invoke(plan_command, ["--profile", "cpu", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert shown == [plan]
     assert "dataloader" in result.output
     assert ("training.learning_rate" in result.output) is listed
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(FakeTerminal(), True), (io.StringIO(), False)], ids=["terminal", "file"])
+def test_progress_of_a_plan_is_shown_on_a_terminal_only_and_removed(
+    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    screen = planning_report.PlanScreen(Console(file=io.StringIO()))
+    screen.on_trial("tracing a step")
+    assert ("planning: tracing a step" in stream.getvalue()) is shown
+    screen.clear()
+    screen.clear()
+    assert stream.getvalue().count(planning_report.CLEAR_LINE) == (2 if shown else 0)
+
+
+@pytest.mark.parametrize(("fits", "label"), [(True, "fits with"), (False, "saves memory"), (None, "saves memory")])
+def test_each_change_is_one_line_with_its_effect(fits: bool | None, label: str) -> None:
+    output = io.StringIO()
+    change = Change(("plugins.batch.train = 4",), 1.5, fits, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
+    planning_report.PlanScreen(Console(file=output, width=200)).on_change(change)
+    expected = f"{label}: plugins.batch.train = 4: saves 1.50 GiB, step time about +10%; finer micro-batches\n"
+    assert output.getvalue() == expected
