@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
 @click.option("--report-to", metavar="NAMES", default="", help="Trackers, separated by commas: tensorboard, wandb, mlflow, …")
-@click.option("-v", "--verbose", is_flag=True, help="Show the evidence of every plugin.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the options and the evidence of every plugin.")
 @click.pass_obj
 def run(
     typed: list[str],
@@ -122,7 +122,7 @@ def run(
     if rank == 0:
         if plan.hardware.device_type == "cuda":
             plan = api.with_memory(plan, resolved)
-        show_plan(console, plan)
+        show_plan(console, plan, verbose)
         show_forecast(console, plan)
     screen = Screen(console, verbose)
     signals.install_handlers()

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.terminal import say, show_problem, table
+from hwopt.report.terminal import VERDICTS, say, show_problem, table
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
     from hwopt.planning.plan import Plan
-
-
-VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
-"""Whether a plan fits -> the word, its style."""
 
 
 def show_memory(console: Console, plan: Plan) -> None:

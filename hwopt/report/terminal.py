@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -37,8 +38,31 @@ UNFOLDED = 1 << 20
 TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print plugin, decision and reason in the order of application; plugins that change the training method come first."""
+VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
+"""Whether a plan fits -> the word, its style."""
+
+
+def show_verdict(console: Console, plan: Plan) -> None:
+    """Print one line: whether the plan fits if its memory was planned, the rows of a step, and how many plugins are on."""
+    memory, parts = plan.memory, []
+    if memory is not None:
+        least = "at least " if memory.lower_bound else ""
+        peak = max(memory.peak_gib, memory.eval_peak_gib or 0.0)
+        parts.append(f"{least}{peak:.1f} of {memory.free_gib:.1f} GiB")
+    counts = Counter(entry.decision for entry in plan.entries)
+    plugins = [f"{counts['apply'] + counts['fallback']} of {len(plan.entries)} plugins on"]
+    plugins += [f"{counts['fallback']} by fallback"] if counts["fallback"] else []
+    parts += [f"{plan.batch.step} rows a step", ", ".join(plugins)]
+    word, style = ("plan", "bold") if memory is None else VERDICTS[memory.fits]
+    say(console, word, "; ".join(parts), style)
+
+
+def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
+    """Print the verdict, then plugin, decision and reason in the order of application.
+
+    Plugins that change the training method come first. Without `verbose`, what is applied has one line on a terminal and no
+    options; what falls back or is skipped has its whole reason.
+    """
     hardware = plan.hardware
     device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
     if hardware.compute_capability:
@@ -46,6 +70,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     if hardware.memory_limit_gib is not None:
         device += ", limited by --memory-limit"
     show_problem(console, hardware)
+    show_verdict(console, plan)
     say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
     say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
     say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
@@ -55,7 +80,9 @@ def show_plan(console: Console, plan: Plan) -> None:
             say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
     for note in plan.notes:
         say(console, "note", note, "yellow")
-    console.print(table(("plugin", "decision", "why"), ((e.name, e.decision, describe(e)) for e in plan.entries)))
+    rows = ((e.name, e.decision, describe(e) if verbose else e.reason) for e in plan.entries)
+    short = set() if verbose else {number for number, entry in enumerate(plan.entries) if entry.decision == "apply"}
+    console.print(table(("plugin", "decision", "why"), rows, short=short))
 
 
 def show_problem(console: Console, hardware: Hardware) -> None:
@@ -85,13 +112,17 @@ def show(value: Any) -> str:
     )
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2) -> Table:
-    """A plain table whose column `folded` wraps. Decisions and states are coloured; cells are never read as markup."""
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2, short: Container[int] = frozenset()) -> Table:
+    """A plain table whose column `folded` wraps, except in the rows `short`, which are cut at the width of the terminal.
+
+    Decisions and states are coloured; cells are never read as markup.
+    """
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=number != folded)
-    for row in rows:
-        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
+    for number, row in enumerate(rows):
+        one_line: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if number in short else {}
+        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, ""), **one_line) for cell in row))
     return made
 
 

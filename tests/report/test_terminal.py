@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hwopt.cli.plan import plan as plan_command
 from hwopt.planning.memory_plan import Change
 from hwopt.planning.plan import Plan
 from hwopt.report import planning as planning_report
-from hwopt.report.terminal import Terminal, show_plan, show_values
+from hwopt.report.terminal import Terminal, show_plan, show_values, show_verdict
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.text import short_place
 
@@ -38,6 +39,26 @@ def test_values_come_with_the_file_and_line_that_set_them(tmp_path: Path) -> Non
     assert found["plugins.dataloader.num_workers"].endswith("decided here, instead of 'auto' (mine.toml:12)")
     assert found["plugins.dataloader.pin_memory"].rstrip().endswith("--set")
     assert found["training.seed"].rstrip().endswith("job.toml:3")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_run_shows_the_verdict_first_and_one_line_for_what_is_applied(columns: int, tmp_path: Path) -> None:
+    output = StringIO()
+    plan = tiny_plan(tmp_path)
+    show_plan(Terminal(file=output, force_terminal=True, color_system=None, width=columns), plan, verbose=False)
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "plan: 8 rows a step; 2 of 2 plugins on"
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines[-len(plan.entries) :]] == [entry.name for entry in plan.entries]
+
+
+@pytest.mark.parametrize(("fits", "word"), [(True, "fits"), (False, "DOES NOT FIT"), (None, "UNKNOWN")])
+def test_verdict_names_the_memory(fits: bool | None, word: str, tmp_path: Path) -> None:
+    output = StringIO()
+    memory: Any = SimpleNamespace(fits=fits, lower_bound=fits is None, peak_gib=5.04, eval_peak_gib=3.0, free_gib=7.78)
+    show_verdict(Terminal(file=output), replace(tiny_plan(tmp_path), memory=memory))
+    least = "at least " if fits is None else ""
+    assert output.getvalue() == f"{word}: {least}5.0 of 7.8 GiB; 8 rows a step; 2 of 2 plugins on\n"
 
 
 def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
