@@ -84,7 +84,7 @@ def table_row(row: dict[str, Any]) -> str:
 def generated(rows: list[dict[str, Any]]) -> str:
     """The generated part of docs/cuda.md: how and when it was measured, and the table."""
     from pretend_cuda.build import pinned
-    from pretend_cuda.profile_cases import NO_CARD
+    from pretend_cuda.profile_cases import CASES, NO_CARD
 
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     packages = ", ".join(
@@ -95,7 +95,8 @@ def generated(rows: list[dict[str, Any]]) -> str:
         f"{packages}, Python {platform.python_version()}."
     )
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(table_row, rows)]
-    missing = [f"- `{name}`: {why}." for name, why in NO_CARD.items()]
+    rest = NO_CARD | dict.fromkeys(CASES.keys() - {row["profile"] for row in rows}, "not measured")
+    missing = [f"- `{name}`: {rest[name]}." for name in sorted(rest)]
     return "\n".join([BEGIN, "", head, "", *table, "", "Not run:", "", *missing, "", END])
 
 
