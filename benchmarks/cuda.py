@@ -39,12 +39,18 @@ def measured(names: list[str], path: Path | None) -> list[dict[str, Any]]:
     for name in names:
         if name in known:
             continue
-        known[name] = measure(name)
+        known[name] = measure(name) | {"commit": commit(), "date": str(date.today())}
         print(json.dumps(known[name]), file=sys.stderr, flush=True)
         if path:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(known[name]) + "\n")
     return [known[name] for name in names]
+
+
+def commit() -> str:
+    """The commit of the working tree."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return git.stdout.strip()
 
 
 def of_three(row: dict[str, Any], key: str) -> str:
@@ -84,18 +90,19 @@ def table_row(row: dict[str, Any]) -> str:
 def generated(rows: list[dict[str, Any]]) -> str:
     """The generated part of docs/cuda.md: how and when it was measured, and the table."""
     from pretend_cuda.build import pinned
-    from pretend_cuda.profile_cases import NO_CARD
+    from pretend_cuda.profile_cases import CASES, NO_CARD
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    commits = sorted({f"{row['commit']} ({row['date']})" for row in rows})
     packages = ", ".join(
         f"{name} {version(name)}" for name in ("transformers", "accelerate", "bitsandbytes", "peft", "deepspeed")
     )
     head = (
-        f"`python benchmarks/cuda.py`, commit {git.stdout.strip()}, {date.today()}, torch {pinned('torch')} for CUDA 13, "
+        f"`python benchmarks/cuda.py`, commit {', '.join(commits)}, torch {pinned('torch')} for CUDA 13, "
         f"{packages}, Python {platform.python_version()}."
     )
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(table_row, rows)]
-    missing = [f"- `{name}`: {why}." for name, why in NO_CARD.items()]
+    rest = NO_CARD | dict.fromkeys(CASES.keys() - {row["profile"] for row in rows}, "not measured")
+    missing = [f"- `{name}`: {rest[name]}." for name in sorted(rest)]
     return "\n".join([BEGIN, "", head, "", *table, "", "Not run:", "", *missing, "", END])
 
 

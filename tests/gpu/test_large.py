@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda.counters import on_pretend_card
+from pretend_cuda.profile_cases import READS_GRADIENTS
 
 from hwopt import api
 from hwopt.hardware.device import GIB
@@ -72,7 +73,8 @@ def test_a_large_decoder_in_the_cards_memory(
     assert peak <= gib
     assert plan.memory is None or peak <= 1.1 * plan.memory.peak_gib
     found = {entry.name: evidence for entry, evidence in heard.found}
-    assert {name for name, evidence in found.items() if evidence.status == "inactive"} == set()
+    unread = READS_GRADIENTS if on_pretend_card() else set()
+    assert {name for name, evidence in found.items() if evidence.status == "inactive"} <= unread
     assert {"zero" if "zero" in profile else "quantize", "precision", "checkpointing"} <= {
         name for name, evidence in found.items() if evidence.status == "active"
     }

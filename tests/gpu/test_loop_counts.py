@@ -5,14 +5,21 @@ The counters are exact. Without length-aware micro-batches, whose number depends
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from pretend_cuda.profile_cases import CASES
+from pretend_cuda.profile_cases import CASES, READS_GRADIENTS
 from pretend_cuda.profile_runs import measure
 
 pytestmark = [pytest.mark.device("pretend"), pytest.mark.integration]
 
 MOST_LAUNCHES = 1.02
 """Launches of a step, relative to the bare loop. hwopt's are 0.97 to 0.99 of them with autocast, and fewer with O2."""
+
+
+def inactive(found: dict[str, Any]) -> set[str]:
+    """The plugins without evidence."""
+    return {name for name, (status, _) in found["evidence"].items() if status == "inactive"}
 
 
 @pytest.mark.parametrize("profile", [name for name in CASES if not name.endswith("_zero")])
@@ -24,7 +31,7 @@ def test_a_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> Non
     assert own["launches"] <= MOST_LAUNCHES * bare["launches"]
     assert own["products"] <= bare["products"]
     assert own["waits"] < found["trainer"]["waits"]
-    assert [name for name, (status, _) in found["evidence"].items() if status == "inactive"] == []
+    assert inactive(found) <= READS_GRADIENTS
 
 
 @pytest.mark.parametrize("profile", [name for name in CASES if name.endswith("_zero")])
@@ -32,4 +39,4 @@ def test_a_step_of_zero_computes_no_more_than_a_bare_loop(profile: str) -> None:
     """DeepSpeed waits for the norm and the overflow, and moves gradients and weights in buckets: only its products compare."""
     found = measure(profile)
     assert found["uncut"]["products"] <= found["bare"]["products"]
-    assert [name for name, (status, _) in found["evidence"].items() if status == "inactive"] == []
+    assert inactive(found) <= READS_GRADIENTS

@@ -86,6 +86,8 @@ PLAIN = {
     "zero": "plugins.zero.enabled=false",
 }
 """Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, one device without DeepSpeed."""
+READS_GRADIENTS = {"adapter"}
+"""Plugins whose evidence reads gradients. A pretend card computes none of a large model, so that it reports "inactive"."""
 NO_CARD = {
     "cpu": "trains on the CPU",
     "v100_16gb": "the CUDA 13 build of torch has no kernels for Volta",
