@@ -111,6 +111,7 @@ def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
 
 def cuda_memory(work: Callable[[Callable[[], None]], None]) -> Measured:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier steps of this process would not be counted
     torch.cuda.empty_cache()
     before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     work(torch.cuda.reset_peak_memory_stats)

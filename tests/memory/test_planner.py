@@ -287,7 +287,7 @@ def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_pat
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     profile = tmp_path / "card.toml"
     profile.write_text(
-        'name = "card"\n[card]\nmemory_gib = 0.6\ncompute_capability = "8.6"\n[plugins.batch]\ntrain = "auto"\neffective = 512\n'
+        'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\n[plugins.batch]\ntrain = "auto"\neffective = 512\n'
     )
     plan = api.resolve(str(profile), job_file(tmp_path), hardware="profile")
     memory = plan_memory(plan, tmp_path / "cache")
