@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InBackwardEngine(Engine):
-    """Hooks run when a gradient is complete: they call the optimizer, which updates what has a gradient, and free it."""
+    """Hooks run when a gradient is complete: they call the optimizer for this parameter, and free the gradient."""
 
     supports_retry = False
     whole_gradients = False
@@ -34,6 +35,8 @@ class InBackwardEngine(Engine):
         """Whether a backward pass updates the weights; otherwise it only frees the gradients."""
         self.updated = 0
         """Number of parameters that the last backward pass updated."""
+        self.groups = [group for group in run.optimizer.param_groups for _ in group["params"]]
+        """The group of each parameter."""
         self.norms: dict[int, Tensor] = {}
         """Number of a parameter -> norm of its gradient in this step."""
         for number, parameter in enumerate(self.parameters):
@@ -69,9 +72,21 @@ class InBackwardEngine(Engine):
             torch.maximum(self.found_inf, (norm - norm).ne(0).float(), out=self.found_inf)
             if self.max_norm:
                 parameter.grad.mul_(torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
-            self._step()
+            with self.only(number):
+                self._step()
             self.updated += 1
         parameter.grad = None
+
+    @contextmanager
+    def only(self, number: int) -> Iterator[None]:
+        """Show the optimizer this parameter only: it would look at all of them for each update."""
+        groups, group = self.optimizer.param_groups, self.groups[number]
+        every = group["params"]
+        self.optimizer.param_groups, group["params"] = [group], [self.parameters[number]]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups, group["params"] = groups, every
 
     def finish(self) -> None:
         """Update what still has a gradient, one that was not computed by a backward pass, and step the schedule."""
