@@ -15,6 +15,7 @@ from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import with_memory_limit
 from hwopt.inference.evaluate import EvaluationReport
 from hwopt.inference.evaluate import evaluate as evaluate_run
+from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
 from hwopt.memory import planner
@@ -42,7 +43,7 @@ from hwopt.saving.reader import checkpoint_in
 from hwopt.saving.reader import read_metadata as checkpoint_says
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
-from hwopt.tasks.base import Generation
+from hwopt.tasks.prediction import Generation
 from hwopt.tasks.preview import Preview, preview_sample
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing, truncate
@@ -210,7 +211,8 @@ def evaluate(
     `assignments`: as given to `--set`, keys of [data] only. `batch_size`: default that of the run's evaluation. `warn` gets
     messages for the user. Raises InputError, DataError or DoesNotFitError.
     """
-    return evaluate_run(Path(run), source, cache or cache_folder(), assignments=assignments, batch_size=batch_size, warn=warn)
+    options = InferenceOptions(assignments, batch_size, warn=warn)
+    return evaluate_run(Path(run), source, cache or cache_folder(), options)
 
 
 def predict(
@@ -228,22 +230,13 @@ def predict(
 ) -> PredictionReport:
     """Write the rows of `source` with the predictions of the model of a run folder to `output` (csv, jsonl or parquet).
 
-    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.base.Generation`, for tasks that
-    generate text. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
+    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.prediction.Generation`, for
+    tasks that generate text. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
     DoesNotFitError.
     """
-    return predict_rows(
-        Path(run),
-        source,
-        Path(output),
-        cache or cache_folder(),
-        assignments=assignments,
-        overwrite=overwrite,
-        batch_size=batch_size,
-        generation=None if generation is None else Generation(**generation),
-        warn=warn,
-        progress=progress,
-    )
+    chosen = None if generation is None else Generation(**generation)
+    options = InferenceOptions(assignments, batch_size, chosen, overwrite, warn, progress)
+    return predict_rows(Path(run), source, Path(output), cache or cache_folder(), options)
 
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from hwopt.data.rows import ReadOptions
 from hwopt.data.step_batch import Step, Widths
 from hwopt.data.tables import read_rows
 from hwopt.inference.batches import Batches
+from hwopt.inference.options import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
 from hwopt.tasks.base import Prepared
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,17 @@ class EvaluationReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON types."""
         counts = {"run": str(self.run), "data": self.source, "samples": self.samples, "skipped_rows": self.skipped}
-        return counts | self.metrics | self.details | {"notes": list(self.notes)}
+        finite = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}  # JSON has no NaN
+        return counts | finite | self.details | {"notes": list(self.notes)}
 
 
-def evaluate(
-    run: Path,
-    source: str,
-    cache: Path,
-    *,
-    assignments: Sequence[str] = (),
-    batch_size: int | None = None,
-    warn: Say = lambda _: None,
-) -> EvaluationReport:
-    """The metrics of the model of `run` on the rows of `source`, read as the job with `assignments` reads its data.
+def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> EvaluationReport:
+    """The metrics of the model of `run` on the rows of `source`.
 
     Raises InputError for a run without a model, DataError for data that cannot be used, DoesNotFitError if single rows do not
     fit into the device's memory.
     """
-    found = find_run_model(run, assignments)
+    found = find_run_model(run, options.assignments)
     data = found.job.data
     rows = read_rows(source, None, ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter))
     loaded = load_trained_model(found, cache)
@@ -70,7 +63,7 @@ def evaluate(
     )
     dataset = StepDataset(store, collate)
     order = np.argsort(-store.lengths, kind="stable").tolist()
-    batches = Batches(loaded.device, batch_size or loaded.settings.batch, warn)
+    batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
     for _ in batches.run(order, lambda samples: add_rows(loaded, dataset, samples, metrics)):
         pass
     skipped = len(rows.bad_rows.reasons)

@@ -6,7 +6,7 @@ are done. A row that cannot be used keeps its place, without a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.tables import read_rows
 from hwopt.errors import DataError, InputError
 from hwopt.inference.batches import Batches
+from hwopt.inference.options import InferenceOptions
 from hwopt.inference.output import free_names, refuse_output, replacing
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
-from hwopt.tasks.base import Generation, ModelInput, Predictor
+from hwopt.tasks.prediction import Generation, ModelInput, Predictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 WINDOW_BATCHES = 32
 """Batches of a window: enough rows to batch by length, few enough that results appear soon."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,14 @@ class PredictionReport:
     notes: tuple[str, ...] = ()
 
 
-def predict(
-    run: Path,
-    source: str,
-    output: Path,
-    cache: Path,
-    *,
-    assignments: Sequence[str] = (),
-    overwrite: bool = False,
-    batch_size: int | None = None,
-    generation: Generation | None = None,
-    warn: Say = lambda _: None,
-    progress: Callable[[int, int], None] = lambda done, rows: None,
-) -> PredictionReport:
+def predict(run: Path, source: str, output: Path, cache: Path, options: InferenceOptions) -> PredictionReport:
     """Write the rows of `source` with the predictions of the model of `run` to `output` (csv, jsonl or parquet).
 
-    `assignments` ("data.KEY=VALUE") change how the source is read. `generation`: for tasks that generate text; None for its
-    defaults. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
-    DoesNotFitError with a message that says what to change.
+    Raises InputError, DataError, StorageError or DoesNotFitError with a message that says what to change.
     """
-    refuse_output(output, overwrite)
-    found = find_run_model(run, assignments)
+    refuse_output(output, options.overwrite)
+    found = find_run_model(run, options.assignments)
+    generation = options.generation
     if generation is not None and not make_task(found.job).generates:
         raise InputError(
             f"--max-new-tokens and the other options of generation: {run} is a run of task.kind = {found.job.task.kind!r}, "
@@ -81,7 +68,7 @@ def predict(
     loaded = load_trained_model(found, cache)
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
-    batches = Batches(loaded.device, batch_size or loaded.settings.batch, warn)
+    batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
     window = WINDOW_BATCHES * batches.rows
     count = rows.table.num_rows
     if generation is not None:
@@ -96,7 +83,7 @@ def predict(
                 for name, values in rows.non_strings.items()
             }
             writer.write(rows.table.slice(start, stop - start), dict(zip(names.values(), columns, strict=True)), originals)
-            progress(stop, count)
+            options.progress(stop, count)
         predicted = len(usable_rows(rows, range(count)))
         if not predicted:
             raise DataError(f"{source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")

@@ -24,7 +24,8 @@ from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system.paths import path_kind
-from hwopt.tasks.base import Task, Trained, with_head
+from hwopt.tasks.base import Task, with_head
+from hwopt.tasks.prediction import Trained
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line, listing, nearest
 

@@ -7,10 +7,10 @@ interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from hwopt.config.job import Job
 from hwopt.config.job import Task as TaskOptions
@@ -21,6 +21,7 @@ from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.weights import load_weights
+from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -94,49 +95,6 @@ class Metrics(Protocol):
 
     def details(self) -> dict[str, Any]:
         """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
-
-
-ModelInput = dict[str, list[int]]
-"""The inputs of one row: input_ids, and further ones of the same length."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What prediction and evaluation need beside the model itself."""
-
-    job: Job
-    config: PretrainedConfig
-    tokenizer: Any
-    label_names: tuple[str, ...]
-    """The name of each label number; empty if labels are tokens."""
-    max_positions: int | None
-    """The model's longest input in tokens; None for no limit."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How text is generated, in the words of transformers' GenerationConfig."""
-
-    max_new_tokens: int = 128
-    do_sample: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int = 0
-    """Of the random numbers that sampling draws."""
-
-
-class Predictor(Protocol):
-    """Turns texts into predictions with a trained model."""
-
-    columns: ClassVar[Mapping[str, type]]
-    """Name and type of each value of a prediction."""
-    padding_side: ClassVar[Literal["left", "right"]]
-
-    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
-        """The model's inputs for each of the `inputs` of `Task.read_inputs`, or the reason why the row cannot be used."""
-
-    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """The values of `columns` for each row of the padded `inputs` (rows, width)."""
 
 
 class Task:

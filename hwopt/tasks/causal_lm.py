@@ -27,18 +27,8 @@ from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, spli
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
-from hwopt.tasks.base import (
-    FORMAT,
-    IGNORED,
-    Generation,
-    LossFunction,
-    Metrics,
-    Predictor,
-    Prepared,
-    Task,
-    Trained,
-    refuse_router,
-)
+from hwopt.tasks.base import FORMAT, IGNORED, LossFunction, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hwopt.tasks.base import ModelInput, Trained
+from hwopt.tasks.prediction import ModelInput, Trained
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hwopt.data.chat import BadConversation, ChatTemplate, Conversation, set_template
 from hwopt.data.tokenizer import tokens_of
-from hwopt.tasks.base import Generation, ModelInput, Trained
+from hwopt.tasks.prediction import Generation, ModelInput, Trained
 
 if TYPE_CHECKING:
     import torch

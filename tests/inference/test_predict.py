@@ -20,7 +20,7 @@ from hwopt.inference import predict as predict_module
 from hwopt.inference.batches import Batches
 from hwopt.inference.output import free_names
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.base import Generation
+from hwopt.tasks.prediction import Generation
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 

@@ -16,8 +16,8 @@ from hwopt.data.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.labels import read_labels
 from hwopt.tasks.registry import make_task
-from hwopt.tasks.text_classification import read_labels
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 32}

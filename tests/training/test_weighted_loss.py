@@ -19,7 +19,7 @@ from hwopt.data.samplers import StepSampler
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.tasks.text_classification import label_weights
+from hwopt.tasks.labels import label_weights
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.run import Run

@@ -1,0 +1,116 @@
+"""The labels of classification: read from a column, put in order, and weighted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from hwopt.data.rows import Rows
+from hwopt.data.tables import find_column, string_values
+from hwopt.errors import DataError, InputError
+from hwopt.text import listing, nearest, truncate
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
+NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
+
+
+MAX_FRACTIONAL = 0.1
+"""Above this share of numbers with a fractional part, a column holds measurements instead of classes."""
+
+
+def read_labels(rows: Rows, name: str) -> list[str]:
+    """The label of each row, as a string. Integers have one form, however they are written (1, 1.0, "1").
+
+    Rows without a label are marked as bad, with "" here. Raises DataError for measurements (0.37).
+    """
+    import pyarrow as pa
+
+    table, source = rows.table, rows.source
+    column = find_column(table, name, source)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
+    if not known:
+        raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers")
+    classes = class_names(table, name)
+    values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
+    for row, value in enumerate(values):
+        original = rows.non_strings.get(name, {}).get(row)
+        if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
+            rows.mark_bad(row, f"{name!r} has no label ({truncate(value)})")
+            values[row] = None
+        elif isinstance(original, list | dict):
+            rows.mark_bad(row, f"{name!r} is not a label: {truncate(original)}")
+            values[row] = None
+    present = [value for value in values if value is not None]
+    if classes:
+        return ["" if value is None else classes[value] for value in values]
+    if pa.types.is_floating(kind) or (text and all(map(NUMBER.fullmatch, present))):
+        fractional = [row for row, value in enumerate(values) if value is not None and float(value) % 1]
+        for row in fractional:
+            if len(fractional) > MAX_FRACTIONAL * len(present) or rows.bad_rows.strict:
+                raise DataError(
+                    f"{rows.places.at(row)}: {name!r} is {truncate(values[row])}, a measurement; expected classes. "
+                    "Choose another column with data.label"
+                )
+            rows.mark_bad(row, f"{name!r} is a measurement, not a class: {truncate(values[row])}")
+            values[row] = None
+        return ["" if value is None else integer_text(value) for value in values]
+    return ["" if value is None else str(value) for value in values]
+
+
+def integer_text(value: Any) -> str:
+    """The integer `value`, given as a number or a string, in its shortest form."""
+    return str(int(value) if isinstance(value, str) and INTEGER.fullmatch(value) else int(float(value)))
+
+
+def class_names(table: pa.Table, name: str) -> list[str] | None:
+    """The class names of a ClassLabel column of `datasets`, by number; None for other columns."""
+    if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
+        return None
+    import datasets
+
+    feature = datasets.Features.from_arrow_schema(table.schema).get(name)
+    return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
+def label_order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
+    """The labels that occur, by number: in the order of the model or the data set, else sorted (integers by value)."""
+    found = set(labels)
+    own = [name for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+    if len(own) == len(found) and set(own) == found:
+        return tuple(own)
+    if classes:
+        return tuple(name for name in classes if name in found)
+    if all(map(INTEGER.fullmatch, found)):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))
+
+
+def label_weights(
+    wanted: Literal["balanced"] | Mapping[str, float], names: tuple[str, ...], labels: NDArray[np.int64]
+) -> tuple[float, ...]:
+    """The weight of each label number. "balanced": samples / (classes x samples of the class), as in scikit-learn.
+
+    A label that a table omits has weight 1. Raises InputError for a label that is not in the training data.
+    """
+    import numpy as np
+
+    if wanted == "balanced":
+        counts = np.bincount(labels, minlength=len(names))
+        return tuple((len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))).tolist())
+    assert not isinstance(wanted, str)
+    for label in wanted:
+        if label not in names:
+            raise InputError(
+                f"task.class_weights: the training data has no label {truncate(label)}.{nearest(label, names)} "
+                f"It has: {listing(names)}"
+            )
+    return tuple(float(wanted.get(name, 1.0)) for name in names)
