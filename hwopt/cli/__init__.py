@@ -34,7 +34,7 @@ COMMANDS = {
     "plugins": "List the plugins, or show one with its options.",
     "schema": "Print the JSON Schema of a job or a profile, for editors.",
     "doctor": "Check the machine, with the command that fixes each problem.",
-    "detect": "Show the machine, and what each plugin could do on it.",
+    "detect": "Show versions, the machine, and what each plugin could do on it, for a bug report.",
 }
 
 
