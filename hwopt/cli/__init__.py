@@ -32,7 +32,9 @@ COMMANDS = {
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",
-    "detect": "Show the machine, and what each plugin could do on it.",
+    "schema": "Print the JSON Schema of a job or a profile, for editors.",
+    "doctor": "Check the machine, with the command that fixes each problem.",
+    "detect": "Show versions, the machine, and what each plugin could do on it, for a bug report.",
 }
 
 

@@ -1,4 +1,4 @@
-"""`hwopt detect`: the machine, its software, and the decision of each plugin on it."""
+"""`hwopt detect`: what a bug report needs: versions, the machine, and the decision of each plugin on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import rich_click as click
 from hwopt.cli.options import format_option, quiet_libraries
 
 
-@click.command(help="Show hardware, software, and what each plugin could do here (for a model like BERT-base), or why not.")
+@click.command(
+    help="Show versions, hardware, and what each plugin could do here (for a model like BERT-base), or why not: for a bug report."
+)
 @format_option
 def detect(format_: str) -> None:
     quiet_libraries()

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.toml import Document, parse_assignment, read_toml
@@ -75,6 +84,10 @@ def _repository(name: str) -> str:
 Source = Annotated[str, AfterValidator(_typed)]
 
 
+TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}]}
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2), WithJsonSchema(TEXT_SCHEMA)]
+
+
 class FrozenDict(dict[str, Any]):
     """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""
 
@@ -128,7 +141,7 @@ class Data(Table):
     """Split of a hub name or `datasets` folder; default: train."""
     eval_split: str | None = None
     test_split: str | None = None
-    text: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = ("text",)
+    text: Texts = ("text",)
     """One column, or two for pairs."""
     label: str = "label"
     prompt: str | None = None

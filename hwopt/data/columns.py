@@ -134,7 +134,7 @@ def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str,
                 f"{source}: no column looks like a {missing} for text-classification. It has: {listing(names, 30)}. "
                 f"Name it in the job: data.{missing}"
             )
-        values = len(table[label].unique())
+        values = classes(table, label)
         return "text-classification", {"text": texts, "label": label}, f"column {label!r} has {values:,} values"
     if chat := chat_columns(names, None):
         if len(chat) == 1:
@@ -175,7 +175,7 @@ def label_column(table: pa.Table, named: bool) -> str | None:
     for name in columns:
         if name in prompts or not is_scalar(table, name):
             continue
-        values = len(table[name].unique())
+        values = classes(table, name)
         if 2 <= values <= min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS) and mean_length(table, name) < 40:
             return name
     return None
@@ -206,21 +206,28 @@ def is_text(table: pa.Table, name: str) -> bool:
 
 
 def is_scalar(table: pa.Table, name: str) -> bool:
-    """Whether the column holds strings, integers or booleans: what a class can be."""
+    """Whether the column holds strings, whole numbers or booleans: what a class can be."""
     import pyarrow as pa
 
     if table.column_names.count(name) != 1:
         return False
     kind = table[name].type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    scalar = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    return scalar or ((pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not is_fractional(table, name))
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return True
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return (text or pa.types.is_floating(kind)) and not is_fractional(table, name)
+
+
+def classes(table: pa.Table, name: str) -> int:
+    """The number of values of a column, without null."""
+    return sum(value is not None for value in table[name].unique().to_pylist())
 
 
 def is_fractional(table: pa.Table, name: str) -> bool:
-    """Whether the strings of a column are numbers of which one has a fraction: a measurement."""
+    """Whether the values of a column are numbers of which one has a fraction: a measurement."""
     fractional = False
-    for value in table[name].slice(0, EXAMINED).to_pylist():
+    for value in table[name].slice(0, EXAMINED).drop_null().to_pylist():
         try:
             fractional |= not float(value).is_integer()
         except (TypeError, ValueError, OverflowError):

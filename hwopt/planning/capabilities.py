@@ -1,4 +1,4 @@
-"""What this machine can do: hardware, software, and the decision of every installed plugin with its default options."""
+"""What a bug report needs: versions, the hardware, and the decision of every installed plugin with its default options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hwopt.config.job import Data, Job, Model
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import Hardware
+from hwopt.hardware.system_report import SystemReport, report_system, reported_packages
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import check_decision
 from hwopt.plugin import Context
@@ -49,8 +50,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Survey:
+    system: SystemReport
     hardware: Hardware
+    """The device that a run uses."""
     software: dict[str, str]
+    """Package -> version."""
     plugins: tuple[Answer, ...]
 
 
@@ -60,7 +64,9 @@ def survey(registry: Registry | None = None) -> Survey:
     hardware, software = detect(), detect_software()
     job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))
     context = Context(hardware, software, BERT_BASE, job)
-    return Survey(hardware, software, tuple(ask(registry, name, context) for name in registry.names))
+    return Survey(
+        report_system(), hardware, software | reported_packages(), tuple(ask(registry, name, context) for name in registry.names)
+    )
 
 
 def ask(registry: Registry, name: str, context: Context) -> Answer:

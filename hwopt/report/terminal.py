@@ -189,8 +189,17 @@ def show_values(console: Console, plan: Plan) -> None:
 
 
 def show_survey(console: Console, found: Any) -> None:
-    hardware = found.hardware
+    hardware, system = found.hardware, found.system
     show_problem(console, hardware)
+    say(console, "hwopt", f"{system.hwopt}, {system.python}, {system.operating_system}")
+    build = f"CUDA {system.torch_cuda}" if system.torch_cuda else "CPUs"
+    say(console, "torch", f"{system.torch}, built for {build}")
+    supports = f", for CUDA up to {system.driver_cuda}" if system.driver_cuda else ""
+    known = system.driver or ("of unknown version" if system.cards else "no NVIDIA driver")
+    say(console, "driver", f"{known}{supports}")
+    for card in system.cards:
+        memory = f"{card.free_memory_gib:g} of {card.memory_gib:g} GiB free"
+        say(console, f"card {card.index}", f"{card.name}, {memory}, compute capability {card.compute_capability}")
     say(
         console,
         "hardware",

@@ -164,6 +164,9 @@ def test_list_and_show_commands_print_profiles_and_plugins(tmp_path: Path) -> No
     ("variables", "shown"),
     [
         ({"_HWOPT_COMPLETE": "bash_source"}, "complete -o nosort -F _hwopt_completion hwopt"),
+        ({"_HWOPT_COMPLETE": "zsh_source"}, "compdef _hwopt_completion hwopt"),
+        ({"_HWOPT_COMPLETE": "fish_source"}, "complete --no-files --command hwopt"),
+        ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt schema j", "COMP_CWORD": "2"}, "plain,job"),
         ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt pl", "COMP_CWORD": "1"}, "plain,plan\nplain,plugins"),
     ],
 )
@@ -175,7 +178,7 @@ def test_shell_completion_ends_without_an_error(variables: dict[str, str], shown
 
 def test_detect_prints_hardware_software_and_plugin_decisions(tmp_path: Path) -> None:
     found = json.loads(hwopt("detect", "--format", "json", cwd=tmp_path).stdout)
-    assert {"hardware", "software", "plugins"} == set(found)
+    assert {"system", "hardware", "software", "plugins"} == set(found)
     assert {answer["decision"] for answer in found["plugins"]} <= {"apply", "fallback", "skip", "choose", "ask"}
 
 

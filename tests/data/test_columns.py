@@ -11,6 +11,7 @@ import pytest
 from hwopt.data.columns import recognise
 from hwopt.errors import DataError
 
+TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
 
@@ -44,6 +45,12 @@ def rows_of(**columns: str) -> list[dict[str, Any]]:
             {"text": ["betreff"], "label": "ablage"},
         ),
         ([{"text": f"t {n}", "label": n % 3} for n in range(20)], "text-classification", {"text": ["text"], "label": "label"}),
+        (
+            [{"text": f"t {n}", "label": n % 2 * 1.0} for n in range(20)],
+            "text-classification",
+            {"text": ["text"], "label": "label"},
+        ),
+        ([{"text": ["a b", None][n % 2], "label": None} for n in range(20)], "causal-lm", {"text": ["text"]}),
         (rows_of(question="what {n}?", answer="it is {n}"), "causal-lm", {"prompt": "question", "completion": "answer"}),
         ([{"messages": MESSAGES, "source": "ab"[n % 2]} for n in range(20)], "causal-lm", {"messages": "messages"}),
         (
@@ -55,7 +62,21 @@ def rows_of(**columns: str) -> list[dict[str, Any]]:
         (rows_of(text="some text {n}"), "causal-lm", {"text": ["text"]}),
         (rows_of(text="some text {n}", score="0.{n}"), "causal-lm", {"text": ["text"]}),
     ],
-    ids=["label", "names", "pairs", "by content", "numbers", "prompts", "openai", "sharegpt", "alpaca", "plain", "measurement"],
+    ids=[
+        "label",
+        "names",
+        "pairs",
+        "by content",
+        "numbers",
+        "floats",
+        "empty label",
+        "prompts",
+        "openai",
+        "sharegpt",
+        "alpaca",
+        "plain",
+        "measurement",
+    ],
 )
 def test_columns_are_recognised(rows: list[dict[str, Any]], kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
     found = recognise(write_rows(tmp_path / "rows.jsonl", rows))

@@ -1,0 +1,33 @@
+"""`hwopt doctor`: its output and exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import hwopt
+
+from hwopt.hardware import doctor
+from hwopt.hardware.doctor import Finding
+
+FINE = Finding("torch", "ok", "torch 2.13.0")
+WARNING = Finding("shared memory", "warning", "/dev/shm has 0.06 GiB", "docker run --shm-size=8g " + "x" * 200)
+PROBLEM = Finding("driver", "problem", "no driver", "sudo ubuntu-drivers install")
+
+
+@pytest.mark.parametrize(("findings", "code"), [([FINE, WARNING], 0), ([FINE, WARNING, PROBLEM], 2)])
+def test_exit_code_tells_of_problems(findings: list[Finding], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    assert hwopt("doctor", cwd=tmp_path).returncode == code
+    found = hwopt("doctor", "--format", "json", cwd=tmp_path)
+    assert found.returncode == code
+    assert [Finding(**each) for each in json.loads(found.stdout)] == findings
+
+
+def test_commands_are_never_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [FINE, WARNING, PROBLEM])
+    lines = hwopt("doctor", cwd=tmp_path, COLUMNS="60").stdout.splitlines()
+    assert lines[0].split() == ["ok", "torch", "torch", "2.13.0"]
+    assert lines[2].endswith(f"fix: {WARNING.fix}")
+    assert lines[-1] == "problems: 1, warnings: 1"
