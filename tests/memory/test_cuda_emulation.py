@@ -14,7 +14,7 @@ from torch.nn import functional
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory import cuda_emulation as card
 from hwopt.memory.dry_run import Shape, dry_run_of, fake_recipe
-from hwopt.memory.tracer import fake_step_functions
+from hwopt.memory.traced_step import fake_step_functions
 from hwopt.memory.tracker import Tracker
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
@@ -103,8 +103,8 @@ def test_every_thread_has_a_cublas_workspace(tmp_path: Path) -> None:
     """torch allocates one for the thread of the forward pass and one for autograd's."""
     for hardware, each in ((T4, 8519680), (H100, 32 << 20)):
         plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=hardware)
-        with fake_step_functions(plan, 2) as (train, evaluate):
-            for step in (train, evaluate):
+        with fake_step_functions(plan, 2, whole=True) as functions:
+            for step in (functions.train, functions.evaluate):
                 assert sorted(step(Shape(2, 16)).sizes)[-2:] == [each, each]
 
 
