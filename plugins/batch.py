@@ -96,8 +96,8 @@ class Batch(Plugin):
         source = "train x gradient_accumulation_steps" if effective is None else "effective"
         if step_rows < world:
             raise PluginError(
-                f"{source} = {step_rows} leaves some of {world} ranks without a row. Set it to at least {world}: "
-                "it counts the rows of a step over all ranks"
+                f"{source} = {step_rows} rows per step over all ranks leave some of {world} ranks without a row. "
+                f"Set plugins.batch.effective to at least {world} (--batch {world}); the rows per step are part of the training"
             )
         steps = micro_batches(step_rows, train, world)
         overridden = effective is not None and self.options.gradient_accumulation_steps is not None

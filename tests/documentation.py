@@ -5,6 +5,7 @@
 | no language or `sh`: one command per line | commands | run or check each one |
 | `console`, or starts with `$ `: commands and their output | session | run or check the commands after `$ ` |
 | `toml`, `python`, `json` | the language | validate; run Python |
+| `bash`: a script; `ini`: a systemd unit | script, unit | check the syntax, and the options of `hwopt` |
 | `text`: output, a listing | text | nothing |
 """
 
@@ -26,9 +27,13 @@ LANGUAGES = {
     "toml": "toml",
     "python": "python",
     "json": "json",
+    "bash": "script",
+    "ini": "unit",
     "text": "text",
 }
-PROGRAMS = {".", ".ci/run", "accelerate", "git", "hwopt", "ls", "pip", "pre-commit", "pytest", "python", "python3", "tox"}
+FOREIGN = {"docker", "git", "hf", "llama-server", "text-embeddings-router", "vllm"}
+"""Programs that need a network, or that the tests do not install."""
+PROGRAMS = FOREIGN | {".", ".ci/run", "accelerate", "hwopt", "ls", "pip", "pre-commit", "pytest", "python", "python3", "tox"}
 """The programs that a line of a block of commands may start. A line with another one makes its block one of an unknown kind."""
 INLINE = ("accelerate launch ", "hwopt ", "pip install ", "pytest ", "python benchmarks/", "tox -e ")
 """How inline code begins that is a command."""
@@ -81,9 +86,8 @@ class Block:
         return self.commands_of(self.text) if self.kind == "commands" else []
 
     def commands_of(self, text: str) -> list[Command]:
-        return [
-            command for number, line in enumerate(text.splitlines(), self.line) for command in parsed(self.page, number, line)
-        ]
+        lines = text.replace("\\\n", "").splitlines()
+        return [command for number, line in enumerate(lines, self.line) for command in parsed(self.page, number, line)]
 
 
 def parsed(page: str, line: int, text: str) -> Iterator[Command]:

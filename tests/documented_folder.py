@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
+import re
 import shutil
 from pathlib import Path
 
-from documentation import ROOT, Block, Command, read_page
+from documentation import ROOT, Block, Command, Page, read_page
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
-from hwopt.testing import COLOURS, WORDS
+from hwopt.testing import COLOURS, TINY_LLAMA, WORDS
 
 MODEL = "distilbert-base-uncased"
 PLACEHOLDERS = {"PROFILE": "t4_16gb", "A": "rtx3070_8gb", "B": "t4_16gb", "N": "2"}
@@ -19,6 +21,10 @@ SHOWN = {"profiles": "cpu", "plugins": "optimizer"}
 """NAME in `hwopt profiles show NAME` and `hwopt plugins show NAME`."""
 CHECKPOINT = ("checkpoint-1500", "checkpoint-2")
 """A documented checkpoint, and the one that a run of two steps has."""
+
+
+BEFORE = {"docs/after-training.md": ["hwopt run job.toml --profile rtx3070_8gb", "hwopt run chat.toml --profile cpu"]}
+"""Page -> commands of other pages on whose runs it relies."""
 
 
 def toml_block(page: str, start: str) -> Block:
@@ -64,10 +70,34 @@ def write_folder(folder: Path) -> None:
     write_model(folder / MODEL)
     shutil.copytree(folder / MODEL, alone / MODEL)
     (folder / "job.toml").write_text(toml_block("README.md", "[model]").text, encoding="utf-8")
+    write_chat(folder)
     (folder / "my_card.toml").write_text(toml_block("docs/profiles.md", 'name = "my_card"').text, encoding="utf-8")
     write_pairs(folder / "train.csv", ("premise", "hypothesis"), 150, seed=0)
     write_pairs(folder / "dev.csv", ("premise", "hypothesis"), 12, seed=1)
+    for name in ("test.csv", "new.csv"):
+        shutil.copy(folder / "dev.csv", folder / name)
     write_pairs(alone / "train.csv", ("text",), 40, seed=2)
+
+
+def write_chat(folder: Path) -> None:
+    """chat.toml: prompts and completions for a small decoder, and questions.jsonl with prompts alone."""
+    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in (TINY_LLAMA | {"max_position_embeddings": 512}).items())
+    rows = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(20)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    questions = "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows[:2])
+    (folder / "questions.jsonl").write_text(questions, encoding="utf-8")
+    (folder / "chat.toml").write_text(
+        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "chat.jsonl"\nprompt = "prompt"\ncompletion = "completion"\n'
+        'eval_fraction = 0.2\n[task]\nkind = "causal-lm"\n',
+        encoding="utf-8",
+    )
+
+
+def write_files_of(page: Page, folder: Path) -> None:
+    """Write the TOML blocks of a page that begin with a comment that names their file."""
+    for block in page.blocks:
+        if block.language == "toml" and (name := re.match(r"# (\w+\.toml)\n", block.text)):
+            (folder / name[1]).write_text(block.text, encoding="utf-8")
 
 
 def folder_of(command: Command, folder: Path) -> Path:
@@ -85,8 +115,15 @@ def arguments(command: Command) -> list[str]:
     if "run" in words:
         # a resumed run trains a step more than the one before
         steps = 4 if "--resume-from" in words else 3 if "--resume" in words else 2
-        words += ["--max-steps", str(steps)]
+        words += ["--max-steps", str(steps), "--set", "plugins.dataloader.num_workers=0"]
+    if "init" in words:
+        words += ["--yes", "-o", "written.toml"]
     return words
+
+
+def is_abbreviated(command: Command) -> bool:
+    """Whether a command leaves words out."""
+    return "…" in command.words
 
 
 def launches(command: Command) -> bool:

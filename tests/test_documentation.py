@@ -7,22 +7,24 @@ start launchers. Commands of other programs are checked: their files, extras and
 from __future__ import annotations
 
 import configparser
+import importlib
 import importlib.metadata
-import itertools
 import json
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.test_cli import hwopt
-from documentation import LANGUAGES, PAGES, PROGRAMS, ROOT, Block, Command, Page, read_page, read_pages
-from documented_folder import arguments, folder_of, launches, write_folder
+from documentation import FOREIGN, LANGUAGES, PAGES, PROGRAMS, ROOT, Block, Command, Page, read_page, read_pages
+from documented_folder import BEFORE, arguments, folder_of, is_abbreviated, launches, write_files_of, write_folder
 
 from hwopt import api
 from hwopt.cli import COMMANDS
@@ -37,6 +39,8 @@ NOT_RUN = {
 """Commands that the tests do not run -> why."""
 ELSEWHERE = {"docs/plugins.md": "tests/integration/test_documented_plugins.py"}
 """Page -> the test that runs its Python blocks as one package."""
+SCRIPTS_NOT_RUN = {"from peft import PeftModel": "needs weights of the Hub"}
+"""First line of a script that the tests compile only -> why."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -49,7 +53,7 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def after(words: tuple[str, ...], *options: str) -> list[str]:
     """The words that follow one of `options`."""
-    return [value for option, value in itertools.pairwise(words) if option in options]
+    return [value for option, value in pairwise(words) if option in options]
 
 
 def check_pip(words: tuple[str, ...]) -> None:
@@ -82,9 +86,19 @@ def check_script(words: tuple[str, ...]) -> None:
     if words[1] == "-m":
         assert words[2] == "venv"
         return
+    if words[1].startswith("llama.cpp/"):  # of the clone
+        return
     source = (ROOT / words[1]).read_text(encoding="utf-8")
     compile(source, words[1], "exec")
     assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
+
+
+def check_options(text: str) -> None:
+    """The `hwopt` commands in `text` have options that exist. A command ends with a quote or the line."""
+    found = [line.split() for line in re.findall(rf"\bhwopt ((?:{'|'.join(COMMANDS)})\b[^\"\n]*)", text)]
+    for name, *words in found:
+        command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
+        command.make_context(name, [word for word in words if word != "…"])
 
 
 def check_files(words: tuple[str, ...]) -> None:
@@ -100,7 +114,7 @@ CHECKS: dict[str, Callable[[tuple[str, ...]], None]] = {
     "python3": check_script,
     "ls": check_files,
     ".": lambda words: None,  # activates the environment of the command before
-    "git": lambda words: None,  # a clone needs the network
+    **dict.fromkeys(FOREIGN, lambda words: None),
     "pre-commit": lambda words: check_files(("", ".pre-commit-config.yaml")),
     ".ci/run": lambda words: None if os.access(ROOT / ".ci/run", os.X_OK) else pytest.fail("not executable"),
 }
@@ -108,12 +122,19 @@ CHECKS: dict[str, Callable[[tuple[str, ...]], None]] = {
 
 def is_run_here(command: Command) -> bool:
     """Whether a command is a `hwopt` command with arguments that starts no launcher."""
-    return command.words[0] == "hwopt" and command.text not in NOT_RUN and not launches(command) and not only_names(command)
+    if command.words[0] != "hwopt" or launches(command):
+        return False
+    return command.text not in NOT_RUN and not only_names(command) and not is_abbreviated(command)
+
+
+def is_launched(command: Command) -> bool:
+    """Whether tests/integration/test_documentation.py runs a command."""
+    return launches(command) and command.text not in NOT_RUN and not is_abbreviated(command)
 
 
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
-    return len(command.words) == 2 and command.words[1] in ("run", "plan", "export")
+    return len(command.words) == 2 and command.words[1] in ("evaluate", "export", "init", "plan", "predict", "preview", "run")
 
 
 def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object], None]) -> None:
@@ -123,7 +144,7 @@ def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object],
     assert not unknown, f"mark output as ```text, or as ```console with `$ command` first; other languages: {LANGUAGES}"
     assert set(CHECKS) | {"hwopt", "accelerate"} == PROGRAMS
     commands = [command for page in pages for command in page.commands]
-    run = [command for command in commands if is_run_here(command) or (launches(command) and command.text not in NOT_RUN)]
+    run = [command for command in commands if is_run_here(command) or is_launched(command)]
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(Counter(block.kind for block in blocks).items()))
     record_property(
         "documentation", f"{len(blocks)} blocks ({kinds}); {len(run)} of {len(commands)} commands run, others checked"
@@ -151,6 +172,8 @@ def test_commands_of_other_programs_are_valid(path: Path) -> None:
             CHECKS[command.words[0]](command.words)
         elif only_names(command):
             assert command.words[1] in COMMANDS
+        elif is_abbreviated(command):
+            check_options(" ".join(command.words))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +182,9 @@ def test_commands_of_other_programs_are_valid(path: Path) -> None:
 def test_commands_and_scripts_of_a_page_run_in_order(path: Path, documented: Path, tmp_path: Path) -> None:
     page, folder = read_page(path), tmp_path / "folder"
     shutil.copytree(documented, folder)
-    for command in page.commands:
+    write_files_of(page, folder)
+    before = [Command(page.name, 0, tuple(text.split())) for text in BEFORE.get(page.name, [])]
+    for command in before + page.commands:
         if is_run_here(command):
             done = hwopt(*arguments(command)[1:], cwd=folder_of(command, folder), HF_HUB_OFFLINE="1")
             assert done.returncode == 0, f"{command.place}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
@@ -173,7 +198,7 @@ def run_scripts(page: Page, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         for block in page.blocks:
-            if block.kind == "python" and page.name not in ELSEWHERE:
+            if block.kind == "python" and page.name not in ELSEWHERE and block.text.splitlines()[0] not in SCRIPTS_NOT_RUN:
                 exec(compile(block.text, block.place, "exec"), scope)
 
 
@@ -188,9 +213,23 @@ def test_python_blocks_compile(block: Block) -> None:
     assert block.page in ELSEWHERE or commands, "the test of the page's commands runs the script"
 
 
-@pytest.mark.parametrize("block", blocks_of("json"))
-def test_json_blocks_are_json(block: Block) -> None:
-    json.loads(block.text)
+@pytest.mark.parametrize("block", [*blocks_of("script"), *blocks_of("unit")])
+def test_scripts_and_units_parse_and_their_commands_have_known_options(block: Block) -> None:
+    text = block.text.replace("\\\n", "")
+    if block.kind == "script":
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        configparser.ConfigParser(interpolation=None).read_string(text)
+    assert re.search(r"\bhwopt run ", text)
+    check_options(text)
+
+
+def test_json_blocks_are_json() -> None:
+    for page in read_pages():
+        for block in page.blocks:
+            if block.kind == "json":
+                json.loads(block.text)
 
 
 @pytest.mark.parametrize("block", blocks_of("toml"))
@@ -202,8 +241,10 @@ def test_toml_blocks_are_a_job_a_profile_or_entry_points(
     if "project" in tables:
         declared = {entry.group for entry in importlib.metadata.distribution("hwopt").entry_points}
         assert set(tables["project"]["entry-points"]) <= declared
-    elif "model" in tables:
-        make_job(parse_toml(block.text.encode(), block.place))
+    elif "plugins" not in tables and "name" not in tables:
+        needed = {"model": 'name = "a-model"', "data": 'train = "train.csv"'}
+        missing = "".join(f"\n[{name}]\n{line}\n" for name, line in needed.items() if name not in tables)
+        make_job(parse_toml((block.text + missing).encode(), block.place))
     else:
         header = "" if "name" in tables else 'name = "documented"\n'
         (tmp_path / "documented.toml").write_text(header + block.text, encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.terminal import VERDICTS, say, show_problem, table
+from hwopt.report.terminal import VERDICTS, say, show_problem, show_table, table
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
@@ -70,7 +70,7 @@ def show_forecast(console: Console, plan: Plan) -> None:
 
 
 def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
-    """Print one row per plan."""
+    """Print one row per plan, or one block of lines per plan if the terminal is too narrow."""
     show_problem(console, plans[0].hardware)
     rows = []
     for plan in plans:
@@ -85,7 +85,7 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
         rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
     columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
-    console.print(table(columns, rows, folded=7))
+    show_table(console, columns, rows, folded=7)
     say(console, "time", "of the whole training if the data was read, else of one step; predicted by roofline")
 
 

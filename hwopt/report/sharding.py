@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hwopt.report.memory import gib, yes_or_no
-from hwopt.report.terminal import say, table
+from hwopt.report.terminal import say, show_table
 
 if TYPE_CHECKING:
     from hwopt.memory.sharding import Comparison
@@ -25,7 +25,7 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
     label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {nodes}"
     say(console, label, "ways to shard the model over them")
     across = ("in node", "node to node") if ranks.nodes > 1 else ()
-    console.print(table(("", "states", "peak", "fits", "rank sends", *across), rows(comparison), folded=0))
+    show_table(console, ("", "states", "peak", "fits", "rank sends", *across), list(rows(comparison)), folded=0)
     say(console, "memory per rank", describe_memory(comparison))
     say(console, "sent per step", describe_volume(comparison))
     say(console, "formulas", SOURCES)

@@ -6,11 +6,13 @@ import io
 import re
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -112,7 +114,9 @@ def show(value: Any) -> str:
     )
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2, short: Container[int] = frozenset()) -> Table:
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | None = 2, short: Container[int] = frozenset()
+) -> Table:
     """A plain table whose column `folded` wraps, except in the rows `short`, which are cut at the width of the terminal.
 
     Decisions and states are coloured; cells are never read as markup.
@@ -124,6 +128,29 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int = 2
         one_line: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if number in short else {}
         made.add_row(*(Text(printable(cell), style=STYLES.get(cell, ""), **one_line) for cell in row))
     return made
+
+
+LEAST_FOLDED = 24
+"""The least width in columns of a folded column. If a table leaves it less, each row becomes a block of lines."""
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], folded: int | None = 2) -> None:
+    """Print a table whose column `folded` wraps, or one block of lines per row if the terminal is too narrow.
+
+    A cell of another column is never cut.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if folded is not None:
+        widths[folded] = min(widths[folded], LEAST_FOLDED)
+    if sum(widths) + 2 * (len(widths) - 1) <= console.width:
+        console.print(table(columns, cells, folded))
+        return
+    for heading, *values in cells:
+        console.print(Text(heading, style="bold"))
+        for column, value in zip(columns[1:], values, strict=True):
+            line = Text.assemble((f"{column}: " if column else "", "default"), (value, STYLES.get(value, "")))
+            console.print(Padding(line, (0, 0, 0, 2)))
 
 
 def say(console: Console, label: str, text: str, style: str = "bold") -> None:
@@ -185,7 +212,7 @@ def show_values(console: Console, plan: Plan) -> None:
         name, key = dotted.split(".", 1)
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
     shown = ((key, show(value), short_place(place)) for key, value, place in rows if value is not None)
-    console.print(table(("value", "", "from"), shown, folded=1))
+    show_table(console, ("value", "", "from"), list(shown), folded=1)
 
 
 def show_survey(console: Console, found: Any) -> None:
@@ -212,4 +239,4 @@ def show_survey(console: Console, found: Any) -> None:
         f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}",
     )
     say(console, "software", ", ".join(f"{name} {version}" for name, version in found.software.items()))
-    console.print(table(("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins)))
+    show_table(console, ("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins))

@@ -1,0 +1,122 @@
+"""Tables at 80 and 120 columns, in a pipe and with NO_COLOR, against tests/golden/screen.
+
+`HWOPT_UPDATE_GOLDEN=1 pytest tests/report/test_tables.py` rewrites the files; read the difference before you commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hwopt.hardware.device import Hardware, described
+from hwopt.memory.communication import Ranks, Volume
+from hwopt.memory.sharding import Comparison, SchemeMemory
+from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
+from hwopt.report.memory import show_memory, show_side_by_side
+from hwopt.report.sharding import show_parallel
+from hwopt.report.terminal import Terminal, show_table
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "screen"
+CARD = described("GeForce RTX 3070", (8, 6), 8.0)
+MEMORY = MemoryPlan(
+    tier="traced",
+    error="off by 0.03 % in the median",
+    rows=64,
+    width=192,
+    width_source="the longest text",
+    parts={"weights": 0.2, "optimizer_state": 0.21, "activations": 4.31},
+    peak_gib=5.18,
+    eval_peak_gib=1.48,
+    reserve_gib=0.74,
+    free_gib=8.0,
+    largest_train=81_801,
+    largest_eval=1_048_576,
+    largest_max_length=288,
+    time=Prediction((4.58, 10.5), (9.16, 21.1), (27.5, 63.3), "predicted, roofline"),
+    changes=(Change(("plugins.batch.train = 31", "plugins.batch.eval = 125"), 37.86, True, 1.09, "finer micro-batches"),),
+)
+
+
+def plan(profile: str, hardware: Hardware, memory: MemoryPlan) -> Any:
+    entries = (
+        SimpleNamespace(name="optimizer", decision="fallback"),
+        SimpleNamespace(name="precision", decision="apply"),
+        SimpleNamespace(name="tf32", decision="skip"),
+    )
+    named = SimpleNamespace(name=profile)
+    return SimpleNamespace(profile=named, hardware=hardware, memory=memory, entries=entries, batch=SimpleNamespace(step=128))
+
+
+def side_by_side(console: Terminal) -> None:
+    missing = replace(MEMORY, peak_gib=44.25, free_gib=16.0, largest_train=468_058)
+    others = (plan("t4_16gb", described("Tesla T4", (7, 5), 16.0), missing),)
+    show_side_by_side(console, [plan("rtx3070_8gb", CARD, MEMORY), *others])
+
+
+def memory(console: Terminal) -> None:
+    show_memory(console, plan("rtx3070_8gb", CARD, MEMORY))
+
+
+def sharding(console: Terminal) -> None:
+    def scheme(name: str, states: float, peak: float, sent: float) -> SchemeMemory:
+        volume = Volume(sent * 0.875 * (1 << 30), sent * 0.125 * (1 << 30))
+        return SchemeMemory(name, 64, {"weights": states}, peak, None, 80 - peak, volume, sent * (1 << 30))
+
+    schemes = (scheme("data parallel", 18.42, 28.15, 9.06), scheme("FSDP hybrid", 2.3, 110.57, 1252.37))
+    show_parallel(console, Comparison(Ranks(64, 8), 4, "traced", schemes))
+
+
+def plugins(console: Terminal) -> None:
+    reason = "adamw_bnb_8bit: bitsandbytes on a CPU is slow and there is no card memory to save; takes adamw_torch_fused"
+    rows = [("optimizer", "fallback", reason), ("tf32", "skip", "needs a CUDA device of compute capability 8.0, found a CPU")]
+    show_table(console, ("plugin", "here", "why"), rows)
+
+
+TABLES = [side_by_side, memory, sharding, plugins]
+FIGURES = re.compile(r"\d[\d,.]*\d")
+
+
+def printed(table: Callable[[Terminal], None], **options: Any) -> str:
+    output = StringIO()
+    table(Terminal(file=output, **options))
+    return output.getvalue()
+
+
+def without_codes(text: str) -> str:
+    return re.sub(r" +$", "", re.sub(r"\x1b\[[0-9;]*m", "", text), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_match_the_golden_files(table: Callable[[Terminal], None], width: int | None) -> None:
+    options = {} if width is None else {"force_terminal": True, "width": width, "color_system": "standard"}
+    path, made = GOLDEN / f"{table.__name__}-{width or 'pipe'}.txt", without_codes(printed(table, **options))
+    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(made, encoding="utf-8")
+    assert made == path.read_text(encoding="utf-8")
+    assert max(map(len, made.splitlines())) <= (width or 1 << 20)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+@pytest.mark.parametrize("table", TABLES)
+def test_no_terminal_cuts_a_figure(table: Callable[[Terminal], None], width: int) -> None:
+    found = FIGURES.findall(without_codes(printed(table, force_terminal=True, width=width)))
+    assert sorted(found) == sorted(FIGURES.findall(printed(table)))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_color_changes_only_the_colours(table: Callable[[Terminal], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = printed(table, force_terminal=True, width=80, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = printed(table, force_terminal=True, width=80, color_system="standard")
+    assert without_codes(plain) == without_codes(coloured)
+    assert not re.search(r"\x1b\[(?:\d+;)*3\d", plain)
