@@ -16,7 +16,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from hwopt.testing import COLOURS, TINY_LLAMA, WORDS
 
 MODEL = "distilbert-base-uncased"
-PLACEHOLDERS = {"PROFILE": "t4_16gb", "A": "rtx3070_8gb", "B": "t4_16gb", "N": "2"}
+PLACEHOLDERS = {"PROFILE": "t4_16gb", "A": "rtx3070_8gb", "B": "t4_16gb", "N": "2", "RUN": "runs/job-rtx3070_8gb"}
 SHOWN = {"profiles": "cpu", "plugins": "optimizer"}
 """NAME in `hwopt profiles show NAME` and `hwopt plugins show NAME`."""
 CHECKPOINT = ("checkpoint-1500", "checkpoint-2")
@@ -97,13 +97,16 @@ def write_files_of(page: Page, folder: Path) -> None:
     """Write the TOML blocks of a page that begin with a comment that names their file."""
     for block in page.blocks:
         if block.language == "toml" and (name := re.match(r"# (\w+\.toml)\n", block.text)):
-            (folder / name[1]).write_text(block.text, encoding="utf-8")
+            for target in (folder, folder / "alone"):
+                if name[1] != "job.toml":
+                    (target / name[1]).write_text(block.text, encoding="utf-8")
 
 
 def folder_of(command: Command, folder: Path) -> Path:
-    """`folder`, or its part without a job file if a `run` names no job and no profile file."""
-    names_a_file = any(word.endswith(".toml") for word in command.words)
-    return folder if "run" not in command.words or names_a_file else folder / "alone"
+    """`folder`, or its part without a job file if a command gives the data itself, or is a `run` of the demo."""
+    gives_data = any(word.startswith("data.train=") for word in command.words)
+    demo = "run" in command.words and not any(word.endswith(".toml") for word in command.words)
+    return folder / "alone" if gives_data or demo else folder
 
 
 def arguments(command: Command) -> list[str]:

@@ -41,7 +41,9 @@ MEMORY = MemoryPlan(
     largest_eval=1_048_576,
     largest_max_length=288,
     time=Prediction((4.58, 10.5), (9.16, 21.1), (27.5, 63.3), "predicted, roofline"),
-    changes=(Change(("plugins.batch.train = 31", "plugins.batch.eval = 125"), 37.86, True, 1.09, "finer micro-batches"),),
+    changes=(
+        Change(("plugins.batch.train = 31", "plugins.batch.eval = 125"), 37.86, True, 1.09, "finer micro-batches", False, ()),
+    ),
 )
 
 
