@@ -34,6 +34,8 @@ from hwopt.planning.inputs import Inputs
 
 NOT_RUN = {
     "accelerate launch --config_file F --machine_rank 1 --main_process_ip 10.0.0.1 -m hwopt run '…'": "needs two machines",
+    "accelerate launch --config_file two_zero.yaml -m hwopt run job.toml --profile t4_16gb_zero": "DeepSpeed: test_zero.py",
+    "hwopt run --processes N": "names the option; README.md has a whole command",
     "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
 }
 """Commands that the tests do not run -> why."""

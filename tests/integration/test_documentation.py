@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from documentation import Command, read_pages
 from documented_folder import arguments, write_folder
+from test_documentation import is_launched
 
 from hwopt.testing import finished
 
@@ -23,13 +24,21 @@ def started(command: Command, folder: Path) -> str:
     return done.stdout
 
 
+LAUNCHES = [
+    ("", "hwopt run job.toml --profile rtx3090_24gb --processes 2"),
+    ("", "accelerate launch -m hwopt run job.toml --profile rtx3090_24gb"),
+    ("--output two.yaml", "accelerate launch --config_file two.yaml -m hwopt run job.toml --profile PROFILE"),
+]
+"""(how the export before it ends, launch)."""
+
+
+def test_every_documented_launch_is_listed() -> None:
+    assert {launch for _, launch in LAUNCHES} == {command.text for command in COMMANDS if is_launched(command)}
+
+
 @pytest.mark.parametrize(
     ("export", "launch"),
-    [
-        ("", "hwopt run job.toml --profile rtx3090_24gb --processes 2"),
-        ("", "accelerate launch -m hwopt run job.toml --profile rtx3090_24gb"),
-        ("--output two.yaml", "accelerate launch --config_file two.yaml -m hwopt run job.toml --profile PROFILE"),
-    ],
+    LAUNCHES,
     ids=["processes", "launcher", "config-file"],
 )
 def test_documented_launch_trains(export: str, launch: str, tmp_path: Path) -> None:
