@@ -20,7 +20,7 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory.communication import Ranks, Volume
 from hwopt.memory.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
-from hwopt.report.memory import show_memory, show_side_by_side
+from hwopt.report.memory import show_change, show_memory, show_side_by_side
 from hwopt.report.sharding import show_parallel
 from hwopt.report.terminal import Terminal, show_table
 
@@ -65,12 +65,14 @@ def side_by_side(console: Terminal) -> None:
 
 def memory(console: Terminal) -> None:
     show_memory(console, plan("rtx3070_8gb", CARD, MEMORY))
+    for change in MEMORY.changes:
+        show_change(console, change)
 
 
 def sharding(console: Terminal) -> None:
     def scheme(name: str, states: float, peak: float, sent: float) -> SchemeMemory:
         volume = Volume(sent * 0.875 * (1 << 30), sent * 0.125 * (1 << 30))
-        return SchemeMemory(name, 64, {"weights": states}, peak, None, 80 - peak, volume, sent * (1 << 30))
+        return SchemeMemory(name, 64, {"weights": states}, peak, False, None, 80 - peak, volume, sent * (1 << 30))
 
     schemes = (scheme("data parallel", 18.42, 28.15, 9.06), scheme("FSDP hybrid", 2.3, 110.57, 1252.37))
     show_parallel(console, Comparison(Ranks(64, 8), 4, "traced", schemes))
