@@ -110,8 +110,10 @@ def folder_of(command: Command, folder: Path) -> Path:
 
 
 def arguments(command: Command) -> list[str]:
-    """The words of a command with names for the placeholders, and with few steps if it trains."""
+    """The words of a command with names for the placeholders, and with few steps if it trains, without a redirection."""
     words = list(command.words)
+    if ">" in words:
+        words = words[: words.index(">")]
     if words[-2:] == ["show", "NAME"]:
         words[-1] = SHOWN[words[-3]]
     words = [PLACEHOLDERS.get(word, word).replace(*CHECKPOINT) for word in words]
