@@ -28,7 +28,7 @@ from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
 from hwopt.training.listener import Listener
-from hwopt.training.loaders import build_loaders
+from hwopt.training.loaders import build_loaders, end_workers
 from hwopt.training.optimizer import build_optimizer
 from hwopt.training.run import Run
 
@@ -61,6 +61,7 @@ def build(
         if plan.hardware.memory_limit_gib is not None:
             stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
         run = prepare_data(plan, folder, cache, accelerator, listener or Listener())
+        stack.callback(lambda: end_workers(run.train_loader, run.eval_loader))
         build_model(run)
         build_optimizer(run)
         claim_folder(run)

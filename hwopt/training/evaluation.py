@@ -14,7 +14,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.system import signals
 from hwopt.text import first_line
 from hwopt.training.listener import Row
-from hwopt.training.loaders import batches_of, evaluation_loader
+from hwopt.training.loaders import batches_of, end_workers, evaluation_loader
 from hwopt.training.memory_pressure import free_memory
 from hwopt.training.run import Run
 
@@ -43,7 +43,11 @@ class Evaluation:
         """Metrics over every test sample, with the current weights; names begin with `test_`. None if a signal came meanwhile."""
         store = self.run.prepared.test
         assert store is not None
-        return self._evaluate(evaluation_loader(self.run, store), "test", len(store))
+        loader = evaluation_loader(self.run, store)
+        try:
+            return self._evaluate(loader, "test", len(store))
+        finally:
+            end_workers(loader)
 
     @torch.no_grad()
     def _evaluate(self, loader: Any, prefix: str, samples: int) -> Row | None:

@@ -83,6 +83,18 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
     )
 
 
+def end_workers(*loaders: Any) -> None:
+    """End the workers of `loaders` now.
+
+    Left to the garbage collector, torch waits ten seconds for each of them: the queues of a reference cycle are closed before the
+    iterator that asks its workers to end.
+    """
+    for loader in loaders:
+        iterator = getattr(loader, "_iterator", None)  # kept by a loader with persistent workers
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
 def batches_of(loader: Any) -> Iterator[StepBatch]:
     """The step batches of `loader`. Raises the error of a worker unchanged, or WorkerDiedError if a worker died."""
     try:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -148,6 +149,14 @@ def test_test_data_is_evaluated_once_with_the_best_weights(tmp_path: Path) -> No
     assert metrics is not None
     assert metrics["eval_f1"] == tested["test_f1"]
     assert metrics["eval_loss"] == pytest.approx(tested["test_loss"], rel=1e-6)
+
+
+def test_workers_are_gone_after_a_run(tmp_path: Path) -> None:
+    write_samples(tmp_path / "test.jsonl", 30, seed=2)
+    job = tiny_job(tmp_path / "data", max_steps=2, data={"test": str(tmp_path / "test.jsonl")})
+    before = set(psutil.Process().children())
+    train_tiny(plan_for(tiny_profile(dataloader={"num_workers": 1}), job), tmp_path)
+    assert {child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE} <= before
 
 
 def test_final_holds_the_best_weights(tmp_path: Path) -> None:
