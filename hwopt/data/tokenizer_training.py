@@ -14,6 +14,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,15 @@ def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
 
 def drop_special_tokens(config: PretrainedConfig) -> None:
     """Remove ids of special tokens that are outside of the vocabulary of `config`, such as ModernBERT's default padding token."""
+    from huggingface_hub.errors import StrictDataclassError
+
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None) or math.inf
     for key, value in vars(text).items():
         ids = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
         if key.endswith("_token_id") and max(ids, default=0) >= size:
-            setattr(text, key, None)
+            with suppress(StrictDataclassError):  # some architectures declare the id as required
+                setattr(text, key, None)
 
 
 def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, decoder: bool, cache: Path) -> Any:

@@ -127,9 +127,14 @@ class Scaled:
 
     @classmethod
     def fit(cls, base: Timeline, rows: int, width: int, other: Timeline, other_rows: int, other_width: int) -> Scaled:
-        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
+        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second.
+
+        A workspace that only larger tensors need (the reduction of a bias's gradient) counts for all sizes: its size is constant
+        from the threshold on.
+        """
         if not base.same_program(other):
             raise ValueError("a second size runs other operations")
+        base = replace(base, sizes=np.where((base.sizes == 0) & (other.sizes > 0), other.sizes, base.sizes))
         ratios = other_rows / rows, other_width / width
         sizes = Powers.fit(base.sizes, other.sizes, *ratios)
         scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios))
