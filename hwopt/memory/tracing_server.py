@@ -118,7 +118,10 @@ class Child:
 
 
 def run_child(work: Callable[[], bytes], sender: Connection, parent: int) -> None:
+    import torch
+
     end_with(parent)
+    torch.set_num_threads(1)  # makes torch's thread pool again, which a fork loses; its own threads would race for that and abort
     before = set(sys.modules)
     sender.send_bytes(work())
     imported = [name for name in sys.modules if name not in before and ("." not in name or ".modeling_" in name)]
