@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,12 +84,25 @@ def environment(home: Path, cards: str) -> dict[str, str]:
     def before(variable: str, *folders: Path) -> str:
         return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
+    show_to_torch(home)
     return {
         "PRETEND_GPU": cards,
         "PRETEND_CUDA_HOME": str(home),
         "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", home / "lib"),
         "PYTHONPATH": before("PYTHONPATH", home / "site", HERE.parent),
     }
+
+
+def show_to_torch(home: Path) -> None:
+    """Link the libraries where torch looks for those of NVIDIA's packages, which it loads from the first such folder of sys.path.
+
+    Without the links it loads the real ones of an environment that has them.
+    """
+    folder = home / "site" / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in (home / "lib").iterdir():
+        with suppress(FileExistsError):
+            (folder / library.name).symlink_to(library)
 
 
 def pinned(package: str) -> str:
