@@ -4,7 +4,7 @@ The host launches the kernels of a step while the device runs earlier ones, so a
 micro-batch costs the host its launches, and the device a pass over weights and gradients. Both are divided by the device's time
 for a token. The price takes a slow host and a fast device: a split that does not lose there does not lose on others.
 
-Source: roofline, Williams et al. 2009, with the profile's peak and bandwidth. docs/decisions/0014-price-of-a-micro-batch.md says
+Source: roofline, Williams et al. 2009, with the profile's peak and bandwidth. docs/decisions/0016-price-of-a-micro-batch.md says
 where the constants come from; tests/plugins/test_length_batching_price.py compares them with a traced step.
 """
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.device("any")
 
 
 @pytest.mark.parametrize("name", ["tf32", "allocator"])
-def test_a_plugin_for_cuda_trains_and_proves_that_it_is_active(name: str, tmp_path: Path) -> None:
+def test_cuda_plugin_trains_and_is_active(name: str, tmp_path: Path) -> None:
     entry = entry_of(name, plan_for(tiny_profile(**{name: {}}), tiny_job(tmp_path / "here")))
     if entry.decision == "skip":
         pytest.skip(entry.reason)

@@ -44,7 +44,7 @@ CARDS = {"rtx3070_8gb_zero": (8, LLAMA_1B), "t4_16gb_zero": (16, LLAMA_1B), "rtx
 
 
 @pytest.mark.parametrize("profile", CARDS)
-def test_a_large_decoder_in_the_cards_memory(
+def test_large_decoder_fits_as_forecast(
     profile: str, tmp_path: Path, limited_to: Limit, memory_limit: Callable[[float], str | None]
 ) -> None:
     """Steps of full rows: what the plan says of their peak holds, and every plugin is on."""

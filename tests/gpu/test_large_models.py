@@ -89,7 +89,7 @@ def test_offload_forecasts_the_pinned_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tables", [PURE, PURE | OFFLOAD, PURE | IN_BACKWARD], ids=["pure", "offload", "in-backward"])
-def test_a_step_never_waits_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_step_does_not_wait_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
     plan = plan_with(tmp_path / "data", tables | {"dataloader": {"num_workers": 1}}, TINY_LLAMA, max_steps=8, logging_steps=1000)
     with build(plan, tmp_path / "run", tmp_path / "cache") as run, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)

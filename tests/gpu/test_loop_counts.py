@@ -23,7 +23,7 @@ def inactive(found: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("profile", [name for name in CASES if not name.endswith("_zero")])
-def test_a_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> None:
+def test_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> None:
     found = measure(profile)
     own, bare = found.get("uncut", found["own"]), found["bare"]
     assert own["waits"] <= bare["waits"]
@@ -35,7 +35,7 @@ def test_a_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> Non
 
 
 @pytest.mark.parametrize("profile", [name for name in CASES if name.endswith("_zero")])
-def test_a_step_of_zero_computes_no_more_than_a_bare_loop(profile: str) -> None:
+def test_step_with_zero_computes_no_more_than_a_bare_loop(profile: str) -> None:
     """DeepSpeed waits for the norm and the overflow, and moves gradients and weights in buckets: only its products compare."""
     found = measure(profile)
     assert found["uncut"]["products"] <= found["bare"]["products"]

@@ -39,7 +39,7 @@ def updated(optimizer: Any, parameters: list[torch.nn.Parameter], steps: int) ->
 
 @pytest.mark.device("any")
 @pytest.mark.parametrize(("name", "expected"), [("adamw_bnb_8bit", 0), ("paged_adamw_8bit", 2), ("paged_adamw_32bit", 2)])
-def test_a_step_of_bitsandbytes_waits_for_paged_states_only(name: str, expected: int, waits: Callable[[], int]) -> None:
+def test_bitsandbytes_waits_for_paged_states_only(name: str, expected: int, waits: Callable[[], int]) -> None:
     parameters = weights()
     optimizer = make_optimizer(name, [{"params": parameters, **SETTINGS}])
     updated(optimizer, parameters, 1)  # makes the states
@@ -51,7 +51,7 @@ def test_a_step_of_bitsandbytes_waits_for_paged_states_only(name: str, expected:
 
 
 @pytest.mark.device("any")
-def test_a_step_on_another_stream_waits_as_bitsandbytes_does(waits: Callable[[], int]) -> None:
+def test_step_on_another_stream_waits_as_bitsandbytes_does(waits: Callable[[], int]) -> None:
     parameters = weights()
     optimizer = make_optimizer("adamw_bnb_8bit", [{"params": parameters, **SETTINGS}])
     with torch.cuda.stream(torch.cuda.Stream()):

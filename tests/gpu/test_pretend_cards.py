@@ -9,7 +9,7 @@ from pretend_cuda.counters import counting
 pytestmark = pytest.mark.device("pretend")
 
 
-def test_a_read_of_the_device_counts_as_one_wait() -> None:
+def test_read_of_the_device_counts_as_one_wait() -> None:
     value = torch.ones((), device="cuda") + 1
     with counting(stacks=True) as counts:
         assert value.item() == 2
@@ -26,7 +26,7 @@ def test_launches_and_products_are_counted_and_do_not_wait() -> None:
     assert right.sum().item() == 8 * 8 * 9
 
 
-def test_an_allocation_over_the_cards_memory_fails() -> None:
+def test_allocation_over_the_cards_memory_fails() -> None:
     free, total = torch.cuda.mem_get_info()
     cached = torch.cuda.memory_reserved()  # released before an allocation fails
     with pytest.raises(torch.OutOfMemoryError, match=f"total capacity of {total / 2**30:.2f} GiB"):
@@ -34,7 +34,7 @@ def test_an_allocation_over_the_cards_memory_fails() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
-def test_a_wait_in_a_graph_capture_fails() -> None:
+def test_wait_in_a_graph_capture_fails() -> None:
     value = torch.ones((), device="cuda")
     refused = pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):

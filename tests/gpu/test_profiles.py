@@ -103,7 +103,7 @@ def test_oom_in_evaluation_does_not_change_training(tmp_path: Path, limited_to: 
     assert heard.run.step == heard.run.total_steps
 
 
-def test_a_chosen_batch_fits_and_is_more_than_a_few(
+def test_automatic_batch_fits_and_has_at_least_32_rows(
     tmp_path: Path, limited_to: Limit, memory_limit: Callable[[float], str | None]
 ) -> None:
     given = [*assignments(tmp_path, BERT_BASE), "plugins.batch.train=auto", "plugins.batch.effective=512"]

@@ -58,7 +58,7 @@ def test_sync_debug_mode_is_restored_after_a_wait() -> None:
         FUSED | {"length_batching": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
     ],
 )
-def test_a_step_never_waits_for_the_device(tables: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_step_does_not_wait_for_the_device(tables: dict[str, Any], kind: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
     profile = tiny_profile(**tables, dataloader={"num_workers": 1})
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
