@@ -150,9 +150,12 @@ def with_memory(
             memory = with_measurement(plan, memory, lengths.labels)
     plan = replace(plan, memory=memory)
     listener.on_memory(plan)
+    listener.on_trial("finding the largest sizes that fit")
+    memory = planner.with_largest_sizes(plan, memory, cache, lengths)
+    listener.on_largest_sizes(memory)
     if memory.fits is False:
-        plan = replace(plan, memory=with_changes(plan, memory, registry or Registry(), replan, cache, listener))
-    return plan
+        memory = with_changes(plan, memory, registry or Registry(), replan, cache, listener)
+    return replace(plan, memory=memory)
 
 
 def preview(

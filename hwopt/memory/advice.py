@@ -34,7 +34,10 @@ class PlanListener:
         """The planner begins to predict something, which takes seconds. `what` names it."""
 
     def on_memory(self, plan: Plan) -> None:
-        """The memory of the plan is known. If it does not fit, changes follow."""
+        """The memory of the plan is known, without the largest sizes. If it does not fit, changes follow."""
+
+    def on_largest_sizes(self, memory: MemoryPlan) -> None:
+        """The largest sizes that fit are known; None where the tier cannot tell."""
 
     def on_change(self, change: Change) -> None:
         """A change that saves memory was found."""
@@ -157,7 +160,7 @@ class Advisor:
         try:
             plan = self.replan(assignments)
             lengths = None if any("max_length" in text for text in assignments) else self.lengths
-            changed = plan_memory(plan, self.cache, lengths, with_largest=False)
+            changed = plan_memory(plan, self.cache, lengths)
         except HwoptError:
             return None
         skipped = any(entry.name == applied and entry.decision == "skip" for entry in plan.entries)

@@ -52,11 +52,10 @@ def reserve_gib(hardware: Hardware) -> float:
     return context + FORECAST_ERROR * hardware.free_memory_gib
 
 
-def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None, *, with_largest: bool = True) -> MemoryPlan:
+def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
     """Return the memory of `plan`, traced if fake tensors can run its recipe, else in closed form.
 
-    Without `with_largest` it has no largest sizes, which take several times as long as the rest.
-    Raises InputError if there are more ranks than samples.
+    It has no largest sizes (see `with_largest_sizes`). Raises InputError if there are more ranks than samples.
     """
     lengths = lengths or lengths_of(plan, cache)
     if lengths.train is not None and plan.world_size > len(lengths.train):
@@ -68,10 +67,24 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None, *, with
     try:
         trace = on_one_device(plan, trace_plan(plan, width, lengths.labels, cache / "memory"))
         step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
-        memory = from_trace(plan, shape, lengths, trace, step)
-        return memory if not with_largest else replace(memory, **largest_sizes(plan, memory, trace, step))
+        return from_trace(plan, shape, lengths, trace, step)
     except NotTraceable as error:
         return from_closed_form(plan, shape, lengths, f"the recipe could not be traced: {error}")
+
+
+def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
+    """Return `memory`, the result of `plan_memory`, with the largest sizes that fit. Takes seconds, with the trace in the cache.
+
+    A closed form has none.
+    """
+    lengths = lengths or lengths_of(plan, cache)
+    shape = Shape(memory.rows, memory.width)
+    try:
+        trace = on_one_device(plan, trace_plan(plan, memory.width, lengths.labels, cache / "memory"))
+        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
+    except NotTraceable:
+        return memory
+    return replace(memory, **largest_sizes(plan, memory, trace, step))
 
 
 def on_one_device(plan: Plan, trace: Trace) -> Trace:
@@ -224,7 +237,7 @@ def first_fitting_choice(
         if limit is not None and plan.batch.train > limit:
             rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
             continue
-        memory = plan_memory(plan, cache, lengths, with_largest=False)
+        memory = plan_memory(plan, cache, lengths)
         if memory.lower_bound:
             raise InputError(f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself")
         budget = memory.free_gib - memory.reserve_gib
@@ -251,4 +264,4 @@ def record_oom(plan: Plan, cache: Path, rows: int) -> None:
     record_limit(plan, lengths_of(plan, cache), cache, rows)
 
 
-__all__ = ["Change", "MemoryPlan", "highest_gib", "plan_memory", "record_oom", "resolve_choices"]
+__all__ = ["Change", "MemoryPlan", "highest_gib", "plan_memory", "record_oom", "resolve_choices", "with_largest_sizes"]

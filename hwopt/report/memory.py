@@ -34,10 +34,14 @@ def show_memory(console: Console, plan: Plan) -> None:
     say(console, word, describe_verdict(memory), style)
     if memory.host_gib:
         say(console, "host memory", describe_host(memory))
-    if memory.largest_train is not None:
-        say(console, "largest that fits", describe_largest(memory))
     if memory.time is not None:
         say(console, "time", describe_time(memory.time))
+
+
+def show_largest(console: Console, memory: MemoryPlan) -> None:
+    """Print the largest sizes that fit; nothing if the tier cannot tell."""
+    if memory.largest_train is not None:
+        say(console, "largest that fits", describe_largest(memory))
 
 
 def describe_verdict(memory: MemoryPlan) -> str:
@@ -65,6 +69,7 @@ def show_forecast(console: Console, plan: Plan) -> None:
         say(console, "memory", f"{gib(memory.peak_gib)} of {usable} at the peak of a step ({memory.tier}: {memory.error})")
     elif memory is not None:
         show_memory(console, plan)
+        show_largest(console, memory)
         for change in memory.changes:
             show_change(console, change)
 

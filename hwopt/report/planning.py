@@ -10,9 +10,9 @@ import sys
 from rich.console import Console
 
 from hwopt.memory.advice import PlanListener
-from hwopt.planning.memory_plan import Change
+from hwopt.planning.memory_plan import Change, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.report.memory import show_change, show_memory
+from hwopt.report.memory import show_change, show_largest, show_memory
 from hwopt.report.terminal import show_plan
 from hwopt.text import printable
 
@@ -51,6 +51,10 @@ class PlanScreen(ProgressLine):
         self.clear()
         show_plan(self.console, plan)
         show_memory(self.console, plan)
+
+    def on_largest_sizes(self, memory: MemoryPlan) -> None:
+        self.clear()
+        show_largest(self.console, memory)
 
     def on_change(self, change: Change) -> None:
         self.clear()

@@ -196,7 +196,7 @@ def reporting(run: Run) -> Iterator[None]:
 def advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
-        memory = plan.memory or planner.plan_memory(plan, cache)
+        memory = plan.memory or planner.with_largest_sizes(plan, planner.plan_memory(plan, cache), cache)
         changes = with_changes(plan, memory, Registry(), replan, cache).changes
     except HwoptError:
         return ""

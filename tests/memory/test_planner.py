@@ -28,7 +28,7 @@ from hwopt.memory import closed_form
 from hwopt.memory.communication import Ranks
 from hwopt.memory.dry_run import Shape
 from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.planner import plan_memory, with_largest_sizes
 from hwopt.memory.traced_step import fake_step_functions
 from hwopt.memory.tracer import trace_plan
 from hwopt.planning.plan import Plan
@@ -261,6 +261,9 @@ def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest
         def on_memory(self, plan: Plan) -> None:
             found.append(plan.memory)
 
+        def on_largest_sizes(self, memory: Any) -> None:
+            found.append(memory)
+
         def on_change(self, change: Any) -> None:
             found.append(change)
 
@@ -268,8 +271,10 @@ def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest
     assert memory is not None
     assert memory.fits is False
     assert memory.changes
-    first, *changes = found  # the memory is known before the changes
-    assert first == replace(memory, changes=())
+    first, second, *changes = found  # the verdict comes first, then the largest sizes, then the changes
+    assert first.largest_train is None
+    assert second == replace(memory, changes=())
+    assert first == replace(second, largest_train=None, largest_eval=None, largest_max_length=None)
     assert sorted(map(str, changes)) == sorted(map(str, memory.changes))
     assert [change.alters for change in changes] == sorted(change.alters for change in changes)
     assert [change.alters for change in memory.changes] == sorted(change.alters for change in memory.changes)
@@ -290,7 +295,7 @@ def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_pat
         'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\n[plugins.batch]\ntrain = "auto"\neffective = 512\n'
     )
     plan = api.resolve(str(profile), job_file(tmp_path), hardware="profile")
-    memory = plan_memory(plan, tmp_path / "cache")
+    memory = with_largest_sizes(plan, plan_memory(plan, tmp_path / "cache"), tmp_path / "cache")
     assert plan.batch.step == 512
     assert 1 < plan.batch.train < 512
     assert memory.fits

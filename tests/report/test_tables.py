@@ -20,7 +20,7 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory.communication import Ranks, Volume
 from hwopt.memory.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
-from hwopt.report.memory import show_change, show_memory, show_side_by_side
+from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side
 from hwopt.report.sharding import show_parallel
 from hwopt.report.terminal import Terminal, show_table
 
@@ -65,6 +65,7 @@ def side_by_side(console: Terminal) -> None:
 
 def memory(console: Terminal) -> None:
     show_memory(console, plan("rtx3070_8gb", CARD, MEMORY))
+    show_largest(console, MEMORY)
     for change in MEMORY.changes:
         show_change(console, change)
 
