@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.columns import DataColumns, recognise
+from hwopt.config.task_kinds import task_kinds
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -45,6 +45,7 @@ from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank
 from hwopt.tasks.prediction import Generation
 from hwopt.tasks.preview import Preview, preview_sample
+from hwopt.tasks.recognition import DataColumns, recognise
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
@@ -183,8 +184,9 @@ def preview(
         config = load_config(model.name, model.config, model.revision)
         facts = model_facts(planned_config(merged, config), merged.task.kind, model.label, cache / "models")
         refuse_long_samples(merged, facts, chosen, job_file)
-        prepared = make_task(merged).prepare(merged, config, cache, merged.training.seed, max_positions=facts.max_positions)
-    return preview_sample(prepared, sample)
+        task = make_task(merged)
+        prepared = task.prepare(merged, config, cache, merged.training.seed, max_positions=facts.max_positions)
+    return preview_sample(task, prepared, sample)
 
 
 def propose(data: DataColumns, inputs: Inputs | None = None) -> Proposal:
@@ -258,5 +260,6 @@ __all__ = [
     "resolve",
     "run_folder",
     "spread_over_ranks",
+    "task_kinds",
     "with_memory",
 ]

@@ -122,7 +122,6 @@ class Adapter(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         options = self.options
-        task = "SEQ_CLS" if context.job.task.kind == "text-classification" else "CAUSAL_LM"
         recipe.model_steps.append(
             partial(
                 add_adapter,
@@ -131,7 +130,7 @@ class Adapter(Plugin):
                 lora_alpha=options.lora_alpha,
                 target_modules=options.target_modules,
                 lora_dropout=options.lora_dropout,
-                task=task,
+                task=context.task.adapter,
             )
         )
         recipe.final_steps.append(save_and_merge)

@@ -254,8 +254,8 @@ class FusedLoss(Plugin):
 
     def probe(self, context: Context) -> Decision:
         model, options = context.model, self.options
-        if context.job.task.kind != "causal-lm":
-            return Decision.skip(f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {context.job.task.kind}")
+        if not context.task.decoder:
+            return Decision.skip(f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {context.task.kind}")
         if model.logit_transform:
             return Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
         liger = liger_capability(context)
@@ -280,7 +280,7 @@ class FusedLoss(Plugin):
 
     @classmethod
     def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        if options is not None or context.job.task.kind != "causal-lm" or context.model.logit_transform:
+        if options is not None or not context.task.decoder or context.model.logit_transform:
             return []
         return [MemoryOption(cls.Options(), 1.05, "computes the logits of one chunk of tokens at a time")]
 

@@ -14,7 +14,7 @@ from hwopt.errors import InputError
 from hwopt.text import cut, nearest
 
 if TYPE_CHECKING:
-    from hwopt.data.columns import DataColumns
+    from hwopt.tasks.recognition import DataColumns
 
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
@@ -37,7 +37,7 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     questions = Questions(ask=not yes)
     columns = api.recognise(data)
     say(f"{data}: {columns.rows:,} rows; {columns.why}")
-    kind = questions.choice("Task", columns.kind, ("text-classification", "causal-lm"))
+    kind = questions.choice("Task", columns.kind, api.task_kinds())
     columns = questions.columns(columns if kind == columns.kind else api.recognise(data, kind))
     quiet_transformers()
     proposal = api.propose(columns)

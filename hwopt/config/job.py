@@ -20,8 +20,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from hwopt.config.renames import job_key, with_assignments
+from hwopt.config.task_kinds import task_class, task_facts, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
@@ -81,6 +83,20 @@ def _repository(name: str) -> str:
     return name
 
 
+def _kind(value: Any) -> Any:
+    """`value`. Raises an error of pydantic if no such task is installed."""
+    kinds = task_kinds()
+    if value not in kinds:
+        raise PydanticCustomError("literal_error", "not an installed task", {"expected": " or ".join(map(repr, kinds))})
+    return value
+
+
+def _add_kinds(schema: dict[str, Any]) -> None:
+    schema["enum"] = task_kinds()
+
+
+Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]
+"""The name of an installed task."""
 Source = Annotated[str, AfterValidator(_typed)]
 
 
@@ -183,7 +199,8 @@ class Data(Table):
 
 
 class Task(Table):
-    kind: Literal["text-classification", "causal-lm"] = "text-classification"
+    kind: Kind = "text-classification"
+    """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
     class_weights: Annotated[
@@ -192,12 +209,6 @@ class Task(Table):
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
-
-    @model_validator(mode="after")
-    def _of_kind(self) -> Task:
-        if self.class_weights is not None and self.kind != "text-classification":
-            raise ValueError("class_weights belong to kind = 'text-classification'")
-        return self
 
 
 class Training(Table):
@@ -268,17 +279,23 @@ class Job(Table):
     training: Training = Training()
 
     @model_validator(mode="after")
-    def _columns(self) -> Job:
-        if self.task.kind == "text-classification" and self.data.prompt is not None:
-            raise ValueError("data.prompt and data.completion belong to task.kind = 'causal-lm'")
-        for key in ("messages", "chat_template", "sample_prompts"):
-            if self.task.kind == "text-classification" and getattr(self.data, key):
-                raise ValueError(f"data.{key} belongs to task.kind = 'causal-lm'")
-        if self.task.kind == "causal-lm" and len(self.data.text) > 1:
-            raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
+    def _of_task(self) -> Job:
+        chosen = task_class(self.task.kind)
+        for key in SPECIAL_KEYS:
+            table, name = key.split(".")
+            given = getattr(self, table)
+            if key not in chosen.facts.keys and getattr(given, name) != type(given).model_fields[name].default:
+                owners = [kind for kind in task_kinds() if key in task_facts(kind).keys]
+                raise ValueError(f"{key} belongs to task.kind = {listing([repr(kind) for kind in owners])}")
+        chosen.check_job(self)
         return self
 
 
+SPECIAL_KEYS = (
+    *("data.prompt", "data.completion", "data.messages", "data.chat_template", "data.assistant_turns", "data.sample_prompts"),
+    "task.class_weights",
+)
+"""Keys that only some tasks read; `TaskFacts.keys` names those of a task."""
 TABLES = tuple(Job.model_fields)
 
 

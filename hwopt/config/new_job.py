@@ -9,13 +9,13 @@ from typing import Any
 import tomlkit
 
 from hwopt.config.job import Job, make_job
+from hwopt.config.task_kinds import task_kinds
 from hwopt.config.toml import parse_toml
 from hwopt.errors import InputError, StorageError
 
 COMMENTS = {
     "model.name": "a hub name, or a folder made with save_pretrained()",
     "model.config": "random weights; trained weights need far less data",
-    "task.kind": "text-classification or causal-lm",
     "data.train": "csv, tsv, jsonl, json, parquet, txt, or a hub name",
     "data.eval": "evaluated after each epoch",
     "data.test": "evaluated once, at the end",
@@ -46,7 +46,7 @@ def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
     for table, keys in tables.items():
         lines += ["", f"[{table}]"]
         for key, value in keys.items():
-            comment = COMMENTS.get(f"{table}.{key}")
+            comment = " or ".join(task_kinds()) if (table, key) == ("task", "kind") else COMMENTS.get(f"{table}.{key}")
             lines.append(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else ""))
         lines += OPTIONAL.get(table, ())
     text = "\n".join(lines) + "\n"

@@ -59,11 +59,9 @@ class Collate:
     ) -> dict[str, Tensor]:
         filler = {"input_ids": self.pad_id, "labels": -100}
         flat: dict[str, np.ndarray] = {}
-        for key, value in samples[0].items():
-            if value.ndim == 0:
-                flat["row_labels"] = np.array(
-                    [sample[key] for group in groups for sample in (samples[r] for r in group)], np.int64
-                )
+        for key in samples[0]:
+            if key == "row_labels":
+                flat[key] = np.stack([samples[row][key] for group in groups for row in group])  # (rows, ...)
             else:
                 flat[key] = np.full(size, filler.get(key, 0), np.int64)
         padded = self.widths.fixed or sum(len(sample["input_ids"]) for sample in samples) < size
@@ -73,7 +71,7 @@ class Collate:
             for number, row in enumerate(group):
                 begin = part.start + number * part.width
                 for key, value in samples[row].items():
-                    if value.ndim:
+                    if key != "row_labels":
                         flat[key][begin : begin + len(value)] = value
                 if self.mask in flat:
                     flat[self.mask][begin : begin + len(samples[row]["input_ids"])] = 1

@@ -1,12 +1,10 @@
-"""Recognise what the columns of a table are for: texts, a label, prompts with completions, or conversations.
+"""What a column of a table looks like: a text, a label, a part of a prompt; and how to read a table of unknown encoding.
 
 Names decide first, as data sets of the hub use them; then the content: a label has few values, a text is long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from hwopt.data.sources import locate
 from hwopt.data.tables import read_rows
 from hwopt.data.text_file import likely_encoding
 from hwopt.errors import DataError
-from hwopt.text import listing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,60 +35,6 @@ ROWS_A_CLASS = 4
 EXAMINED = 2_000
 """Rows whose lengths are measured."""
 HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
-
-
-@dataclass(frozen=True)
-class DataColumns:
-    """The columns of a data source, and how to read it."""
-
-    source: str
-    rows: int
-    names: tuple[str, ...]
-    kind: str
-    """Of the task."""
-    keys: Mapping[str, Any]
-    """Key of the job's table `data` -> value: text, label, prompt, completion, messages or encoding."""
-    why: str
-    lengths: tuple[int, ...] = ()
-    """Characters of the first rows, over all columns that the model reads."""
-    ascii: bool = True
-    """Almost all letters are ASCII, as in English."""
-    chat: bool = False
-    """The rows are conversations."""
-    held_out: Mapping[str, str] = field(default_factory=dict)
-    """Keys eval and test -> a file beside the source with that name."""
-
-    def with_keys(self, keys: Mapping[str, Any]) -> DataColumns:
-        """The same data with other columns."""
-        return replace(self, keys=keys)
-
-
-def recognise(source: str, kind: str | None = None) -> DataColumns:
-    """The columns of `source`, for the task `kind`; None: the task is recognised too.
-
-    Raises DataError if the source cannot be read, or has no columns for the task.
-    """
-    rows, reading = read_any(source)
-    table = rows.table
-    names = tuple(table.column_names)
-    chosen, columns, why = choose_columns(table, kind, source)
-    first = table.slice(0, EXAMINED)
-    read = [name for name in columns_read(columns, names) if name in names]
-    cells = [[str(value or "") for value in first[name].to_pylist()] for name in read]
-    texts = [" ".join(row) for row in zip(*cells, strict=True)]
-    letters = sum(map(len, texts))
-    return DataColumns(
-        source,
-        table.num_rows,
-        names,
-        chosen,
-        {**columns, **reading},
-        why,
-        tuple(map(len, texts)),
-        sum(len(text.encode()) for text in texts) <= 1.02 * letters,
-        chat=chosen == "causal-lm" and not {"text", "prompt"} & set(columns),
-        held_out=files_beside(source),
-    )
 
 
 def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
@@ -120,43 +63,6 @@ def read_recoded(source: str) -> tuple[Rows, dict[str, Any]] | None:
     except DataError:
         return None
     return rows, {"encoding": name}
-
-
-def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str, dict[str, Any], str]:
-    """(task, keys of `data`, reason)."""
-    names = table.column_names
-    label = None if kind == "causal-lm" else label_column(table, named=kind is None)
-    if label is not None or kind == "text-classification":
-        texts = text_of(table, label)
-        if label is None or not texts:
-            missing = "label" if label is None else "text"
-            raise DataError(
-                f"{source}: no column looks like a {missing} for text-classification. It has: {listing(names, 30)}. "
-                f"Name it in the job: data.{missing}"
-            )
-        values = classes(table, label)
-        return "text-classification", {"text": texts, "label": label}, f"column {label!r} has {values:,} values"
-    if chat := chat_columns(names, None):
-        if len(chat) == 1:
-            return "causal-lm", {"messages": chat[0]}, f"column {chat[0]!r} holds conversations"
-        if "text" not in names:
-            return "causal-lm", {}, "columns 'instruction' and 'output' hold conversations (Alpaca)"
-    for prompt, completion in PROMPTS:
-        if is_text(table, prompt) and is_text(table, completion):
-            keys = {"prompt": prompt, "completion": completion}
-            return "causal-lm", keys, f"columns {prompt!r} and {completion!r} are prompts with completions"
-    if texts := text_of(table, None):
-        return "causal-lm", {"text": texts[:1]}, f"column {texts[0]!r} holds text, and no column looks like a label"
-    raise DataError(f"{source}: no column holds text. It has: {listing(names, 30)}")
-
-
-def columns_read(keys: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The columns that the model reads."""
-    if "text" in keys:
-        return list(keys["text"])
-    if "prompt" in keys:
-        return [keys["prompt"], keys["completion"]]
-    return [keys["messages"]] if "messages" in keys else [name for name in ("instruction", "input", "output") if name in names]
 
 
 def label_column(table: pa.Table, named: bool) -> str | None:

@@ -63,7 +63,7 @@ class MicroBatch:
     inputs: dict[str, Tensor]
     """Keyword arguments of the model's forward: input_ids (rows, width) and, if needed, others."""
     targets: Tensor
-    """(rows,) classes, or (rows, width) tokens to predict with -100 at positions without a label."""
+    """(rows, ...) labels of samples, or (rows, width) labels of tokens with -100 at positions without a label."""
     count: float
     """Labels that its loss counts, or the sum of their weights."""
     end_row: int

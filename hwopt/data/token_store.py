@@ -108,7 +108,7 @@ class TokenStore:
 
     * `input_ids`: int32, the tokens of all samples concatenated; optionally `token_type_ids`, likewise
     * `offsets`: int64 (samples + 1,), the start of each sample
-    * `labels`: int64, one per sample; or one per token, already shifted: labels[t] is the token to predict after t, or -100
+    * `labels`: of each token, int64: its class, or the token to predict after it, or -100; or of each sample, a value or a row
     * `counts`: int32 (samples,), labels of each sample that the loss counts
     * meta.json
     """
@@ -158,14 +158,20 @@ class TokenStore:
         return self._arrays[name]
 
     def row(self, index: int) -> dict[str, NDArray[Any]]:
-        """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" () or (length,)."""
+        """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
+
+        "row_labels" is what the sample as a whole has as its label, of any shape.
+        """
         offsets = self.array("offsets")
         part = slice(offsets[index], offsets[index + 1])
         found = {"input_ids": self.array("input_ids")[part]}
         if "token_type_ids.npy" in self.meta["bytes"]:
             found["token_type_ids"] = self.array("token_type_ids")[part]
         labels = self.array("labels")
-        found["labels"] = labels[part] if self.meta["labels_per_token"] else labels[index, ...]
+        if self.meta["labels_per_token"]:
+            found["labels"] = labels[part]
+        else:
+            found["row_labels"] = labels[index, ...]
         return found
 
     def is_complete(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hwopt.config.job import Job, load_job
+from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import parse_assignment
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.errors import DoesNotFitError, InputError
@@ -19,7 +20,7 @@ from hwopt.hardware.detect import detect
 from hwopt.hardware.device import Hardware
 from hwopt.inference.settings import HALF, InferenceSettings, read_settings
 from hwopt.model.config import load_config
-from hwopt.model.facts import AUTO_CLASSES, model_facts
+from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
 from hwopt.saving.reader import list_checkpoints
@@ -183,7 +184,7 @@ def load_model(found: RunModel, base: str, config: Any, dtype: Any, attention: s
     """The model in host memory, with its adapter if it has one."""
     import transformers
 
-    auto_class = getattr(transformers, AUTO_CLASSES[make_task(found.job).kind])
+    auto_class = getattr(transformers, task_facts(found.job.task.kind).auto_class)
     options = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     revision = found.job.model.revision if found.is_adapter else None
     model = load_weights(auto_class, base, revision, config, new_head=found.is_adapter, **options)

@@ -14,19 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hwopt.data.collate import cut_in_order
 from hwopt.data.step_batch import Step, StepBatch
-from hwopt.data.tokenizer import uses_token_types
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.memory.tracker import Tracker
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
-from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.remote_code import is_trusted
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
@@ -146,7 +143,7 @@ def dummy_model(run: Run) -> Any:
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None or text.pad_token_id >= text.vocab_size:
         config.pad_token_id = text.pad_token_id = 0
-    auto = getattr(transformers, AUTO_CLASSES[run.task.kind])
+    auto = getattr(transformers, run.task.facts.auto_class)
     with no_init_weights():
         options = in_float32(dict(run.recipe.model_kwargs))
         model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
@@ -162,15 +159,8 @@ def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1)
     rows, width = shape.rows, shape.width
     lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
-    types = len(run.plan.job.data.text) == 2 and uses_token_types(config)
-    per_token = run.task.kind == "causal-lm"
-    samples = []
-    for length in lengths:
-        sample = {"input_ids": np.zeros(length, np.int64), "labels": np.zeros(length if per_token else (), np.int64)}
-        if types:
-            sample["token_type_ids"] = np.zeros(length, np.int64)
-        samples.append(sample)
-    counts = lengths if per_token else [1] * len(lengths)
+    samples = [run.task.placeholder(run.plan.job, config, length) for length in lengths]
+    counts = [1] * len(lengths) if run.task.facts.target == "sample" else lengths
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
     padded = default_collate(run)(cut=cut_in_order, max_rows=rows)
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded

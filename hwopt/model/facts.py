@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.errors import InputError
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import config_error_text
@@ -23,8 +24,6 @@ from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-AUTO_CLASSES = {"text-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def is_decoder(config: PretrainedConfig) -> bool:
 def remote_class(config: PretrainedConfig, kind: str) -> type | None:
     """The class in a trusted model's own code for the task `kind`; None if the model uses a class of transformers."""
     name = str(getattr(config, "name_or_path", ""))
-    reference = (getattr(config, "auto_map", None) or {}).get(AUTO_CLASSES[kind])
+    reference = (getattr(config, "auto_map", None) or {}).get(task_facts(kind).auto_class)
     if reference is None or not is_trusted(name):
         return None
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -120,15 +119,15 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     """The model class for the task `kind` and this architecture. Raises InputError if there is none."""
     import transformers
 
-    mapping = getattr(transformers, AUTO_CLASSES[kind])._model_mapping
+    mapping = getattr(transformers, task_facts(kind).auto_class)._model_mapping
     if (custom := remote_class(config, kind)) is not None:
         return custom
     if type(config) not in mapping:
         raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
-    if kind == "causal-lm" and not is_decoder(config):
+    if task_facts(kind).decoder and not is_decoder(config):
         raise InputError(
             f"model: {config.model_type!r} is an encoder: it attends to the tokens that it should predict. "
-            "Choose a decoder (gpt2, llama, gemma …) or task.kind = 'text-classification'"
+            "Choose a decoder (gpt2, llama, gemma …), or another task.kind"
         )
     found = mapping[type(config)]
     chosen: type = found[0] if isinstance(found, tuple) else found
@@ -200,7 +199,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         # models with a sliding window need the two-dimensional mask to make their second mask
         prebuilt_mask=prebuilt_mask,
         supports_packing=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
-        logit_transform=logit_transform(model) if kind == "causal-lm" else None,
+        logit_transform=logit_transform(model) if task_facts(kind).decoder else None,
         **cost._asdict(),
         other_weights=other_weights(model),
     )

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hwopt.config.new_job import job_text
-from hwopt.data.columns import DataColumns
+from hwopt.config.task_kinds import task_class
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
 from hwopt.planning.inputs import hub_is_out_of_reach
+from hwopt.tasks.recognition import DataColumns
 from hwopt.text import printable
 
-BYTES_A_PARAMETER = 16
-"""Weights, gradients and Adam's two moments in fp32."""
-STATE_FRACTION = 0.5
-"""Of the device's memory for weights and optimizer state; activations and logits need the rest."""
 LETTERS_A_TOKEN = 3
 """A low estimate: English has about four. A high maximum length costs nothing for short texts, a low one cuts long texts."""
 LENGTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
-LONGEST = {"text-classification": 512, "causal-lm": 2048}
+BLOCK = 1_024
+"""Tokens, for texts that are joined and split into blocks."""
 TRAINED_RATE, RANDOM_RATE = 2e-5, 5e-4
 """Peak learning rates for trained weights (the BERT paper, appendix A.3) and for small models with random weights."""
 SHORTEST_CHAT = 256
@@ -33,70 +31,20 @@ COVERED = 0.99
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A model of the hub."""
-
-    name: str
-    parameters: float
-
-
-CAUSAL = (
-    Candidate("HuggingFaceTB/SmolLM2-135M", 135e6),
-    Candidate("HuggingFaceTB/SmolLM2-360M", 362e6),
-    Candidate("Qwen/Qwen2.5-0.5B", 494e6),
-    Candidate("Qwen/Qwen2.5-1.5B", 1.54e9),
-)
-"""Base models with an Apache 2.0 license, by size; each has a sibling "-Instruct" with a chat template."""
-SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
-ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
-"""Whether the texts are English -> encoder."""
-RANDOM: Mapping[str, dict[str, Any]] = {
-    "text-classification": {
-        "model_type": "bert",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "max_position_embeddings": 512,
-    },
-    "causal-lm": {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "intermediate_size": 512,
-        "max_position_embeddings": 2048,
-    },
-}
-"""Task -> config of a small model with random weights, for a machine that cannot reach the hub."""
-
-
-@dataclass(frozen=True)
 class ProposedModel:
     """The table `model` of the job."""
 
     name: str | None
-    """None: `RANDOM`, with random weights."""
+    """None: the small model of the task's family, with random weights."""
     why: str
 
     def table(self, kind: str) -> dict[str, Any]:
-        return {"config": RANDOM[kind]} if self.name is None else {"name": self.name}
+        return {"config": dict(task_class(kind).models.random)} if self.name is None else {"name": self.name}
 
 
 def propose_model(data: DataColumns, hardware: Hardware) -> ProposedModel:
     """A model for the task, the language and the memory of the device; with random weights if the hub is out of reach."""
-    english = data.ascii
-    if data.kind == "text-classification":
-        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
-        name = (SMALL_ENCODERS if small else ENCODERS)[english]
-        why = f"an encoder for {'English' if english else 'many languages'}{', small enough for this device' if small else ''}"
-    else:
-        room = STATE_FRACTION * hardware.memory_gib * 2**30
-        fitting = [each for each in CAUSAL if each.parameters * BYTES_A_PARAMETER <= room] or CAUSAL[:1]
-        best = CAUSAL[0] if hardware.device_type == "cpu" else fitting[-1]
-        name = f"{best.name}-Instruct" if data.chat else best.name
-        why = f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+    name, why = task_class(data.kind).models.choose(data, hardware)
     if is_available(name):
         return ProposedModel(name, why)
     return ProposedModel(None, f"random weights, since the hub is out of reach; better: name = {name!r}, or a folder")
@@ -112,9 +60,9 @@ def is_available(name: str) -> bool:
 
 def propose_length(data: DataColumns) -> int:
     """A maximum length in tokens that truncates about one text of a hundred, estimated from the letters."""
-    most = LONGEST[data.kind]
-    if data.kind == "causal-lm" and "text" in data.keys:
-        return min(1024, most)  # blocks of running text
+    most: int = task_class(data.kind).models.max_length
+    if data.joined:
+        return min(BLOCK, most)
     ordered = sorted(data.lengths)
     letters = ordered[min(int(COVERED * len(ordered)), len(ordered) - 1)] if ordered else 0
     least = max(letters / LETTERS_A_TOKEN + 2, SHORTEST_CHAT if data.chat else 0)
@@ -123,7 +71,7 @@ def propose_length(data: DataColumns) -> int:
 
 def eval_fraction(data: DataColumns) -> float | None:
     """The fraction to hold out; None if a file for evaluation exists, or if there are too few rows."""
-    if "eval" in data.held_out or (data.rows < 10 and not (data.rows == 1 and "text" in data.keys)):
+    if "eval" in data.held_out or (data.rows < 10 and not (data.rows == 1 and data.joined)):
         return None
     return 0.1 if data.rows >= 100 or data.rows == 1 else 0.2
 

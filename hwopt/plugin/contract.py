@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hwopt.config.job import Job
 from hwopt.config.profile import Card
+from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.conflicts import CAPABILITIES, Conflict
@@ -54,6 +55,11 @@ class Context:
     world_size: int = 1
     card: Card | None = None
     """The vendor's figures for the device, from the profile; None if the device is not the profile's card."""
+
+    @property
+    def task(self) -> TaskFacts:
+        """The facts of the job's task: what has a label, and which head the model has."""
+        return task_facts(self.job.task.kind)
 
     def has(self, package: str) -> bool:
         """Whether `package` is installed."""
@@ -281,4 +287,5 @@ __all__ = [
     "Recipe",
     "RunView",
     "Stage",
+    "TaskFacts",
 ]

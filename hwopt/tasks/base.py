@@ -7,25 +7,29 @@ interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from hwopt.config.job import Job
 from hwopt.config.job import Task as TaskOptions
+from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
-from hwopt.data.tokenizer import check_vocabulary
+from hwopt.data.tokenizer import check_vocabulary, uses_token_types
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
-from hwopt.model.facts import AUTO_CLASSES
 from hwopt.model.weights import load_weights
+from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.spans import Shown, spans_of
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
@@ -102,9 +106,9 @@ class Task:
 
     def __init__(self, options: TaskOptions | None = None) -> None:
         """`options`: the job's table [task]; default: without options."""
-        self.options = options or TaskOptions(kind=cast(Any, self.kind))
+        self.options = options or TaskOptions(kind=self.facts.kind)
 
-    kind: ClassVar[str]
+    facts: ClassVar[TaskFacts]
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
     """Metric name -> whether a greater value is better."""
@@ -112,6 +116,25 @@ class Task:
     """The pipeline of transformers, and of the hub, for such a model."""
     generates: ClassVar[bool] = False
     """Whether a prediction is generated text."""
+    models: ClassVar[ModelFamily] = ENCODER_FAMILY
+    """The models that `hwopt init` proposes."""
+
+    @property
+    def kind(self) -> str:
+        """The value of task.kind."""
+        return self.facts.kind
+
+    @classmethod
+    def check_job(cls, job: Job) -> None:
+        """Raise ValueError for keys of the job that contradict each other."""
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """The columns of the table for this task, or what is missing: "no column looks like a label".
+
+        `chosen`: the user chose this task, so columns that are less clear are taken too.
+        """
+        return "its columns are not recognised"
 
     def greater_is_better(self, name: str) -> bool:
         """Whether a greater value of the metric `name`, with or without "eval_", is better. Raises InputError if unknown."""
@@ -162,6 +185,30 @@ class Task:
         """The tokenised `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
         raise NotImplementedError
 
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+        """A sample of `length` tokens without content, with the arrays of `TokenStore.row`, to measure memory with."""
+        import numpy as np
+
+        sample: dict[str, NDArray[Any]] = {"input_ids": np.zeros(length, np.int64)}
+        if len(job.data.text) == 2 and uses_token_types(config):
+            sample["token_type_ids"] = np.zeros(length, np.int64)
+        if self.facts.target == "sample":
+            sample["row_labels"] = np.zeros((), np.int64)
+        else:
+            sample["labels"] = np.zeros(length, np.int64)
+        return sample
+
+    def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
+        """The sample `row` of `TokenStore.row`, for `hwopt preview`: its decoded tokens and its label."""
+        tokens = row["input_ids"].tolist()
+        spans = spans_of(prepared.tokenizer, tokens, [False] * len(tokens))
+        return Shown(spans, self.label_text(prepared, row["row_labels"]))
+
+    def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
+        """The label of a sample as text; by default the name of its number."""
+        names = prepared.label_names
+        return names[label.item()] if names else str(label.item())
+
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """Keys of the model's config that set up the head."""
         return {}
@@ -186,7 +233,7 @@ class Task:
             self._random_model(job, config, prepared, model_kwargs)
             if job.model.name is None
             else load_weights(
-                getattr(transformers, AUTO_CLASSES[self.kind]),
+                getattr(transformers, self.facts.auto_class),
                 job.model.name,
                 job.model.revision,
                 config,
@@ -224,7 +271,7 @@ class Task:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        auto_class = getattr(transformers, AUTO_CLASSES[self.kind])
+        auto_class = getattr(transformers, self.facts.auto_class)
         try:
             return auto_class.from_config(config, **in_float32(model_kwargs))
         except (ValueError, AssertionError) as error:

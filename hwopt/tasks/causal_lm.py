@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.chat import (
     BadConversation,
@@ -21,18 +22,22 @@ from hwopt.data.chat import (
     read_prompts,
     set_template,
 )
+from hwopt.data.columns import PROMPTS, is_text, text_of
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
-from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
+from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
-from hwopt.errors import DataError
 from hwopt.tasks.base import FORMAT, IGNORED, LossFunction, Metrics, Prepared, Task, refuse_router
+from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
+from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.spans import Shown, spans_of
 
 if TYPE_CHECKING:
-    import numpy as np
+    import pyarrow as pa
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
@@ -86,11 +91,46 @@ def _texts(rows: Rows, names: Sequence[str]) -> Texts:
 class CausalLM(Task):
     """Predict the next token."""
 
-    kind: ClassVar[str] = "causal-lm"
+    facts = TaskFacts(
+        "causal-lm",
+        "AutoModelForCausalLM",
+        target="next_token",
+        decoder=True,
+        adapter="CAUSAL_LM",
+        keys=frozenset(
+            f"data.{key}" for key in ("prompt", "completion", "messages", "chat_template", "assistant_turns", "sample_prompts")
+        ),
+    )
     default_metric: ClassVar[str] = "eval_loss"
     metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
     pipeline_tag: ClassVar[str] = "text-generation"
     generates: ClassVar[bool] = True
+    models: ClassVar[ModelFamily] = DECODER_FAMILY
+
+    @classmethod
+    def check_job(cls, job: Job) -> None:
+        """Refuse two text columns."""
+        if len(job.data.text) > 1:
+            raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """Conversations, prompts with completions, or a text."""
+        names = table.column_names
+        if chat := chat_columns(names, None):
+            if len(chat) == 1:
+                return Recognised({"messages": chat[0]}, chat, f"column {chat[0]!r} holds conversations", 1, chat=True)
+            if "text" not in names:
+                why = "columns 'instruction' and 'output' hold conversations (Alpaca)"
+                return Recognised({}, tuple(chat), why, 1, chat=True)
+        for prompt, completion in PROMPTS:
+            if is_text(table, prompt) and is_text(table, completion):
+                why = f"columns {prompt!r} and {completion!r} are prompts with completions"
+                return Recognised({"prompt": prompt, "completion": completion}, (prompt, completion), why, 1)
+        if texts := text_of(table, None):
+            why = f"column {texts[0]!r} holds text, and no column looks like a label"
+            return Recognised({"text": texts[:1]}, tuple(texts[:1]), why, joined=True)
+        return "no column holds text"
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Prepare the data.
@@ -149,6 +189,14 @@ class CausalLM(Task):
         limit = LengthLimit(data.max_length, trained.max_positions)
         return _store(samples, trained.tokenizer, limit, cache, data.assistant_turns)
 
+    def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
+        """The sample with the token after its last input, and the tokens that count in the loss."""
+        labels = row["labels"].tolist()
+        last = [] if labels[-1] == IGNORED else [labels[-1]]
+        counted = [label != IGNORED for label in labels]
+        spans = spans_of(prepared.tokenizer, [*row["input_ids"].tolist(), *last], [False, *counted])
+        return Shown(spans, tokens_in_loss=sum(counted))
+
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
         return token_loss(outputs, targets)
@@ -173,29 +221,6 @@ def token_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> t
     return summed, (targets != IGNORED).sum()
 
 
-def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """(inputs, labels, offsets) of n >= 2 tokens in blocks of `length`; the last block may be shorter.
-
-    inputs and labels have n - 1 elements: every token except the last is an input once, every token except the first a label
-    once. The label of a block's last position is the first token of the next block.
-    """
-    import numpy as np
-
-    inputs = len(tokens) - 1
-    offsets = np.append(np.arange(0, inputs, length, dtype=np.int64), inputs)
-    return tokens[:-1].astype(np.int32), tokens[1:].astype(np.int64), offsets
-
-
-def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) -> tuple[list[int], list[int]]:
-    """(inputs, labels) of one sample.
-
-    Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
-    """
-    tokens = [*prompt, *completion, *(() if end is None else (end,))]
-    masked = max(len(prompt) - 1, 0)
-    return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
-
-
 def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path, turns: Turns = "all") -> TokenStore:
     """The token store of `samples`, from the cache or written now."""
     if samples.conversations is not None:
@@ -203,7 +228,7 @@ def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path, turn
     texts = samples.texts
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
-    settings = [FORMAT, CausalLM.kind, pairs, limit.max_length if pairs else block]
+    settings = [FORMAT, CausalLM.facts.kind, pairs, limit.max_length if pairs else block]
     key = fingerprint(settings, tokenizer_fingerprint(tokenizer), *texts)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,7 +237,7 @@ def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path, turn
         else:
             arrays, found = encode_blocks(texts[0], tokenizer, block, samples.places.source)
         return arrays, {
-            "kind": CausalLM.kind,
+            "kind": CausalLM.facts.kind,
             "label_names": None,
             "labels_per_token": True,
             "max_length": limit.max_length if pairs else block,
@@ -232,7 +257,7 @@ def _chat_store(
 ) -> TokenStore:
     """The token store of conversations, from the cache or written now."""
     tokenizer = template.tokenizer
-    settings = [FORMAT, CausalLM.kind, "chat", limit.max_length, template.turns, tokenizer.chat_template]
+    settings = [FORMAT, CausalLM.facts.kind, "chat", limit.max_length, template.turns, tokenizer.chat_template]
     key = fingerprint(settings, tokenizer_fingerprint(tokenizer), [conversation.key for conversation in conversations])
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -246,7 +271,7 @@ def _chat_store(
             labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
             collected.add(sample, tokens[:-1], labels, "no answer after truncation")
         arrays, found = collected.finish()
-        meta = {"kind": CausalLM.kind, "label_names": None, "labels_per_token": True, "max_length": limit.max_length}
+        meta = {"kind": CausalLM.facts.kind, "label_names": None, "labels_per_token": True, "max_length": limit.max_length}
         return arrays, meta | found.meta(tokenizer)
 
     store = TokenStore.cached(cache / "tokens" / key, make)
@@ -254,80 +279,3 @@ def _chat_store(
     skipped = {sample for sample, _ in store.meta["left_out"]}
     limit.check(store.lengths, samples.places.take([sample for sample in range(len(samples)) if sample not in skipped]))
     return store
-
-
-class SampleArrays:
-    """Collects samples of tokens with a label each, for the arrays of a token store."""
-
-    def __init__(self, places: Places, limit: LengthLimit) -> None:
-        self.places, self.limit = places, limit
-        self.inputs: list[NDArray[np.int32]] = []
-        self.labels: list[NDArray[np.int64]] = []
-        self.truncated = 0
-        self.skipped: dict[int, str] = {}
-
-    def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
-        """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing)."""
-        import numpy as np
-
-        longest = self.limit.max_length
-        kept = len(tokens) if longest is None else min(longest, len(tokens))
-        self.limit.check([kept], self.places, sample)
-        if all(label == IGNORED for label in labels[:kept]):
-            self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
-            return
-        self.truncated += kept < len(tokens)
-        self.inputs.append(np.array(tokens[:kept], np.int32))
-        self.labels.append(np.array(labels[:kept], np.int64))
-
-    def finish(self) -> tuple[dict[str, Any], Encoded]:
-        """(arrays of a token store, tokens). Raises DataError if no sample is left."""
-        import numpy as np
-
-        if not self.inputs:
-            raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
-        lengths = np.array([len(one) for one in self.inputs], np.int64)
-        found = Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
-        arrays = {
-            "input_ids": found.ids,
-            "labels": np.concatenate(self.labels),
-            "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-            "counts": np.array([(one != IGNORED).sum() for one in self.labels], np.int32),
-        }
-        return arrays, found
-
-
-def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store, tokens) of documents, joined and split into blocks."""
-    import numpy as np
-
-    end = tokenizer.eos_token_id
-    stream: list[NDArray[np.int32]] = []
-    for start in range(0, len(texts), CHUNK):
-        for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
-            if stream and end is not None:
-                stream.append(np.array([end], np.int32))
-            stream.append(np.asarray(ids, np.int32))
-    tokens = np.concatenate(stream)
-    if len(tokens) < 2:
-        raise DataError(f"{source}: has {len(tokens)} tokens; language modelling needs at least two")
-    inputs, labels, offsets = blocks(tokens, block)
-    lengths = np.diff(offsets)
-    arrays = {"input_ids": inputs, "labels": labels, "offsets": offsets, "counts": lengths.astype(np.int32)}
-    return arrays, Encoded(inputs, None, lengths, 0)
-
-
-def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store, tokens) of prompts with completions, one sample per row."""
-    found = SampleArrays(places, limit)
-    end = tokenizer.eos_token_id
-    for start in range(0, len(texts[0]), CHUNK):
-        prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
-        completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
-        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
-            if not completion:
-                found.skipped[sample] = "has a completion without tokens"
-                continue
-            tokens, labels = prompted(prompt, completion, end)
-            found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
-    return found.finish()

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.tasks.base import IGNORED, Prepared
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of a sample's text."""
-
-    text: str
-    in_loss: bool
-    """The model is trained to predict this part."""
+from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.spans import Span
 
 
 @dataclass(frozen=True)
@@ -39,43 +29,21 @@ class Preview:
     """Truncated texts and skipped rows."""
 
 
-def preview_sample(prepared: Prepared, sample: int) -> Preview:
+def preview_sample(task: Task, prepared: Prepared, sample: int) -> Preview:
     """Training sample `sample` (from 1) of `prepared`. Raises InputError if there are fewer samples."""
     store = prepared.train
     if not 1 <= sample <= len(store):
         raise InputError(f"--sample {sample}: the training data has {len(store):,} samples; give a number from 1 to {len(store)}")
     row = store.row(sample - 1)
-    tokens = [int(token) for token in row["input_ids"]]
-    label, counted = None, None
-    if store.meta["labels_per_token"]:
-        last = int(row["labels"][-1])
-        spans = spans_of(
-            prepared.tokenizer,
-            [*tokens, *(() if last == IGNORED else (last,))],
-            [False, *(int(label) != IGNORED for label in row["labels"])],
-        )
-        counted = int((row["labels"] != IGNORED).sum())
-    else:
-        spans = spans_of(prepared.tokenizer, tokens, [False] * len(tokens))
-        names, value = prepared.label_names, row["labels"].item()
-        label = names[value] if names else str(value)
+    shown = task.show(prepared, row)
     held_out = {which: len(part) for which, part in (("evaluation", prepared.eval), ("test", prepared.test)) if part is not None}
-    notes = (*prepared.notes, *prepared.warnings)
-    return Preview(sample, len(store), held_out, len(tokens), counted, label, spans, notes)
-
-
-def spans_of(tokenizer: Any, tokens: Sequence[int], in_loss: Sequence[bool]) -> tuple[Span, ...]:
-    """The decoded `tokens`, split at each change of `in_loss` (one per token, more are ignored).
-
-    A part is the text that its tokens add to the decoded tokens before it: decoded alone, it may lack a leading space.
-    """
-    spans: list[Span] = []
-    before, start = "", 0
-    for end in range(1, len(tokens) + 1):
-        if end < len(tokens) and in_loss[end] == in_loss[start]:
-            continue
-        text = str(tokenizer.decode(tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        added = text[len(before) :] if text.startswith(before) else str(tokenizer.decode(tokens[start:end]))
-        spans.append(Span(added, in_loss[start]))
-        before, start = text, end
-    return tuple(spans)
+    return Preview(
+        sample,
+        len(store),
+        held_out,
+        int(store.lengths[sample - 1]),
+        shown.tokens_in_loss,
+        shown.label,
+        shown.spans,
+        (*prepared.notes, *prepared.warnings),
+    )

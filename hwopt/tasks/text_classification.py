@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.columns import classes, label_column, text_of
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, split_by_label
@@ -22,9 +24,11 @@ from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Prepared, Task, refu
 from hwopt.tasks.labels import class_names, label_order, label_weights, read_labels
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch
     from transformers import PretrainedConfig
 
@@ -52,12 +56,24 @@ class Samples:
 class TextClassification(Task):
     """Classify single texts or pairs of texts."""
 
-    kind: ClassVar[str] = "text-classification"
+    facts = TaskFacts("text-classification", "AutoModelForSequenceClassification", keys=frozenset({"task.class_weights"}))
     pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
     _weight: torch.Tensor | None = None
     """The class weights on the device, made once."""
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """A column of classes beside a text or a pair of texts."""
+        label = label_column(table, named=not chosen)
+        if label is None:
+            return "no column looks like a label for text-classification; name it in the job with data.label"
+        texts = text_of(table, label)
+        if not texts:
+            return "no column looks like a text for text-classification; name it in the job with data.text"
+        why = f"column {label!r} has {classes(table, label):,} values"
+        return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)
 
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Prepare the data. Labels are numbered as in the model's config, else in the sorted order of the training labels."""
@@ -214,7 +230,7 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Leng
     import numpy as np
 
     numbers = {name: number for number, name in enumerate(names)}
-    settings = [FORMAT, TextClassification.kind, types, limit.max_length, len(samples.texts)]
+    settings = [FORMAT, TextClassification.facts.kind, types, limit.max_length, len(samples.texts)]
     key = fingerprint(settings, tokenizer_fingerprint(tokenizer), list(names), *samples.texts, samples.labels)
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -229,7 +245,7 @@ def _store(samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: Leng
         if found.types is not None:
             arrays["token_type_ids"] = found.types
         return arrays, {
-            "kind": TextClassification.kind,
+            "kind": TextClassification.facts.kind,
             "label_names": list(names),
             "labels_per_token": False,
             "max_length": limit.max_length,

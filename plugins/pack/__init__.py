@@ -189,7 +189,7 @@ class Pack(Plugin):
         if not model.supports_packing:
             missing = "position ids" if model.is_decoder else "position ids and a mask per document"
             return Decision.skip(f"{model.architecture} does not accept {missing}: packed documents would attend to each other")
-        if model.is_decoder and context.job.task.kind == "text-classification":
+        if model.is_decoder and context.task.target == "sample":
             return Decision.skip(
                 f"{model.architecture} classifies the last token of a row, and packed rows have several documents"
             )
@@ -215,7 +215,7 @@ class Pack(Plugin):
         recipe.process.append(masks_without_sync)
         if flat:
             recipe.model_kwargs["attn_implementation"] = "flash_attention_2"
-        if not model.is_decoder:
+        if context.task.target == "sample":
             recipe.model_steps.append(DocumentHeads().attach)
         recipe.prepared_steps.append(refuse_leaks)
 

@@ -81,7 +81,7 @@ class PackedCollate:
         size: int,
     ) -> dict[str, np.ndarray]:
         """Name -> flat array of `size` tokens over all micro-batches, and arrays with one value per document."""
-        per_token = [key for key, value in samples[0].items() if value.ndim]
+        per_token = [key for key in samples[0] if key != "row_labels"]
         fillers = {"input_ids": self.padded.pad_id, "labels": IGNORED}
         flat = {key: np.full(size, fillers.get(key, 0), np.int64) for key in per_token}
         # padding is a document of its own at the end of a row, with positions that start again like those of any document
@@ -105,7 +105,8 @@ class PackedCollate:
                 flat["position_ids"][begin + starts[-1] : begin + part.width] = np.arange(padding) + self.first_position
         if not self.decoder:
             flat["document_numbers"] = numbers
-            flat["row_labels"] = np.array([samples[i]["labels"] for row in rows for i in row], np.int64)
+        if "row_labels" in samples[0]:
+            flat["row_labels"] = np.stack([samples[i]["row_labels"] for row in rows for i in row])
             flat["document_rows"] = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
             flat["document_offsets"] = np.array(offsets, np.int64)
         return flat

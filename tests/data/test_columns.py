@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hwopt.data.columns import recognise
 from hwopt.errors import DataError
+from hwopt.tasks.recognition import recognise
 
 TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
@@ -99,7 +99,7 @@ def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
     [
         ([{"a": 1, "b": 2}] * 8, None, "no column holds text. It has: a, b"),
         (rows_of(text="some text {n}"), "text-classification", "no column looks like a label"),
-        ([{"x": n, "label": n % 2} for n in range(8)], None, "no column looks like a text"),
+        ([{"x": n, "label": n % 2} for n in range(8)], None, "no column holds text. It has: x, label"),
     ],
 )
 def test_table_without_the_columns_is_a_data_error(

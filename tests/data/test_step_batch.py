@@ -65,7 +65,7 @@ def make_samples(lengths: list[int], causal: bool) -> list[dict[str, np.ndarray]
     for number, length in enumerate(lengths):
         ids = np.arange(1, length + 1, dtype=np.int32) + 100 * number
         labels = np.concatenate([ids[1:], [-100]]).astype(np.int32) if causal else np.array(number % 3)
-        made.append({"input_ids": ids, "labels": labels})
+        made.append({"input_ids": ids, "labels" if causal else "row_labels": labels})
     return made
 
 

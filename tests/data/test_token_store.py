@@ -88,8 +88,9 @@ def test_rows_equal_what_was_stored(tmp_path_factory: pytest.TempPathFactory, le
     assert store.lengths.dtype == store.counts.dtype == np.int32
     rows = [store.row(index) for index in range(len(store))]
     assert np.concatenate([row["input_ids"] for row in rows]).tolist() == list(range(sum(lengths)))
-    assert [row["labels"].ndim for row in rows] == [int(per_token)] * len(lengths)
-    assert np.concatenate([row["labels"].reshape(-1) for row in rows]).tolist() == store.array("labels").tolist()
+    key = "labels" if per_token else "row_labels"
+    assert [row[key].ndim for row in rows] == [int(per_token)] * len(lengths)
+    assert np.concatenate([row[key].reshape(-1) for row in rows]).tolist() == store.array("labels").tolist()
     assert "token_type_ids" not in rows[0]
 
 
@@ -113,7 +114,7 @@ def test_store_is_cached_and_rebuilt_if_broken(tmp_path: Path) -> None:
     (folder / "meta.json").unlink()
     assert len(TokenStore.cached(folder, counted)) == 2
     (folder / "labels.npy").write_bytes(b"cut short")
-    assert TokenStore.cached(folder, counted).row(0)["labels"] == 100
+    assert TokenStore.cached(folder, counted).row(0)["row_labels"] == 100
     (folder / "meta.json").write_text("{")
     assert TokenStore.cached(folder, counted).is_complete()
     (folder / "input_ids.npy").unlink()

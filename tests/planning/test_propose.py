@@ -11,11 +11,11 @@ import pytest
 from hwopt.config.job import Job
 from hwopt.config.new_job import job_text
 from hwopt.config.toml import parse_toml
-from hwopt.data.columns import DataColumns
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.planning import propose
 from hwopt.planning.propose import ProposedModel, eval_fraction, propose_length, propose_model
+from hwopt.tasks.recognition import DataColumns
 
 CPU = described("CPU", None, 16)
 SMALL, LARGE = described("RTX 3070", (8, 6), 7.78), described("H100", (9, 0), 79.1)
@@ -65,7 +65,7 @@ def test_without_the_hub_a_model_with_random_weights_is_proposed(monkeypatch: py
         (CHAT, 768),
         (replace(CHAT, lengths=(10,)), 256),
         (replace(CHAT, lengths=(900_000,)), 2048),
-        (replace(CHAT, keys={"text": ["text"]}, chat=False), 1024),
+        (replace(CHAT, joined=True, chat=False), 1024),
     ],
 )
 def test_length_covers_almost_all_texts(data: DataColumns, length: int) -> None:
@@ -78,7 +78,7 @@ def test_length_covers_almost_all_texts(data: DataColumns, length: int) -> None:
         (TEXTS, 0.1),
         (replace(TEXTS, rows=50), 0.2),
         (replace(TEXTS, rows=5), None),
-        (replace(TEXTS, rows=1), 0.1),
+        (replace(TEXTS, rows=1, joined=True), 0.1),
         (replace(CHAT, rows=1), None),
         (replace(TEXTS, held_out={"eval": "dev.csv"}), None),
     ],

@@ -203,7 +203,7 @@ def packed(rows: int, **options: Any) -> Any:
 
 
 def sample_of(length: int) -> dict[str, Any]:
-    return {"input_ids": np.full(length, length), "labels": np.array(length % 2)}
+    return {"input_ids": np.full(length, length), "row_labels": np.array(length % 2)}
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 3))

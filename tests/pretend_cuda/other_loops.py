@@ -49,8 +49,8 @@ def samples_of(run: Run) -> list[dict[str, Any]]:
     """The tokenised training samples of `run` as dictionaries, as the Trainer takes them."""
     train = run.prepared.train
     rows = (train.row(index) for index in range(len(train)))
-    per_token = run.task.kind == "causal-lm"  # the model shifts the labels
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"] if per_token else row["labels"]} for row in rows]
+    shifts = run.task.facts.target == "next_token"  # the model shifts the labels
+    return [{"input_ids": row["input_ids"], "labels": row["input_ids"] if shifts else row["row_labels"]} for row in rows]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:

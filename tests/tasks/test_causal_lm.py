@@ -14,7 +14,7 @@ from hwopt.config.job import Job
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import IGNORED, Prepared, Task
-from hwopt.tasks.causal_lm import blocks, prompted
+from hwopt.tasks.next_token import blocks, prompted
 from hwopt.tasks.registry import make_task
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

@@ -77,9 +77,9 @@ def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
     assert prepared.train.array("labels").tolist() == [1, 0, 0, 1]
     assert prepared.train.counts.tolist() == [1] * 4
     row = prepared.train.row(0)
-    assert set(row) == {"input_ids", "labels"}
+    assert set(row) == {"input_ids", "row_labels"}
     assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] the cat sat [SEP]"
-    assert prepared.eval.row(1)["labels"] == 0
+    assert prepared.eval.row(1)["row_labels"] == 0
     assert prepared.notes == []
 
 

@@ -1,0 +1,89 @@
+"""Models of the hub that `hwopt init` proposes for a task, and small ones with random weights for a machine without the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from hwopt.hardware.device import Hardware
+    from hwopt.tasks.recognition import DataColumns
+
+BYTES_A_PARAMETER = 16
+"""Weights, gradients and Adam's two moments in fp32."""
+STATE_FRACTION = 0.5
+"""Of the device's memory for weights and optimizer state; activations and logits need the rest."""
+SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+"""Sizes of a model that trains from random weights on a CPU."""
+
+
+class ModelFamily(Protocol):
+    """The models that suit a task."""
+
+    @property
+    def random(self) -> Mapping[str, Any]:
+        """The config of a small model with random weights, for a machine that cannot reach the hub."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """The greatest maximum length that is proposed, in tokens."""
+        ...
+
+    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+        """(name of a model of the hub, why it suits the data and the device)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """BERT and its kin, chosen by the language of the texts; smaller ones for a small device."""
+
+    random: Mapping[str, Any]
+    max_length: int = 512
+
+    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
+        name = (SMALL_ENCODERS if small else ENCODERS)[data.ascii]
+        return (
+            name,
+            f"an encoder for {'English' if data.ascii else 'many languages'}{', small enough for this device' if small else ''}",
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model of the hub."""
+
+    name: str
+    parameters: float
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """Language models, chosen by the memory of the device; with a chat template for conversations."""
+
+    random: Mapping[str, Any]
+    max_length: int = 2_048
+
+    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+        room = STATE_FRACTION * hardware.memory_gib * 2**30
+        fitting = [each for each in CAUSAL if each.parameters * BYTES_A_PARAMETER <= room] or CAUSAL[:1]
+        best = CAUSAL[0] if hardware.device_type == "cpu" else fitting[-1]
+        name = f"{best.name}-Instruct" if data.chat else best.name
+        return name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+
+
+CAUSAL = (
+    Candidate("HuggingFaceTB/SmolLM2-135M", 135e6),
+    Candidate("HuggingFaceTB/SmolLM2-360M", 362e6),
+    Candidate("Qwen/Qwen2.5-0.5B", 494e6),
+    Candidate("Qwen/Qwen2.5-1.5B", 1.54e9),
+)
+"""Base models with an Apache 2.0 license, by size; each has a sibling "-Instruct" with a chat template."""
+SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
+ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
+"""Whether the texts are English -> encoder."""
+ENCODER_FAMILY = Encoders({"model_type": "bert", **SMALL, "max_position_embeddings": 512})
+DECODER_FAMILY = Decoders({"model_type": "llama", **SMALL, "num_key_value_heads": 4, "max_position_embeddings": 2048})

@@ -1,0 +1,115 @@
+"""Samples in which each token is predicted from the ones before it: documents in blocks, and prompts with completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hwopt.data.bad_rows import Places
+from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
+from hwopt.errors import DataError
+from hwopt.tasks.base import IGNORED
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """(inputs, labels, offsets) of n >= 2 tokens in blocks of `length`; the last block may be shorter.
+
+    inputs and labels have n - 1 elements: every token except the last is an input once, every token except the first a label
+    once. The label of a block's last position is the first token of the next block.
+    """
+    import numpy as np
+
+    inputs = len(tokens) - 1
+    offsets = np.append(np.arange(0, inputs, length, dtype=np.int64), inputs)
+    return tokens[:-1].astype(np.int32), tokens[1:].astype(np.int64), offsets
+
+
+def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) -> tuple[list[int], list[int]]:
+    """(inputs, labels) of one sample.
+
+    Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
+    """
+    tokens = [*prompt, *completion, *(() if end is None else (end,))]
+    masked = max(len(prompt) - 1, 0)
+    return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
+
+
+class SampleArrays:
+    """Collects samples of tokens with a label each, for the arrays of a token store."""
+
+    def __init__(self, places: Places, limit: LengthLimit) -> None:
+        self.places, self.limit = places, limit
+        self.inputs: list[NDArray[np.int32]] = []
+        self.labels: list[NDArray[np.int64]] = []
+        self.truncated = 0
+        self.skipped: dict[int, str] = {}
+
+    def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
+        """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing)."""
+        import numpy as np
+
+        longest = self.limit.max_length
+        kept = len(tokens) if longest is None else min(longest, len(tokens))
+        self.limit.check([kept], self.places, sample)
+        if all(label == IGNORED for label in labels[:kept]):
+            self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
+            return
+        self.truncated += kept < len(tokens)
+        self.inputs.append(np.array(tokens[:kept], np.int32))
+        self.labels.append(np.array(labels[:kept], np.int64))
+
+    def finish(self) -> tuple[dict[str, Any], Encoded]:
+        """(arrays of a token store, tokens). Raises DataError if no sample is left."""
+        import numpy as np
+
+        if not self.inputs:
+            raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
+        lengths = np.array([len(one) for one in self.inputs], np.int64)
+        found = Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
+        arrays = {
+            "input_ids": found.ids,
+            "labels": np.concatenate(self.labels),
+            "offsets": np.concatenate([[0], np.cumsum(lengths)]),
+            "counts": np.array([(one != IGNORED).sum() for one in self.labels], np.int32),
+        }
+        return arrays, found
+
+
+def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
+    """(arrays of a token store, tokens) of documents, joined and split into blocks."""
+    import numpy as np
+
+    end = tokenizer.eos_token_id
+    stream: list[NDArray[np.int32]] = []
+    for start in range(0, len(texts), CHUNK):
+        for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
+            if stream and end is not None:
+                stream.append(np.array([end], np.int32))
+            stream.append(np.asarray(ids, np.int32))
+    tokens = np.concatenate(stream)
+    if len(tokens) < 2:
+        raise DataError(f"{source}: has {len(tokens)} tokens; language modelling needs at least two")
+    inputs, labels, offsets = blocks(tokens, block)
+    lengths = np.diff(offsets)
+    arrays = {"input_ids": inputs, "labels": labels, "offsets": offsets, "counts": lengths.astype(np.int32)}
+    return arrays, Encoded(inputs, None, lengths, 0)
+
+
+def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
+    """(arrays of a token store, tokens) of prompts with completions, one sample per row."""
+    found = SampleArrays(places, limit)
+    end = tokenizer.eos_token_id
+    for start in range(0, len(texts[0]), CHUNK):
+        prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
+        completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
+        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
+            if not completion:
+                found.skipped[sample] = "has a completion without tokens"
+                continue
+            tokens, labels = prompted(prompt, completion, end)
+            found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
+    return found.finish()

@@ -1,0 +1,101 @@
+"""Recognise what the columns of a data file are for: each installed task says which columns it would read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hwopt.config.task_kinds import task_class, task_kinds
+from hwopt.data.columns import EXAMINED, files_beside, read_any
+from hwopt.errors import DataError
+from hwopt.text import listing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """The columns of a table that a task would read."""
+
+    keys: Mapping[str, Any]
+    """Key of the job's table `data` -> value: text, label, prompt, completion or messages."""
+    read: tuple[str, ...]
+    """The columns that the model reads."""
+    why: str
+    rank: int = 0
+    """The task with the highest rank is proposed: 0 for a text alone, higher the fewer other tasks could read the columns."""
+    chat: bool = False
+    """The rows are conversations."""
+    joined: bool = False
+    """The texts are joined and split into blocks, so that the length of a row does not matter."""
+
+
+@dataclass(frozen=True)
+class DataColumns:
+    """The columns of a data source, and how to read it."""
+
+    source: str
+    rows: int
+    names: tuple[str, ...]
+    kind: str
+    """Of the task."""
+    keys: Mapping[str, Any]
+    """`Recognised.keys`, and encoding if it is not UTF-8."""
+    why: str
+    lengths: tuple[int, ...] = ()
+    """Characters of the first rows, over all columns that the model reads."""
+    ascii: bool = True
+    """Almost all letters are ASCII, as in English."""
+    chat: bool = False
+    joined: bool = False
+    held_out: Mapping[str, str] = field(default_factory=dict)
+    """Keys eval and test -> a file beside the source with that name."""
+
+    def with_keys(self, keys: Mapping[str, Any]) -> DataColumns:
+        """The same data with other columns."""
+        return replace(self, keys=keys)
+
+
+def recognise(source: str, kind: str | None = None) -> DataColumns:
+    """The columns of `source`, for the task `kind`; None: the task is recognised too.
+
+    Raises DataError if the source cannot be read, or has no columns for the task.
+    """
+    rows, reading = read_any(source)
+    table = rows.table
+    names = tuple(table.column_names)
+    chosen, found = choose_columns(table, kind, source)
+    first = table.slice(0, EXAMINED)
+    cells = [[str(value or "") for value in first[name].to_pylist()] for name in found.read if name in names]
+    texts = [" ".join(row) for row in zip(*cells, strict=True)]
+    letters = sum(map(len, texts))
+    return DataColumns(
+        source,
+        table.num_rows,
+        names,
+        chosen,
+        {**found.keys, **reading},
+        found.why,
+        tuple(map(len, texts)),
+        sum(len(text.encode()) for text in texts) <= 1.02 * letters,
+        chat=found.chat,
+        joined=found.joined,
+        held_out=files_beside(source),
+    )
+
+
+def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str, Recognised]:
+    """(task, its columns). Raises DataError, with what is missing, if there is none."""
+    if kind is not None:
+        found = task_class(kind).recognise(table, True)
+        if isinstance(found, Recognised):
+            return kind, found
+        raise DataError(f"{source}: {found}. It has: {listing(table.column_names, 30)}")
+    answers = {each: task_class(each).recognise(table, False) for each in task_kinds()}
+    recognised = {each: answer for each, answer in answers.items() if isinstance(answer, Recognised)}
+    if recognised:
+        best = max(recognised, key=lambda each: recognised[each].rank)  # the first one of equals
+        return best, recognised[best]
+    raise DataError(f"{source}: no column holds text. It has: {listing(table.column_names, 30)}")
