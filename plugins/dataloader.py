@@ -73,7 +73,9 @@ class Dataloader(Plugin):
             changed["pin_memory"] = cuda
         pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
         text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
-        if workers > cores:
+        if workers > cores and context.hardware.source == "described":
+            text = f"{workers} worker(s), {pinned}; they need {workers} cores a rank, which this machine does not have ({cores})"
+        elif workers > cores:
             changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
         if self.options.pin_memory is True and not cuda:

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator
 
+from hwopt.config.card import Card, Positive, longest_match
 from hwopt.config.job import Table, Training
 from hwopt.config.renames import TableRules, renamed, with_assignments
 from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml
@@ -23,42 +24,19 @@ from hwopt.hardware.device import Hardware
 from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
-Positive = Annotated[float, Field(gt=0)]
 PLAIN = TableRules()
 
 
-class DenseTflops(Table):
-    """Dense tensor-core peaks with fp32 accumulation, in TFLOP/s; absent where the card has no such path."""
-
-    fp16: Positive | None = None
-    bf16: Positive | None = None
-    tf32: Positive | None = None
-    fp32: Positive | None = None
-
-
-class Card(Table):
-    """The vendor's figures for the card. Memory and capability that the machine reports win over them."""
-
-    match: tuple[str, ...] = ()
-    """Parts of the device name that CUDA reports."""
-    memory_gib: Positive | None = None
-    compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
-    memory_bandwidth_gbps: Positive | None = None
-    dense_tflops: DenseTflops = DenseTflops()
-
-    @property
-    def capability(self) -> tuple[int, int] | None:
-        if self.compute_capability is None:
-            return None
-        major, minor = self.compute_capability.split(".")
-        return int(major), int(minor)
-
-
 class TunedFor(Table):
-    """The model and length for which the batch sizes were chosen."""
+    """The model and length for which the batch sizes were chosen; claims are checked with them."""
 
     parameters: Positive | None = None
     max_length: int | None = Field(default=None, ge=2)
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The model, as `model.config` of a job; empty if the source names none and no plan was made."""
+    task: str = "text-classification"
+    samples: int | None = Field(default=None, gt=0)
+    """Training samples of an epoch, if the source states them."""
 
 
 class DataDefaults(Table):
@@ -111,9 +89,13 @@ class Profile:
         return self.content.card
 
     def card_of(self, hardware: Hardware) -> Card | None:
-        """The profile's card if `hardware` has it; None for a CPU and for another card."""
-        same = any(part in hardware.name for part in self.card.match or (self.name,))
-        return self.card if same and hardware.device_type == "cuda" else None
+        """The card, or the variant of it, that `hardware` has; None for a CPU and for another card."""
+        if hardware.device_type != "cuda":
+            return None
+        if (variant := self.card.variant_named(hardware.name)) is not None:
+            return variant
+        named = longest_match(self.card.match or (self.name,), hardware.name)
+        return self.card if named and self.card.same_memory(hardware) else None
 
     def plugin_tables(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The enabled plugins with their options, in order."""

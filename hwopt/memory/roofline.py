@@ -15,6 +15,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from hwopt.config.card import Card
 from hwopt.data.collate import cut_in_order
 from hwopt.data.step_batch import Widths
 from hwopt.memory.timeline import Scaled, Timeline
@@ -33,10 +34,8 @@ SAMPLED_STEPS = 16
 
 
 def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Prediction | None:
-    """Return the predicted times; None for a CPU or for another card than the profile's."""
-    card, hardware = plan.profile.card, plan.hardware
-    known = any(card_peaks(plan).values()) and card.memory_bandwidth_gbps and hardware.device_type == "cuda"
-    if not known or not (hardware.source == "described" or any(part in hardware.name for part in card.match)):
+    """Return the predicted times; None for a CPU and for a card whose peaks the profile does not state."""
+    if not card_peaks(plan.card) or plan.card is None or plan.card.memory_bandwidth_gbps is None:
         return None
     steps = sampled_steps(plan, lengths, train.width)
     cost: dict[tuple[int, int], NDArray[np.float64]] = {}
@@ -56,9 +55,9 @@ def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -
     return Prediction((low, high), (low * per_epoch, high * per_epoch), (low * total, high * total))
 
 
-def card_peaks(plan: Plan) -> dict[str, float]:
-    """Return the dense TFLOP/s by precision that the profile states."""
-    return {name: peak for name, peak in plan.profile.card.dense_tflops.model_dump().items() if peak}
+def card_peaks(card: Card | None) -> dict[str, float]:
+    """Return the dense TFLOP/s by precision that the profile states for the card."""
+    return {} if card is None else {name: peak for name, peak in card.dense_tflops.model_dump().items() if peak}
 
 
 def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> list[list[tuple[int, int]]]:
@@ -81,12 +80,12 @@ def operation_seconds(plan: Plan, timeline: Timeline, update: bool) -> NDArray[n
     """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
     part = slice(timeline.update, None) if update else slice(0, timeline.update)
     flops, moved, dtypes = timeline.flops[part], timeline.bytes_moved()[part], timeline.dtypes[part]
-    facts = plan.profile.card
-    peaks = card_peaks(plan)
+    assert plan.card is not None, "times are predicted for a known card"
+    peaks = card_peaks(plan.card)
     slowest = min(peaks.values())
     names = {"float16": "fp16", "bfloat16": "bf16", "float32": "tf32" if timeline.tf32 else "fp32"}
     peak = np.array([peaks.get(names.get(str(dtype), "fp32"), slowest) for dtype in dtypes]) * 1e12
-    bandwidth = (facts.memory_bandwidth_gbps or 1.0) * 1e9
+    bandwidth = (plan.card.memory_bandwidth_gbps or 1.0) * 1e9
     fused = bool(plan.recipe.prepared_steps) and not update
     fast = (flops / peak if fused else np.maximum(flops / peak, moved / bandwidth)).sum() if len(flops) else 0.0
     slow = np.maximum(flops / peak / SLOW_COMPUTE, moved / bandwidth / SLOW_MEMORY).sum() if len(flops) else 0.0

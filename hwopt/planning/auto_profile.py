@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hwopt.config.profile import Profile, make_profile
 from hwopt.errors import InputError
@@ -13,8 +14,8 @@ from hwopt.planning.decisions import given_options
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
-SAME_MEMORY = 0.2
-"""Relative difference in memory below which a card of the same name counts as the same card (V100 and A100 have two sizes)."""
+SAME_SIZE = 0.1
+"""Relative difference in memory up to which options are kept as they are: cards of one size differ by some percent."""
 
 
 def choose(
@@ -32,16 +33,16 @@ def choose(
         return load("cpu"), f"no CUDA device was found; this machine computes on its CPU ({hardware.name})"
     own = [profile for profile in profiles if profile.content.extends is None and fits_name(profile, hardware)]
     if own:
-        best = max(own, key=lambda profile: max(len(part) for part in profile.card.match if part in hardware.name))
+        best = max(own, key=lambda profile: profile.card.longest_name(hardware.name))
         return best, f"{hardware.name} with {hardware.memory_gib:g} GiB is the card of {best.name}"
     return derive(hardware, registry, [p for p in profiles if p.card.capability and keeps_method(p, registry)])
 
 
 def fits_name(profile: Profile, hardware: Hardware) -> bool:
+    """Whether `hardware` is the profile's card, or a variant of it with the same memory."""
     card = profile.card
-    if not any(part in hardware.name for part in card.match) or card.capability != hardware.compute_capability:
-        return False
-    return card.memory_gib is not None and abs(card.memory_gib - hardware.memory_gib) <= SAME_MEMORY * card.memory_gib
+    named = card.longest_name(hardware.name) > 0 and card.capability == hardware.compute_capability
+    return named and card.memory_gib is not None and card.same_memory(hardware)
 
 
 def keeps_method(profile: Profile, registry: Registry) -> bool:
@@ -72,19 +73,27 @@ def derive(hardware: Hardware, registry: Registry, profiles: list[Profile]) -> t
     )
     data = {key: value for key, value in nearest.document.data.items() if key not in ("extends", "claims", "card")}
     data |= {"name": f"auto-{nearest.name}", "summary": f"derived from {nearest.name}"}
-    data["card"] = {
-        "match": [hardware.name],
-        "memory_gib": hardware.memory_gib,
-        "compute_capability": hardware.capability_text,
-    }
+    data["card"] = card_table(hardware, profiles)
     plugins = {name: dict(table) for name, table in nearest.content.plugins.items()}
+    ratio = hardware.memory_gib / memory
     places = dict(nearest.document.places)
-    for plugin, options, _ in given_options(nearest, registry):
+    for plugin, options, _ in given_options(nearest, registry) if abs(ratio - 1) > SAME_SIZE else ():
         with plugin_guard(f"plugin {plugin.name!r} of {registry.distribution(plugin.name)}", "scale_options()"):
-            changed, what = plugin.scale_options(options, hardware.memory_gib / memory)
+            changed, what = plugin.scale_options(options, ratio)
         plugins[plugin.name] |= changed
         for key in changed:
             places["plugins", plugin.name, key] = f"{nearest.name}, scaled to the memory"
         why += f"; {what}" if what else ""
     data["plugins"] = plugins
     return make_profile(replace(nearest.document, data=data, places=places)), why
+
+
+def card_table(hardware: Hardware, profiles: list[Profile]) -> dict[str, Any]:
+    """The table [card] for `hardware`, with the peaks of a variant of that name if a profile has one."""
+    found = {"match": [hardware.name], "memory_gib": hardware.memory_gib, "compute_capability": hardware.capability_text}
+    variants = (profile.card.variant_named(hardware.name) for profile in profiles)
+    known = max(filter(None, variants), key=lambda card: card.longest_name(hardware.name), default=None)
+    if known is None:
+        return found
+    peaks = known.model_dump(include={"memory_bandwidth_gbps", "dense_tflops"}, exclude_none=True)
+    return found | peaks

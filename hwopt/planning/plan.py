@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
+from hwopt.config.card import Card
 from hwopt.config.job import Job, Training
 from hwopt.config.profile import Profile
 from hwopt.config.renames import job_key
@@ -61,8 +62,12 @@ class Plan:
     @property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
-        card = self.profile.card_of(self.hardware)
-        return Context(self.hardware, self.software, self.model, self.job, self.world_size, card)
+        return Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card)
+
+    @property
+    def card(self) -> Card | None:
+        """The vendor's figures for the device, if the profile has them."""
+        return self.profile.card_of(self.hardware)
 
     @property
     def machine(self) -> list[Any]:

@@ -31,6 +31,8 @@ BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_mu
 
 SMALLER = 0.9
 """A card with less than this fraction of the profile's memory counts as smaller."""
+ROUNDING = 0.1
+"""Part of a row: sizes this close below a whole number of rows become it. CUDA reports 7.78 of 8 GiB and 23.70 of 24."""
 
 
 def resolve(
@@ -163,9 +165,9 @@ def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size
     memory = profile.card.memory_gib
     smaller = memory and hardware.device_type == "cuda" and hardware.memory_gib < SMALLER * memory
     if smaller and memory:
-        lowered = max(1, int(train * hardware.memory_gib / memory))
+        lowered = rows_of(train, hardware.memory_gib / memory)
         notes = (f"micro-batch {train} -> {lowered}, {hardware.memory_gib:g} of {memory:g} GiB; {step} rows a step as before",)
-        train, evaluation = lowered, max(1, int(evaluation * hardware.memory_gib / memory))
+        train, evaluation = lowered, rows_of(evaluation, hardware.memory_gib / memory)
     per_rank = ceil(step / world_size)
     sizes = BatchSizes(
         train=min(train, per_rank),
@@ -175,6 +177,11 @@ def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size
         pad_to_multiple_of=int(recipe.batch.get("pad_to_multiple_of", 1)),
     )
     return sizes, notes
+
+
+def rows_of(rows: int, ratio: float) -> int:
+    """`rows` times `ratio`, rounded down with a tolerance, at least 1."""
+    return max(1, int(rows * ratio + ROUNDING))
 
 
 def hardware_of_card(profile: Profile) -> Hardware:

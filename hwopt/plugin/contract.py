@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hwopt.config.card import Card
 from hwopt.config.job import Job
-from hwopt.config.profile import Card
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts

@@ -78,6 +78,8 @@ class Precision(Plugin):
         "mixed_precision": "dtype",
         "torch_dtype": "dtype",
         "fp16_opt_level": "level",
+        "fp16_full_eval": "full_eval",
+        "bf16_full_eval": "full_eval",
     }
 
     class Options(PluginOptions):

@@ -1,0 +1,57 @@
+"""Plan every shipped profile that states planned figures in a comment, and compare or rewrite the comment.
+
+    python benchmarks/profile_figures.py [PROFILE …] [--write] [--cache FOLDER]
+
+Each profile is planned for its `tuned_for` model with padded rows on its own card. Needs no GPU, data or weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+from hwopt.config.profile_files import profile_files
+from hwopt.memory.reference import reference_memory, reference_plan
+from hwopt.planning.inputs import Inputs
+
+FIGURES = re.compile(r"^# Planned, not measured.*$", re.MULTILINE)
+NAMES = {"bert": "BERT-base", "gemma3_text": "Gemma 3 1B"}
+"""Model type of the shipped profiles' configs -> name."""
+
+
+def planned_figures(profile: str, inputs: Inputs, cache: Path) -> str:
+    """Return the comment with the planned figures of `profile`."""
+    plan = reference_plan(profile, inputs, cache)
+    memory = reference_memory(plan, cache, with_largest=True)
+    name = NAMES[plan.profile.content.tuned_for.config["model_type"]]
+    return (
+        f"# Planned, not measured (`hwopt plan`): {name}, {memory.rows} x {memory.width} tokens, takes {memory.highest_gib:.1f} "
+        f"GiB; {memory.largest_train:,} rows would fit."
+    )
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profiles", nargs="*", help="default: all profiles with planned figures")
+    parser.add_argument("--write", action="store_true", help="rewrite the comments")
+    parser.add_argument("--cache", type=Path, help="folder for traces")
+    options = parser.parse_args()
+    inputs = Inputs()
+    with tempfile.TemporaryDirectory() as empty:
+        for name, path in profile_files().items():
+            text = path.read_text(encoding="utf-8")
+            stated = FIGURES.search(text)
+            if stated is None or (options.profiles and name not in options.profiles):
+                continue
+            planned = planned_figures(name, inputs, options.cache or Path(empty))
+            print(f"{name}: {'as stated' if planned == stated[0] else planned}", flush=True)
+            if options.write:
+                path.write_text(text.replace(stated[0], planned), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

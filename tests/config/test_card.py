@@ -1,0 +1,103 @@
+"""The cards of the shipped profiles: their variants, and the formulas beside their peaks."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hwopt.config.profile import Profile, load_profile
+from hwopt.config.profile_files import profile_files
+from hwopt.hardware.device import Hardware, described, multiprocessors
+
+OWN_CARDS = [name for name, path in profile_files().items() if "[card]" in path.read_text(encoding="utf-8") and name != "cpu"]
+FORMULA = re.compile(r"(\d+) SM x (\d+) FMA x 2 x ([\d.]+) GHz")
+
+
+def shipped(name: str) -> Profile:
+    return load_profile(name, profile_files())
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "capability", "gib", "bandwidth", "tensor"),
+    [
+        ("rtx3070_8gb", "NVIDIA GeForce RTX 3070", (8, 6), 7.78, 448, 40.6),
+        ("rtx3070_8gb", "NVIDIA GeForce RTX 3070 Ti", (8, 6), 7.78, 608, 43.5),
+        ("rtx3070_8gb", "NVIDIA GeForce RTX 3070 Laptop GPU", (8, 6), 7.78, None, None),
+        ("rtx3070_8gb", "NVIDIA GeForce RTX 3070 Ti Laptop GPU", (8, 6), 7.78, None, None),
+        ("rtx3090_24gb", "NVIDIA GeForce RTX 3090 Ti", (8, 6), 23.7, 1008, 80),
+        ("rtx3060_12gb", "NVIDIA GeForce RTX 3060 Ti", (8, 6), 7.78, 448, 32.4),
+        ("a10_24gb", "NVIDIA A10", (8, 6), 22.06, 600, 125),
+        ("a10_24gb", "NVIDIA A10G", (8, 6), 22.19, 600, 70),
+        ("h100_80gb", "NVIDIA H100 80GB HBM3", (9, 0), 79.11, 3352, 989),
+        ("h100_80gb", "NVIDIA H100 PCIe", (9, 0), 79.18, 2039, 756),
+        ("v100_32gb", "Tesla V100S-PCIE-32GB", (7, 0), 31.74, 1134, 130),
+        ("v100_32gb", "Tesla V100-PCIE-32GB", (7, 0), 31.74, 900, 112),
+        ("rtx4060_8gb", "NVIDIA GeForce RTX 4060 Ti", (8, 9), 7.63, 288, 44.1),
+        ("rtx4090_24gb", "NVIDIA GeForce RTX 4090 D", (8, 9), 23.64, 1008, 147.1),
+        ("h200_141gb", "NVIDIA H200 NVL", (9, 0), 139.8, 4800, 836),
+        ("a100_80gb", "NVIDIA A100 80GB PCIe", (8, 0), 79.15, 1935, 312),
+    ],
+)
+def test_variant_has_its_own_peaks(
+    profile: str, device: str, capability: tuple[int, int], gib: float, bandwidth: float | None, tensor: float | None
+) -> None:
+    card = shipped(profile).card_of(described(device, capability, gib))
+    assert card is not None
+    assert (card.memory_bandwidth_gbps, card.dense_tflops.fp16) == (bandwidth, tensor)
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "capability", "gib"),
+    [
+        ("l4_24gb", "NVIDIA L40S", (8, 9), 44.5),
+        ("a10_24gb", "NVIDIA A100-SXM4-40GB", (8, 0), 39.4),
+        ("h200_141gb", "NVIDIA GH200 480GB", (9, 0), 94.5),
+        ("rtx3060_12gb", "NVIDIA GeForce RTX 3060", (8, 6), 7.78),  # the version with 8 GB has another memory bus
+    ],
+)
+def test_card_of_another_name_or_size_has_no_peaks(profile: str, device: str, capability: tuple[int, int], gib: float) -> None:
+    assert shipped(profile).card_of(described(device, capability, gib)) is None
+
+
+def test_memory_limit_keeps_the_card() -> None:
+    limited = Hardware("cuda", "NVIDIA GeForce RTX 3090", 8, 8, compute_capability=(8, 6), memory_limit_gib=8)
+    profile = shipped("rtx3090_24gb")
+    assert profile.card_of(limited) == profile.card
+
+
+@pytest.mark.parametrize("name", OWN_CARDS)
+def test_peaks_follow_from_the_stated_formulas(name: str) -> None:
+    """SM x FMA x 2 x clock, in the comment above or beside dense_tflops, gives the tensor peak, and the known number of SM."""
+    text = profile_files()[name].read_text(encoding="utf-8")
+    card = shipped(name).card
+    cards = [card.match, *(variant.match for variant in card.variants)]
+    blocks = re.split(r"\[\[card\.variants\]\]", text.split("[card]")[1].split("[tuned_for]")[0])
+    assert len(blocks) == len(cards)
+    checked = 0
+    for match, block in zip(cards, blocks, strict=True):
+        if formula := FORMULA.search(block):
+            number, rate, clock = int(formula[1]), int(formula[2]), float(formula[3])
+            peak = float(re.findall(r"fp16 = ([\d.]+)", block)[0])
+            assert number * rate * 2 * clock / 1000 == pytest.approx(peak, rel=0.015), match
+            assert multiprocessors(match[0]) == number, match
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("name", profile_files())
+def test_summary_states_the_batch_of_the_profile(name: str) -> None:
+    profile = shipped(name)
+    batch = dict(profile.plugin_tables()).get("batch", {})
+    for rows, steps in re.findall(r"(\d+) x (\d+)", profile.content.summary):
+        assert (int(rows), int(steps)) == (batch["train"], batch.get("gradient_accumulation_steps", 1))
+    for rows in re.findall(r"batch (\d+)", profile.content.summary):
+        assert int(rows) == batch["train"]
+
+
+def test_max_perf_sets_every_plugin_option_itself() -> None:
+    own = tomllib.loads(Path(profile_files()["rtx3090_24gb_max_perf"]).read_text(encoding="utf-8"))["plugins"]
+    assert own == dict(shipped("rtx3090_24gb_max_perf").plugin_tables())
+    assert own == dict(shipped("rtx3090_24gb").plugin_tables())

@@ -1,0 +1,43 @@
+"""The planned figures in the comments of the profiles are those that the planner gives today."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hwopt.config.profile_files import profile_files
+from hwopt.memory.reference import reference_plan
+from hwopt.planning.inputs import Inputs
+
+
+def program() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "profile_figures.py"
+    spec = importlib.util.spec_from_file_location("profile_figures", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIGURES = program()
+STATED = {
+    name: found[0] for name, path in profile_files().items() if (found := FIGURES.FIGURES.search(path.read_text(encoding="utf-8")))
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STATED)
+def test_planned_figures_are_current(name: str, tmp_path: Path) -> None:
+    """`python benchmarks/profile_figures.py --write` rewrites them."""
+    assert FIGURES.planned_figures(name, Inputs(), tmp_path) == STATED[name]
+
+
+@pytest.mark.parametrize("name", ["rtx3070_8gb", "rtx3090_24gb"])
+def test_reference_model_has_the_stated_size(name: str, tmp_path: Path) -> None:
+    """BERT-base has 109.5 M parameters; with the demo's vocabulary it would have 92.2 M."""
+    plan = reference_plan(name, Inputs(), tmp_path)
+    assert plan.model.parameters == pytest.approx(plan.profile.content.tuned_for.parameters, rel=0.002)
