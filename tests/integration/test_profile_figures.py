@@ -24,9 +24,8 @@ def program() -> ModuleType:
 
 
 FIGURES = program()
-STATED = {
-    name: found[0] for name, path in profile_files().items() if (found := FIGURES.FIGURES.search(path.read_text(encoding="utf-8")))
-}
+COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for name, path in profile_files().items()}
+STATED = {name: found[0] for name, found in COMMENTS.items() if found}
 
 
 @pytest.mark.filterwarnings("ignore")
