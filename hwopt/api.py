@@ -18,7 +18,7 @@ from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
-from hwopt.memory import planner
+from hwopt.memory import leftover, planner
 from hwopt.memory.advice import PlanListener, with_changes
 from hwopt.memory.communication import Ranks
 from hwopt.memory.lengths import lengths_of
@@ -159,6 +159,23 @@ def with_memory(
     return replace(plan, memory=memory)
 
 
+def with_gains(
+    plan: Plan,
+    replan: Callable[[Sequence[str]], Plan],
+    *,
+    registry: Registry | None = None,
+    cache: Path | None = None,
+    listener: PlanListener | None = None,
+) -> Plan:
+    """`plan`, made by `with_memory`, with what its free memory can buy (`plan.memory.gains`). Takes seconds.
+
+    `listener` hears of each gain as it is found. Nothing is searched if the plan does not fit, or for a card without peaks.
+    """
+    assert plan.memory is not None, "planned with memory"
+    memory = leftover.with_gains(plan, plan.memory, registry or Registry(), replan, cache or cache_folder(), listener)
+    return replace(plan, memory=memory)
+
+
 def preview(
     profile: str = "auto",
     job: Path | str | None = None,
@@ -261,5 +278,6 @@ __all__ = [
     "run_folder",
     "spread_over_ranks",
     "task_kinds",
+    "with_gains",
     "with_memory",
 ]

@@ -19,8 +19,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    Context,
+    Decision,
+    Evidence,
+    MemoryOption,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    SpeedOption,
+    Stage,
+)
 
+MAX_MICRO_BATCHES = 5  # fewer than so many are tried in place of the present number
 MAX_ROWS = 1_000_000  # a larger value is a typing error
 Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
@@ -174,6 +186,30 @@ class Batch(Plugin):
             for eval_rows in halves(evaluation)[::3]
             for number, rows in enumerate(halves(options.train))
         ][1:]
+
+    @classmethod
+    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
+        """Fewer and larger micro-batches with the same rows per step; if one holds all rows, more rows per step."""
+        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
+        share = micro_batches(step, 1, context.world_size)
+        now = micro_batches(step, options.train, context.world_size)
+        offers = [
+            SpeedOption(
+                cls.Options(train=-(-share // number), eval=options.eval, effective=step),
+                f"{number} micro-batch(es) per step instead of {now}; {step} rows per step as before",
+            )
+            for number in range(1, min(now, MAX_MICRO_BATCHES))
+        ]
+        if now == 1:
+            offers += [
+                SpeedOption(
+                    cls.Options(train=options.train * factor, eval=options.eval, effective=step * factor),
+                    f"{step * factor} rows per step instead of {step}: another effective batch and learning rate",
+                    alters=True,
+                )
+                for factor in (16, 8, 4, 2)
+            ]
+        return offers
 
     def evidence(self, run: RunView) -> Evidence:
         step, train = run.last_step_batch, self.options.train

@@ -33,6 +33,7 @@ from hwopt.plugin import (
     PluginOptions,
     Recipe,
     RunView,
+    SpeedOption,
     Stage,
 )
 
@@ -186,6 +187,16 @@ class Checkpointing(Plugin):
         if context.hardware.device_type == "cuda" and (options is None or not options.offload):
             slower = 1.05 if options is not None and options.layers == "all" else 1.4
             offers.append(MemoryOption(cls.Options(offload=True), slower, "and moves the inputs of the layers to host memory"))
+        return offers
+
+    @classmethod
+    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
+        offers = [SpeedOption(None, "stores all activations, computes no layer twice")]
+        if options.layers == "all":
+            offers.append(SpeedOption(cls.Options(layers="selective"), "stores matrix products and attention"))
+            offers.append(SpeedOption(cls.Options(layers=2), "stores the activations of every second layer"))
+        if options.offload:
+            offers.append(SpeedOption(options.model_copy(update={"offload": False}), "keeps the layer inputs on the device"))
         return offers
 
     def on_oom(self, run: RunView) -> str | None:

@@ -88,7 +88,8 @@ def plan(
             )
 
         listener.on_trial(profile)
-        return api.with_memory(resolved(), resolved, measure=measure, listener=listener)
+        found = api.with_memory(resolved(), resolved, measure=measure, listener=listener)
+        return found if len(profiles) > 1 else api.with_gains(found, resolved, listener=listener)
 
     try:
         plans = [planned(profile) for profile in profiles]

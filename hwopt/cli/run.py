@@ -76,7 +76,7 @@ def run(
         return ending.exit_code
     from hwopt import api
     from hwopt.interop.launcher_environment import missing_ranks, parent_command
-    from hwopt.report.memory import show_forecast
+    from hwopt.report.memory import show_forecast, show_gains
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal, show_plan
     from hwopt.report.trackers import listeners_for
@@ -138,4 +138,6 @@ def run(
         )
     finally:
         screen.close()
+    if rank == 0 and plan.memory is not None:  # after the training, because the search takes seconds
+        show_gains(console, api.with_gains(plan, resolved))
     return 0

@@ -15,9 +15,9 @@ from hwopt.memory.dry_run import Shape
 from hwopt.memory.lengths import Lengths, lengths_of, truncated_fraction
 from hwopt.memory.planner import from_trace, highest_gib, on_one_device, plan_memory
 from hwopt.memory.tracer import trace_plan
-from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import MemoryOption
+from hwopt.plugin import MemoryOption, PluginOptions
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
@@ -41,6 +41,9 @@ class PlanListener:
 
     def on_change(self, change: Change) -> None:
         """A change that saves memory was found."""
+
+    def on_gain(self, gain: Gain) -> None:
+        """A change that uses free memory to be faster was found."""
 
 
 def with_changes(
@@ -136,7 +139,7 @@ class Advisor:
 
     def evaluate_offer(self, name: str, offer: MemoryOption) -> Change | None:
         """Return the offer as a change; None if it is not possible here or saves nothing."""
-        keys = self.changed_options(name, offer)
+        keys = self.changed_options(name, offer.options)
         assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in keys.items()) or (f"plugins.{name}.enabled=true",)
         self.listener.on_trial(", ".join(assignments))
         changed = self.with_assignments(assignments, name)
@@ -170,11 +173,11 @@ class Advisor:
         """Return the options of an applied plugin; None if it is not applied."""
         return next((entry.options for entry in self.plan.applied() if entry.name == name), None)
 
-    def changed_options(self, name: str, offer: MemoryOption) -> dict[str, str]:
-        """Return the options that the offer changes, with their values as TOML."""
+    def changed_options(self, name: str, offered: PluginOptions) -> dict[str, str]:
+        """Return the options that `offered` changes, with their values as TOML."""
         now = self.current_options(name)
-        base = (now or type(offer.options)()).model_dump(mode="json")
-        wanted = offer.options.model_dump(mode="json")
+        base = (now or type(offered)()).model_dump(mode="json")
+        wanted = offered.model_dump(mode="json")
         return {key: json.dumps(value) for key, value in wanted.items() if value is not None and value != base[key]}
 
     def shorter_max_length(self) -> Iterator[Change]:

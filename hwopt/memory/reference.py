@@ -17,7 +17,7 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect_software
 from hwopt.memory.lengths import DEFAULT_LABELS, DEFAULT_LENGTH, Lengths
-from hwopt.memory.planner import plan_memory, resolve_choices
+from hwopt.memory.planner import plan_memory, resolve_choices, with_largest_sizes
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.planning.inputs import Inputs
@@ -67,4 +67,5 @@ def reference_memory(plan: Plan, cache: Path, *, with_largest: bool = False) -> 
     samples = plan.profile.content.tuned_for.samples
     train = None if samples is None else np.full(samples, width, np.int32)
     lengths = Lengths(train, width, DEFAULT_LABELS, "padded rows")
-    return plan_memory(plan, cache, lengths, with_largest=with_largest)
+    memory = plan_memory(plan, cache, lengths)
+    return with_largest_sizes(plan, memory, cache, lengths) if with_largest else memory

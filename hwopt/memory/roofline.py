@@ -49,10 +49,11 @@ def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -
     seconds /= len(steps)
     low, high = float(seconds[0]), float(seconds[1])
     if lengths is None:
-        return Prediction((low, high), None, None)
+        return Prediction((low, high), None, None, rows=plan.batch.step)
     per_epoch = ceil(len(lengths) / plan.batch.step)
     total = plan.training.max_steps or ceil(plan.training.num_train_epochs * per_epoch)
-    return Prediction((low, high), (low * per_epoch, high * per_epoch), (low * total, high * total))
+    epoch, whole = (low * per_epoch, high * per_epoch), (low * total, high * total)
+    return Prediction((low, high), epoch, whole, rows=plan.batch.step)
 
 
 def card_peaks(card: Card | None) -> dict[str, float]:

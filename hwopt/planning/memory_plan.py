@@ -18,6 +18,8 @@ class Prediction:
     total: tuple[float, float] | None
     """None if the data was not read."""
     basis: str = "predicted, roofline"
+    rows: int = 1
+    """Rows of the step."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,26 @@ class Change:
     cost: str
     alters: bool
     """Whether it also changes the training method."""
+    assignments: tuple[str, ...]
+    """The same as arguments of `--set`."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Lines to change in the profile or job that use free memory and are predicted to be faster."""
+
+    lines: tuple[str, ...]
+    """`key = value`."""
+    now_gib: float
+    takes_gib: float
+    """The most that the allocator takes from the device with the change."""
+    step: tuple[float, float]
+    """Seconds of a step with the change, fast and slow end."""
+    relative: tuple[float, float]
+    """Time of a row relative to now, at the two ends of the forecast."""
+    gain: str
+    alters: bool
+    """Whether it also changes the training."""
     assignments: tuple[str, ...]
     """The same as arguments of `--set`."""
 
@@ -59,6 +81,7 @@ class MemoryPlan:
     largest_max_length: int | None
     time: Prediction | None = None
     changes: tuple[Change, ...] = ()
+    gains: tuple[Gain, ...] = ()
     note: str = ""
     reserved_gib: float | None = None
     """Most that torch's caching allocator reserves in training and evaluation: the peak, and free blocks that it cannot use for

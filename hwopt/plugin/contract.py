@@ -164,6 +164,17 @@ class MemoryOption:
     cost: str
 
 
+@dataclass(frozen=True)
+class SpeedOption:
+    """Options of a plugin that need more memory than the current ones and may be faster."""
+
+    options: PluginOptions | None
+    """None turns the plugin off."""
+    gain: str
+    alters: bool = False
+    """Whether they also change the training, such as another effective batch."""
+
+
 class Plugin:
     """Base class of an optimization. Register the subclass in the entry-point group `hwopt.plugins`."""
 
@@ -245,6 +256,11 @@ class Plugin:
         return ()
 
     @classmethod
+    def speed_options(cls, options: Any, context: Context) -> Sequence[SpeedOption]:
+        """Options that may be faster than `options` if more memory is available, the fastest first."""
+        return ()
+
+    @classmethod
     def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
         return {**below, **above}
@@ -286,6 +302,7 @@ __all__ = [
     "PluginOptions",
     "Recipe",
     "RunView",
+    "SpeedOption",
     "Stage",
     "TaskFacts",
 ]

@@ -10,9 +10,9 @@ import sys
 from rich.console import Console
 
 from hwopt.memory.advice import PlanListener
-from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.report.memory import show_change, show_largest, show_memory
+from hwopt.report.memory import show_change, show_gain, show_largest, show_memory
 from hwopt.report.terminal import show_plan
 from hwopt.text import printable
 
@@ -55,6 +55,10 @@ class PlanScreen(ProgressLine):
     def on_largest_sizes(self, memory: MemoryPlan) -> None:
         self.clear()
         show_largest(self.console, memory)
+
+    def on_gain(self, gain: Gain) -> None:
+        self.clear()
+        show_gain(self.console, gain)
 
     def on_change(self, change: Change) -> None:
         self.clear()

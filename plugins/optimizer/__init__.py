@@ -40,6 +40,7 @@ from hwopt.plugin import (
     PluginOptions,
     Recipe,
     RunView,
+    SpeedOption,
     Stage,
 )
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer, reserving_torchao
@@ -252,6 +253,12 @@ class Optimizer(Plugin):
             ("paged_adamw_8bit", 1.1, "8-bit states, paged to host memory if the device runs out of memory"),
         )
         return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
+
+    @classmethod
+    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
+        if STATE_BYTES[options.name] >= STATE_BYTES["adamw_torch_fused"]:
+            return []
+        return [SpeedOption(cls.Options(name="adamw_torch_fused"), "32-bit states, all parameters in one kernel")]
 
     def evidence(self, run: RunView) -> Evidence:
         optimizer, name = run.optimizer, self.options.name

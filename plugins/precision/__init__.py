@@ -33,6 +33,7 @@ from hwopt.plugin import (
     PluginOptions,
     Recipe,
     RunView,
+    SpeedOption,
     Stage,
 )
 from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
@@ -170,6 +171,12 @@ class Precision(Plugin):
         weights = MemoryOption(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
         level = "fp32" if options is None or options.dtype == "fp32" else options.level
         return {"fp32": [half, weights], "O1": [weights], "O2": [], "pure": []}[level]
+
+    @classmethod
+    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
+        if options.dtype == "fp32" or options.level == "O1":
+            return []
+        return [SpeedOption(options.model_copy(update={"level": "O1"}), "fp32 weights, no copy to or from masters")]
 
     def evidence(self, run: RunView) -> Evidence:
         import torch
