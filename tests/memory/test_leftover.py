@@ -69,13 +69,14 @@ def test_memory_left_over_buys_larger_micro_batches_and_no_checkpointing(folder:
         assert gains[-1].relative <= gain.relative
 
 
-def test_what_does_not_fit_is_not_offered(folder: Path) -> None:
-    gains = gains_of(folder, LARGE, checkpointing={})
-    needed, now = max(gain.takes_gib for gain in gains), gains[0].now_gib
-    free = ((now + needed) / 2 + 0.4) / 0.97  # the reserve is 0.4 GiB for the context, and 3 %
-    left = gains_of(folder, replace(LARGE, free_memory_gib=free), checkpointing={})
-    assert len(left) < len(gains)
-    assert all(gain.takes_gib < needed for gain in left)
+def test_what_does_not_fit_gives_way_to_the_next_option(folder: Path) -> None:
+    batch = {"train": 256, "gradient_accumulation_steps": 2}
+    (gain,) = gains_of(folder, LARGE, checkpointing={}, batch=batch)
+    assert gain.lines == ("plugins.checkpointing.enabled = false",)
+    free = (0.99 * gain.takes_gib + 0.4) / 0.97  # the reserve is 0.4 GiB for the context, and 3 %
+    (other,) = gains_of(folder, replace(LARGE, free_memory_gib=free), checkpointing={}, batch=batch)
+    assert other.lines == ('plugins.checkpointing.layers = "selective"',)
+    assert other.takes_gib < gain.takes_gib
 
 
 def test_step_in_one_micro_batch_offers_more_rows_as_another_training(folder: Path) -> None:
