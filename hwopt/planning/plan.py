@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
-from hwopt.config.job import Job, Training
+from hwopt.config.job import Job
+from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.config.renames import job_key
 from hwopt.config.toml import Key

@@ -20,7 +20,7 @@ from hwopt.training.listener import Listener
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from hwopt.config.job import Training
+    from hwopt.config.job_training import Training
     from hwopt.saving.reader import Checkpoint
 
 

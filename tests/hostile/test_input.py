@@ -24,7 +24,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwopt.cli import COMMANDS, run_command
-from hwopt.config.job import Data, Job, Model, Task, Training
+from hwopt.config.job import Data, Job, Task
+from hwopt.config.job_model import Model
+from hwopt.config.job_training import Training
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.interop.launcher_environment import refuse_contradictions
