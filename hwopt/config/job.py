@@ -14,8 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
+from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
-from hwopt.config.job_values import Encoding, Source, Table, Texts, as_tuple, frozen
+from hwopt.config.job_values import Encoding, Table, Texts, as_tuple, frozen
 from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.task_kinds import task_class, task_facts, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml
@@ -26,16 +27,20 @@ from hwopt.text import listing, nearest, truncate
 
 
 class Data(Table):
-    train: Source = Field(min_length=1)
-    """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
-    eval: Source | None = None
+    train: TrainingSources
+    """csv, tsv, jsonl, json, parquet or txt file, a glob, a `datasets` folder, or a hub name; a list of them; or a mixture."""
+    eval: Sources | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
-    test: Source | None = None
+    test: Sources | None = None
     """Evaluated once, at the end, with the weights of `final/`."""
     split: str | None = None
     """Split of a hub name or `datasets` folder; default: train."""
     eval_split: str | None = None
     test_split: str | None = None
+    max_rows: int | None = Field(default=None, ge=1)
+    """Read the first rows of each source only."""
+    streaming: bool = False
+    """Read hub data sets row by row, without downloading all of their files; needs `max_rows`."""
     text: Texts = ("text",)
     """One column, or two for pairs."""
     label: str = "label"
@@ -74,6 +79,8 @@ class Data(Table):
             raise ValueError("prompt and completion go together")
         if self.messages is not None and self.prompt is not None:
             raise ValueError("messages, and prompt with completion, exclude each other")
+        if self.streaming and self.max_rows is None:
+            raise ValueError("streaming needs max_rows = N: hwopt stores the tokens of all rows that it reads")
         return self
 
 

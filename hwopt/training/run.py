@@ -142,6 +142,7 @@ class Run:
         return {
             "task": self.task.kind,
             "samples": f"{len(train):,} ({train.folder.name})",
+            "mixture": None if train.mixture is None else train.mixture.fact,
             "rows a step": self.batch.step,
             "seed": self.training.seed,
             "order": self.recipe.author_of("order").split(" (")[0],
