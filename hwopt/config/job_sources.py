@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hwopt.config.job_values import Source, Table
-from hwopt.text import truncate
+from hwopt.text import listing, truncate
 
 ONE, SEVERAL, MIXED = "(source)", "(sources)", "(mixture)"
 """Tags of the forms. hwopt.config.validation leaves parts in parentheses out of the key in a message."""
@@ -63,3 +63,16 @@ def paths_of(sources: str | Sequence[str | MixedSource]) -> tuple[str, ...]:
     if isinstance(sources, str):
         return (sources,)
     return tuple(each.path if isinstance(each, MixedSource) else each for each in sources)
+
+
+def shares_of(sources: TrainingSources) -> tuple[float, ...]:
+    """The share of an epoch's samples that each source of a mixture has; empty if `sources` is no mixture."""
+    weights = [part.weight for part in sources if isinstance(part, MixedSource)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def described(sources: TrainingSources, name: Callable[[str], str] = str) -> str:
+    """`sources` for the screen: "a.csv, b.csv", or "75.0% chat.jsonl, 25.0% web.jsonl". `name` shortens a path."""
+    names = [name(path) for path in paths_of(sources)]
+    shares = shares_of(sources)
+    return listing([f"{share:.1%} {each}" for share, each in zip(shares, names, strict=True)] if shares else names)

@@ -71,6 +71,8 @@ class Mixture:
 
         found = []
         for source, (size, quota) in enumerate(zip(self.sizes.tolist(), self.quotas.tolist(), strict=True)):
+            if not quota:
+                continue
             own = np.flatnonzero(self.source_of == source)
             begin = epoch * quota
             first, last = begin // size, (begin + quota - 1) // size

@@ -22,12 +22,17 @@ DATASETS_FILES = ("dataset_dict.json", "state.json")
 GLOB = re.compile(r"[*?\[]")
 
 
+def has_glob(source: str) -> bool:
+    """Whether `source` has a character of a glob."""
+    return GLOB.search(source) is not None
+
+
 def expand(source: str) -> list[str]:
     """The files that match `source` if it is a glob (with ** for subfolders), sorted; else `source` itself.
 
     Hidden files and folders are left out. Raises DataError if no file matches.
     """
-    if not GLOB.search(source) or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
+    if not has_glob(source) or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
         return [source]
     refuse_non_utf8(source, "data:")
     found = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if not os.path.isdir(path))
