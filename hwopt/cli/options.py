@@ -58,7 +58,9 @@ def key_of(word: str) -> str:
 def instead_of_option(name: str) -> str:
     """What to give instead of the unknown option `name`; "" if no key of the job or of a plugin has such a name."""
     from hwopt.config.aliases import instead_of
-    from hwopt.config.job import Data, Model, Training
+    from hwopt.config.job import Data
+    from hwopt.config.job_model import Model
+    from hwopt.config.job_training import Training
 
     word = name.lstrip("-").replace("-", "_")
     for table, keys in (("training", Training), ("data", Data), ("model", Model)):

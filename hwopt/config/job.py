@@ -10,18 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from hwopt.config.job_model import Model
+from hwopt.config.job_sources import Sources, TrainingSources
+from hwopt.config.job_training import Training
+from hwopt.config.job_values import Encoding, Table, Texts, as_tuple, frozen
 from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.task_kinds import task_class, task_facts, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml
@@ -30,133 +25,22 @@ from hwopt.errors import InputError
 from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
-Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-def _as_tuple(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return (value,) if isinstance(value, str) else value
-
-
-def _typed(path: str) -> str:
-    """`path`. Raises ValueError if an escape changed it: TOML reads "D:\\train" with a tab."""
-    if any(ord(letter) < 32 for letter in path):
-        raise ValueError(
-            f"{truncate(path)} contains a control character; in double quotes a backslash starts an escape: "
-            "put a path into single quotes, or write it with '/'"
-        )
-    return path
-
-
-def _encoding(name: str) -> str:
-    """`name`. Raises ValueError if Python has no text encoding of that name."""
-    try:
-        "".encode(name)
-    except (LookupError, ValueError):
-        raise ValueError(f"{truncate(name)} is no text encoding of Python. Common ones: utf-8, cp1252, latin-1, utf-16") from None
-    return name
-
-
-def _class_weights(value: Any) -> Any:
-    """`value`. Raises ValueError if it is neither "balanced" nor a table of positive weights."""
-    if value is None or value == "balanced":
-        return value
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f'expected "balanced" or a table {{ LABEL = WEIGHT }}, got {truncate(value)}')
-    for label, weight in value.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ValueError(f"the weight of {truncate(label)} is {truncate(weight)}; expected a number above 0")
-    return value
-
-
-def _repository(name: str) -> str:
-    """`name`. Raises ValueError if the hub does not allow it as the name of a repository."""
-    part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-    owner, slash, own = name.rpartition("/")
-    if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
-        raise ValueError(f'{truncate(name)} is no repository name; expected OWNER/NAME, such as "me/my-model"')
-    return name
-
-
-def _kind(value: Any) -> Any:
-    """`value`. Raises an error of pydantic if no such task is installed."""
-    kinds = task_kinds()
-    if value not in kinds:
-        raise PydanticCustomError("literal_error", "not an installed task", {"expected": " or ".join(map(repr, kinds))})
-    return value
-
-
-def _add_kinds(schema: dict[str, Any]) -> None:
-    schema["enum"] = task_kinds()
-
-
-Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]
-"""The name of an installed task."""
-Source = Annotated[str, AfterValidator(_typed)]
-
-
-TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}]}
-Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2), WithJsonSchema(TEXT_SCHEMA)]
-
-
-class FrozenDict(dict[str, Any]):
-    """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("the job is read-only; a plugin writes into the recipe only")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
-        return FrozenDict, (dict(self),)
-
-
-def _frozen(value: Any) -> Any:
-    """`value`, read-only if it is a dict."""
-    return FrozenDict(value) if isinstance(value, dict) else value
-
-
-class Model(Table):
-    """Either `name` (trained weights) or `config` (random weights)."""
-
-    name: Source | None = None
-    """A hub name, or a folder made with save_pretrained()."""
-    config: Annotated[dict[str, Any], AfterValidator(FrozenDict)] | None = None
-    """Keys of the architecture's config, with `model_type`."""
-    tokenizer: Source | None = None
-    """A hub name or folder; default: the model's own, or one trained on the job's texts."""
-    revision: str | None = None
-
-    @model_validator(mode="after")
-    def _one_of(self) -> Model:
-        if (self.name is None) == (self.config is None):
-            raise ValueError('give either name = "…" (trained weights) or config = { model_type = "…" } (random weights)')
-        if self.name == "":
-            raise ValueError("name is empty; give a hub name or a folder")
-        return self
-
-    @property
-    def label(self) -> str:
-        """A short name for the screen."""
-        return self.name or f"{(self.config or {}).get('model_type')} (random)"
-
 
 class Data(Table):
-    train: Source = Field(min_length=1)
-    """csv, tsv, jsonl, json, parquet or txt file, a `datasets` folder, or a hub name."""
-    eval: Source | None = None
+    train: TrainingSources
+    """csv, tsv, jsonl, json, parquet or txt file, a glob, a `datasets` folder, or a hub name; a list of them; or a mixture."""
+    eval: Sources | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
-    test: Source | None = None
+    test: Sources | None = None
     """Evaluated once, at the end, with the weights of `final/`."""
     split: str | None = None
     """Split of a hub name or `datasets` folder; default: train."""
     eval_split: str | None = None
     test_split: str | None = None
+    max_rows: int | None = Field(default=None, ge=1)
+    """Read the first rows of each source only."""
+    streaming: bool = False
+    """Read hub data sets row by row, without downloading all of their files; needs `max_rows`."""
     text: Texts = ("text",)
     """One column, or two for pairs."""
     label: str = "label"
@@ -173,7 +57,7 @@ class Data(Table):
     """Causal language modelling: prompts for which the model writes a sample after each evaluation."""
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
-    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    encoding: Encoding | None = None
     """Of text files, such as "cp1252"; default: UTF-8, or UTF-16 with a byte order mark."""
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
     """Of csv and tsv files; default: guessed from the header of a csv file, a tab in a tsv file."""
@@ -185,7 +69,7 @@ class Data(Table):
     @field_validator("sample_prompts", mode="before")
     @classmethod
     def _prompts(cls, value: Any) -> Any:
-        return _as_tuple(value)
+        return as_tuple(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:
@@ -195,7 +79,37 @@ class Data(Table):
             raise ValueError("prompt and completion go together")
         if self.messages is not None and self.prompt is not None:
             raise ValueError("messages, and prompt with completion, exclude each other")
+        if self.streaming and self.max_rows is None:
+            raise ValueError("streaming needs max_rows = N: hwopt stores the tokens of all rows that it reads")
         return self
+
+
+def _class_weights(value: Any) -> Any:
+    """`value`. Raises ValueError if it is neither "balanced" nor a table of positive weights."""
+    if value is None or value == "balanced":
+        return value
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f'expected "balanced" or a table {{ LABEL = WEIGHT }}, got {truncate(value)}')
+    for label, weight in value.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of {truncate(label)} is {truncate(weight)}; expected a number above 0")
+    return value
+
+
+def _kind(value: Any) -> Any:
+    """`value`. Raises an error of pydantic if no such task is installed."""
+    kinds = task_kinds()
+    if value not in kinds:
+        raise PydanticCustomError("literal_error", "not an installed task", {"expected": " or ".join(map(repr, kinds))})
+    return value
+
+
+def _add_kinds(schema: dict[str, Any]) -> None:
+    schema["enum"] = task_kinds()
+
+
+Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]
+"""The name of an installed task."""
 
 
 class Task(Table):
@@ -204,72 +118,11 @@ class Task(Table):
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
     class_weights: Annotated[
-        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(_frozen)
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen)
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
-
-
-class Training(Table):
-    """Hyperparameters, in Hugging Face's words. Steps are optimizer steps."""
-
-    num_train_epochs: float = Field(default=3.0, gt=0)
-    max_steps: int | None = Field(default=None, ge=1)
-    learning_rate: float = Field(default=5e-5, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, gt=0)
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """0: no clipping."""
-    lr_scheduler_type: Scheduler = "linear"
-    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    warmup_steps: int | None = Field(default=None, ge=0)
-    logging_steps: int = Field(default=10, ge=1)
-    eval_steps: int | None = Field(default=None, ge=1)
-    """Default: at the end of each epoch."""
-    save_steps: int | None = Field(default=None, ge=1)
-    """Write a checkpoint every N steps, in addition to those of save_minutes."""
-    save_minutes: float = Field(default=15.0, ge=0)
-    """Write a checkpoint every N minutes; 0: never. SIGTERM and SIGINT always write one."""
-    save_total_limit: int = Field(default=2, ge=0)
-    """Checkpoints to keep, the newest first; 0 keeps all. The best weights are kept in addition."""
-    hang_timeout: float = Field(default=600.0, ge=0)
-    """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do after an update is skipped because a gradient or a loss is not finite."""
-    nonfinite_limit: int = Field(default=50, ge=1)
-    """Consecutive updates that "skip" or a loss scaler may skip."""
-    nonfinite_fraction: float = Field(default=0.1, gt=0, le=1)
-    """Fraction of all updates that "skip" may skip; one skipped update is always allowed."""
-    loss_spike: Literal["warn", "stop", "off"] = "warn"
-    """What to do if a logged loss is far above the recent ones."""
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    early_stopping_patience: int | None = Field(default=None, ge=1)
-    """End the run after so many evaluations in a row without a better metric for the best model; default: never."""
-    early_stopping_threshold: float = Field(default=0.0, ge=0)
-    """An improvement counts for early stopping if it is greater than this."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    push_to_hub: bool = False
-    """Upload `final/` to the hub at the end of the run."""
-    hub_model_id: Annotated[str, AfterValidator(_repository)] | None = None
-    """The repository to upload to, such as "me/my-model"."""
-    hub_private_repo: bool = False
-    """Create the repository as a private one."""
-
-    @model_validator(mode="after")
-    def _repository_to_push_to(self) -> Training:
-        if self.push_to_hub and self.hub_model_id is None:
-            raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
-        return self
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Training:
-        if self.warmup_ratio is not None and self.warmup_steps is not None:
-            raise ValueError("warmup_ratio and warmup_steps exclude each other")
-        return self
 
 
 class Job(Table):

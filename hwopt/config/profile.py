@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from hwopt.config.card import Card, Positive, longest_match
-from hwopt.config.job import Table, Training
+from hwopt.config.job_training import Training
+from hwopt.config.job_values import Table
 from hwopt.config.renames import TableRules, renamed, with_assignments
 from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml
 from hwopt.config.validation import validate

@@ -40,8 +40,8 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
     """The problems of `error`, one for each value; pydantic reports one for each member of a union."""
     alternatives: dict[str, list[dict[str, Any]]] = {}
     for details in error.errors(include_url=False):
-        problem: dict[str, Any] = dict(details)
-        field = str(details["loc"][0]) if len(details["loc"]) > 1 else ""
+        problem: dict[str, Any] = {**details, "loc": tuple(part for part in details["loc"] if not _is_tag(part))}
+        field = str(problem["loc"][0]) if len(problem["loc"]) > 1 else ""
         if field in model.model_fields and _is_plain_union(model.model_fields[field].annotation):
             alternatives.setdefault(field, []).append(problem)
         else:
@@ -51,6 +51,11 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
         rules = [problem for problem in problems if not problem["type"].endswith(("_type", "_error"))]
         wanted = ", or ".join(str(problem["msg"]).removeprefix("Input should be ") for problem in rules or problems)
         yield problems[0] | {"loc": (field,), "type": "literal_error", "ctx": {"expected": wanted}}
+
+
+def _is_tag(part: Any) -> bool:
+    """Whether it is the tag of a union's member, which is no part of the key."""
+    return isinstance(part, str) and part.startswith("(")
 
 
 def _is_plain_union(annotation: Any) -> bool:
@@ -100,11 +105,16 @@ def _home_of(model: type[BaseModel], word: str) -> str:
 def _fields_at(model: type[BaseModel], loc: Key) -> list[str]:
     current: Any = model
     for part in loc:
+        if part.isdigit():  # of a list
+            continue
         field_info = getattr(current, "model_fields", {}).get(part)
-        if field_info is None:
-            return []
-        current = field_info.annotation
-        for inner in getattr(current, "__args__", ()):
-            if hasattr(inner, "model_fields"):
-                current = inner
+        current = None if field_info is None else _table_in(field_info.annotation)
     return list(getattr(current, "model_fields", {}))
+
+
+def _table_in(annotation: Any) -> Any:
+    """The last table in `annotation`, also of a list; None if there is none."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    found = [_table_in(part) for part in getattr(annotation, "__args__", ())]
+    return next((table for table in reversed(found) if table is not None), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
@@ -24,6 +24,10 @@ class ReadOptions:
     """Of a text file; None: UTF-8, or UTF-16 with a byte order mark."""
     delimiter: str | None = None
     """Of a csv or tsv file; None: guessed from the header of a csv file, a tab in a tsv file."""
+    max_rows: int | None = None
+    """Read the first rows of each source only."""
+    streaming: bool = False
+    """Read hub data sets without downloading all of their files; goes with `max_rows`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Rows:
     bad_rows: BadRows
     non_strings: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """For columns with mixed types, which the table stores as strings: column -> table row -> the original value."""
+    notes: tuple[str, ...] = ()
+    """Lines for the screen."""
 
     @property
     def source(self) -> str:
@@ -49,3 +55,20 @@ class Rows:
         usable = [row for row, number in enumerate(self.places.numbers) if number not in self.bad_rows.reasons]
         self.bad_rows.check([self.places.numbers[row] for row in usable])
         return usable
+
+    def first(self, number: int) -> Rows:
+        """The first `number` rows, with the bad rows before the last of them, and a note; all rows if there are no more."""
+        total = self.table.num_rows
+        if total <= number:
+            return self
+        numbers = self.places.numbers[:number]
+        self.bad_rows.forget_after(numbers[-1])
+        return replace(
+            self,
+            table=self.table.slice(0, number),
+            places=replace(self.places, numbers=numbers),
+            non_strings={
+                name: {row: value for row, value in values.items() if row < number} for name, values in self.non_strings.items()
+            },
+            notes=(*self.notes, f"{self.source}: the first {number:,} of {total:,} rows are read (data.max_rows)"),
+        )

@@ -8,6 +8,7 @@ from math import ceil
 
 import numpy as np
 
+from hwopt.data.mixture import Mixture
 from hwopt.data.step_batch import Step
 
 
@@ -30,6 +31,8 @@ class StepSampler:
     world_size: int = 1
     start: int = 0
     """The first step to yield; above 0 in a resumed run."""
+    mixture: Mixture | None = None
+    """Draws the samples of each epoch, before `order` orders them."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -44,7 +47,7 @@ class StepSampler:
         index = self.start
         epoch = first_epoch
         while True:
-            order: np.ndarray = np.asarray(self.order(self.lengths, self.seed, epoch, self.rows), np.int64)
+            order = self.epoch_order(epoch)
             for begin in range(skip * self.rows, len(order), self.rows):
                 if index == self.total_steps:
                     return
@@ -55,6 +58,13 @@ class StepSampler:
                 yield Step(index, epoch, samples, self.counts[step].sum().item(), weightless)
                 index += 1
             epoch, skip = epoch + 1, 0
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """The samples of an epoch in their order, (samples,) int64."""
+        if self.mixture is None:
+            return np.asarray(self.order(self.lengths, self.seed, epoch, self.rows), np.int64)
+        drawn: np.ndarray = self.mixture.drawn(self.seed, epoch)
+        return drawn[np.asarray(self.order(self.lengths[drawn], self.seed, epoch, self.rows), np.int64)]
 
     def longest(self) -> Step:
         """A step with the longest samples and this rank's largest number of rows, to try before training; part of no epoch."""

@@ -1,8 +1,11 @@
-"""Resolve a data source to a file, a folder made by `datasets` or a hub name, and reject unusable ones before reading."""
+"""Resolve a data source to files, a folder made by `datasets` or a hub name, and reject unusable ones before reading."""
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -16,21 +19,73 @@ DATASETS_FILES = ("dataset_dict.json", "state.json")
 """Every folder made by save_to_disk() has one of these files."""
 
 
-def locate(source: str, split: str | None = None) -> tuple[Literal["file", "folder", "hub"], Path]:
+GLOB = re.compile(r"[*?\[]")
+
+
+def has_glob(source: str) -> bool:
+    """Whether `source` has a character of a glob."""
+    return GLOB.search(source) is not None
+
+
+def expand(source: str) -> list[str]:
+    """The files that match `source` if it is a glob (with ** for subfolders), sorted; else `source` itself.
+
+    Hidden files and folders are left out. Raises DataError if no file matches.
+    """
+    if not has_glob(source) or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
+        return [source]
+    refuse_non_utf8(source, "data:")
+    found = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if not os.path.isdir(path))
+    if not found:
+        folder = Path(os.path.dirname(GLOB.split(source)[0]))
+        there = listing([name for name in sorted(names_in(folder)) if not name.startswith(".")])
+        inside = f"the folder {str(folder)!r} has: {there}" if there else f"the folder {str(folder)!r} is empty or does not exist"
+        raise DataError(f"{source}: no file matches; {inside}")
+    return found
+
+
+Kind = Literal["file", "saved", "dataset"]
+"""A file; a folder made with save_to_disk(); or a data set that load_dataset() opens: a hub name, or a clone of one."""
+
+
+def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
     """(kind of `source`, its path). Raises DataError, with what to give instead, if it is none of the three kinds."""
     refuse_non_utf8(source, "data:")
     # job files are UTF-8, whatever encoding Python assumes for file names
     path = Path(os.fsdecode(source.encode("utf-8")))
     kind = path_kind(path, "data", DataError)
-    if kind == "folder":
-        refuse_other_folders(path)
-        return "folder", path
+    folder = path if kind == "folder" else Path(configured(source)[0])
+    if kind == "folder" or folder != path:
+        if is_clone(folder):
+            return "dataset", folder
+        if kind == "folder":
+            refuse_other_folders(path)
+            return "saved", path
     if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not looks_like_a_path(source):
-        return "hub", path
+        return "dataset", path
     if split is not None and kind == "file":
         raise DataError(f"{source}: a split ({split!r}) applies to hub names and `datasets` folders, not to files")
     refuse_other_files(path)
     return "file", path
+
+
+def configured(source: str) -> tuple[str, str | None]:
+    """(name or folder, configuration) of "NAME:CONFIGURATION"; (source, None) without one."""
+    name, colon, configuration = source.rpartition(":")
+    drive = len(name) == 1 and configuration[:1] in ("/", "\\")
+    if not colon or drive or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
+        return source, None
+    return name, configuration or None
+
+
+def is_clone(folder: Path) -> bool:
+    """Whether `folder` is a clone of a data set of the hub: its README.md has a header that names configurations or features."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
 
 
 def looks_like_a_path(source: str) -> bool:
@@ -50,7 +105,10 @@ def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
     if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
         files = sorted(name for name in names_in(path) if Path(name).suffix.lower() in EXTENSIONS)
+        kinds = Counter(Path(name).suffix for name in files).most_common()
         hint = f"; give one of its files: {listing(files)}" if files else ""
+        if kinds and kinds[0][1] > 1:
+            hint += f"; or all of a kind: {str(path / f'*{kinds[0][0]}')!r} ({kinds[0][1]:,} files)"
         raise DataError(f"{path}: is a folder, but not one made by save_to_disk() of `datasets`{hint}")
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.csv_reader import read_delimited
+from hwopt.data.dataset_reader import read_dataset, read_saved
 from hwopt.data.json_reader import read_json
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.sources import EXTENSIONS, locate
+from hwopt.data.sources import locate
 from hwopt.data.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
-from hwopt.errors import DataError, is_gated
+from hwopt.errors import DataError
 from hwopt.text import first_line, listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
 
     * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
       file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text".
-    * a folder made with save_to_disk() of `datasets`, or a hub name, "owner/name" or "owner/name:configuration", with `split`
-      (default train).
+    * a folder made with save_to_disk() of `datasets`, with `split` (default train).
+    * a hub name, "owner/name" or "owner/name:configuration", or a clone of a data set of the hub, likewise.
 
     Raises DataError, with the line if there is one.
     """
@@ -42,12 +43,12 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
     if kind == "file":
         rows = read_file(path, options)
     else:
-        table = read_datasets_folder(path, split) if kind == "folder" else load_from_hub(source, split or "train")
+        table = read_saved(path, split) if kind == "saved" else read_dataset(source, split or "train", options)
         rows = numbered_rows(table, name or source, options)
     if rows.table.num_rows == 0:
         rows.bad_rows.check([])
         raise DataError(f"{source}: has no rows; give a file with at least one sample")
-    return rows
+    return rows if options.max_rows is None else rows.first(options.max_rows)
 
 
 def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
@@ -156,45 +157,3 @@ def read_parquet(path: Path) -> pa.Table:
             return pyarrow.parquet.read_table(file)
     except pa.ArrowException as error:
         raise DataError(f"{path}: is not a valid parquet file: {first_line(error)}") from error
-
-
-def read_datasets_folder(path: Path, split: str | None) -> pa.Table:
-    """A data set saved with save_to_disk(), or one split of it."""
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # a corrupt folder fails in arrow, json or the file system
-        raise DataError(f"{path}: cannot be read as a `datasets` folder: {first_line(error)}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        name = split or "train"
-        if name not in loaded:
-            raise DataError(f"{path}: has no split {name!r}.{nearest(name, loaded)} It has: {listing(list(loaded))}")
-        return to_arrow(loaded[name])
-    if split is not None:
-        raise DataError(f"{path}: has no splits; omit data.split = {split!r}")
-    return to_arrow(loaded)
-
-
-def load_from_hub(source: str, split: str) -> pa.Table:
-    """One split of a hub data set."""
-    import datasets
-
-    name, _, configuration = source.partition(":")
-    try:
-        return to_arrow(datasets.load_dataset(name, configuration or None, split=split))
-    except Exception as error:  # the hub client, the network and datasets each raise their own
-        if is_gated(error):
-            raise DataError(
-                f"{source}: is gated. Accept its terms on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
-            ) from error
-        near = nearest(source, [file.name for file in Path().iterdir()])
-        raise DataError(
-            f"{source}: no such file or folder, and no such hub data set (split {split!r}): "
-            f"{first_line(error)}.{near} Give a file ({listing(EXTENSIONS)}), a `datasets` folder or a hub name"
-        ) from error
-
-
-def to_arrow(dataset: Any) -> pa.Table:
-    """The rows of a `datasets` data set, with its column types."""
-    return dataset.with_format("arrow")[:] if len(dataset) else dataset.data.table.slice(0, 0)

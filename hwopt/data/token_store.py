@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from hwopt.data.mixture import Mixture
+
 
 def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Row numbers (train, eval), both ascending; a pure function of the arguments. Raises DataError as `held_out_count` does."""
@@ -110,6 +112,7 @@ class TokenStore:
     * `offsets`: int64 (samples + 1,), the start of each sample
     * `labels`: of each token, int64: its class, or the token to predict after it, or -100; or of each sample, a value or a row
     * `counts`: int32 (samples,), labels of each sample that the loss counts
+    * optionally `documents`: int64 (samples,), for blocks of text: the document in which each sample starts
     * meta.json
     """
 
@@ -117,6 +120,8 @@ class TokenStore:
         self.folder = folder
         self._arrays: dict[str, NDArray[Any]] = {}
         self._meta: dict[str, Any] | None = None
+        self.mixture: Mixture | None = None
+        """The sources of the samples, if the data is a mixture; not stored, and not pickled."""
 
     def __getstate__(self) -> Path:
         return self.folder
@@ -157,6 +162,10 @@ class TokenStore:
             self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
         return self._arrays[name]
 
+    def has(self, name: str) -> bool:
+        """Whether the store has this array."""
+        return f"{name}.npy" in self.meta["bytes"]
+
     def row(self, index: int) -> dict[str, NDArray[Any]]:
         """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
 
@@ -165,7 +174,7 @@ class TokenStore:
         offsets = self.array("offsets")
         part = slice(offsets[index], offsets[index + 1])
         found = {"input_ids": self.array("input_ids")[part]}
-        if "token_type_ids.npy" in self.meta["bytes"]:
+        if self.has("token_type_ids"):
             found["token_type_ids"] = self.array("token_type_ids")[part]
         labels = self.array("labels")
         if self.meta["labels_per_token"]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hwopt.data.collate import Collate, StepDataset, cut_in_order
+from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions
 from hwopt.data.step_batch import Step, Widths
-from hwopt.data.tables import read_rows
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
@@ -48,7 +48,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     """
     found = find_run_model(run, options.assignments)
     data = found.job.data
-    rows = read_rows(source, None, ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter))
+    rows = read_all(source, None, ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter))
     loaded = load_trained_model(found, cache)
     task = loaded.task
     store = task.evaluation_store(loaded.trained, rows, cache)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.data.bad_rows import place
+from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.tables import read_rows
 from hwopt.errors import DataError, InputError
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
@@ -98,13 +97,13 @@ def reasons_of(rows: Rows, in_table: bool) -> dict[str, str]:
     """Place -> reason of the bad rows that are, or are not, in the table."""
     read = set(rows.places.numbers)
     bad = sorted(rows.bad_rows.reasons.items())
-    return {place(rows.source, rows.bad_rows.unit, number): why for number, why in bad if (number in read) == in_table}
+    return {rows.bad_rows.place(number): why for number, why in bad if (number in read) == in_table}
 
 
 def read_source(source: str, job: Job) -> Rows:
     """The rows of `source`, read as the job reads its data; no number of bad rows is an error."""
     data = job.data
-    rows = read_rows(source, None, ReadOptions(strict=False, max_bad_rows=1.0, encoding=data.encoding, delimiter=data.delimiter))
+    rows = read_all(source, None, ReadOptions(strict=False, max_bad_rows=1.0, encoding=data.encoding, delimiter=data.delimiter))
     names = rows.table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{source}: has {names.count(twice[0])} columns named {twice[0]!r}; rename all but one")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from hwopt.config.job import Data, Job, Model
+from hwopt.config.job import Data, Job
+from hwopt.config.job_model import Model
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import Hardware

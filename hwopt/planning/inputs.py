@@ -16,7 +16,7 @@ from hwopt.config.profile import Profile, load_profile, make_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.data.demo import demo_document
-from hwopt.data.sources import locate
+from hwopt.data.reading import refuse_missing
 from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
 from hwopt.planning.table_rules import rules_of
@@ -92,10 +92,7 @@ def refuse_mistakes(
 def refuse_missing_data(job: JobFile | None) -> None:
     """Raise DataError if the job's data do not exist. A run needs them, a plan does not."""
     if job is not None:
-        data = job.job.data
-        locate(data.train, data.split)
-        if data.eval is not None:
-            locate(data.eval, data.eval_split)
+        refuse_missing(job.job.data)
 
 
 def hub_is_out_of_reach() -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
 from hwopt.config.card import Card
-from hwopt.config.job import Job, Training
+from hwopt.config.job import Job
+from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.config.renames import job_key
 from hwopt.config.toml import Key

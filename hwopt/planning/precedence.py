@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hwopt.config.job import Job, JobFile, Training
+from hwopt.config.job import Job, JobFile
+from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.plugin.recipe import Recipe
 

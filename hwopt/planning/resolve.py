@@ -11,7 +11,8 @@ from math import ceil
 
 from pydantic import ValidationError
 
-from hwopt.config.job import Job, JobFile, Training
+from hwopt.config.job import Job, JobFile
+from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hwopt.config.job import Training
+from hwopt.config.job_training import Training
 from hwopt.plugin.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from hwopt.config.job import Data, Job, Model, Task
+from hwopt.config.job import Data, Job, Task
+from hwopt.config.job_model import Model
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.contract import Context, Decision, Plugin, PluginOptions

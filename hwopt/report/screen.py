@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hwopt.report.inference import show_classes
 from hwopt.report.terminal import say, table
+from hwopt.text import cut
 from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
@@ -159,8 +160,11 @@ def eval_line(row: Row, prefix: str = "eval") -> str:
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """(name, value with its unit) of every number in `summary`."""
+    """(name, value with its unit) of every number in `summary`, and the shares of a mixture."""
     for key, value in summary.items():
+        if key == "mixture":
+            total = sum(row["samples_per_epoch"] for row in value)
+            yield key, ", ".join(f"{row['samples_per_epoch'] / total:.1%} {cut(row['source'], 40)}" for row in value)
         if not isinstance(value, int | float):
             continue
         if key.endswith("_runtime"):

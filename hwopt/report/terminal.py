@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hwopt.config.job_sources import described, shares_of
 from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
     say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
     say(console, "batch", describe_batch(plan))
+    if shares_of(plan.job.data.train):
+        say(console, "mixture", f"{described(plan.job.data.train)} of the samples of an epoch")
     for entry in plan.applied():
         if entry.plugin.effect == "method":
             say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")

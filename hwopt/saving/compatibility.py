@@ -47,6 +47,7 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any], rename:
     advice = {
         "rows a step": f"Keep the effective batch: --set {option_for('effective_batch_size')}={{0}}",
         "samples": "The data or data.max_length changed. Give the same, or start over with --fresh",
+        "mixture": "Keep the sources and weights of data.train, or start over with --fresh",
         "seed": "Keep the seed: --set training.seed={0}",
         "order": "Keep the plugin that orders the samples",
         "task": "Keep task.kind",

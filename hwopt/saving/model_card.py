@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hwopt.config.job_sources import described
+from hwopt.data.sources import has_glob
 from hwopt.model.config import find_model_file
 from hwopt.saving.savable_run import SavableRun
 from hwopt.text import cut
@@ -76,7 +78,8 @@ def is_local(name: str) -> bool:
 
 def shown_source(source: str) -> str:
     """`source`, of a local file or folder without the path."""
-    return Path(source).name if Path(source).exists() or source.startswith((".", "/", "~")) else source
+    local = Path(source).exists() or source.startswith((".", "/", "~")) or has_glob(source)
+    return Path(source).name if local else source
 
 
 def origin(run: SavableRun) -> str:
@@ -112,7 +115,7 @@ def data_rows(run: SavableRun) -> Iterator[tuple[str, str, str]]:
         ("test", data.test or data.test_split, prepared.test),
     ):
         if store is not None:
-            yield part, shown_source(str(source)), f"{len(store):,}"
+            yield part, described(source or "", shown_source), f"{len(store):,}"
 
 
 def results(best_metrics: Mapping[str, float], summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:

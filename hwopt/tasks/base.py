@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-FORMAT = 2
+FORMAT = 3
 """Format of the token stores; a new number invalidates the cached ones."""
 IGNORED = -100
 """The label of a token that the loss ignores, as in transformers."""
@@ -77,8 +77,9 @@ class Prepared:
         return [store for store in (self.train, self.eval, self.test) if store is not None]
 
     def report_bad_rows(self, *sources: Rows | None) -> None:
-        """Add the bad rows of `sources` to `warnings` and `bad_rows`."""
+        """Add the notes of `sources` to `notes`, and their bad rows to `warnings` and `bad_rows`."""
         for source in sources:
+            self.notes.extend(() if source is None else source.notes)
             if source is not None and source.bad_rows.reasons:
                 self.warnings.append(source.bad_rows.note())
                 self.bad_rows.append(source.bad_rows.to_dict())

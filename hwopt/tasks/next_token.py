@@ -85,17 +85,26 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
 
     end = tokenizer.eos_token_id
     stream: list[NDArray[np.int32]] = []
+    documents: list[int] = []  # indexes in `stream`
     for start in range(0, len(texts), CHUNK):
         for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
             if stream and end is not None:
                 stream.append(np.array([end], np.int32))
             stream.append(np.asarray(ids, np.int32))
+            documents.append(len(stream) - 1)
     tokens = np.concatenate(stream)
     if len(tokens) < 2:
         raise DataError(f"{source}: has {len(tokens)} tokens; language modelling needs at least two")
     inputs, labels, offsets = blocks(tokens, block)
     lengths = np.diff(offsets)
-    arrays = {"input_ids": inputs, "labels": labels, "offsets": offsets, "counts": lengths.astype(np.int32)}
+    begins = np.cumsum([0, *map(len, stream)])[documents]
+    arrays = {
+        "input_ids": inputs,
+        "labels": labels,
+        "offsets": offsets,
+        "counts": lengths.astype(np.int32),
+        "documents": np.searchsorted(begins, offsets[:-1], side="right") - 1,
+    }
     return arrays, Encoded(inputs, None, lengths, 0)
 
 

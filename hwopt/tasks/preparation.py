@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
+from hwopt.config.job_sources import Sources as SourcesOf
+from hwopt.config.job_sources import paths_of
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.tables import read_rows
+from hwopt.data.mixture import Mixture
+from hwopt.data.reading import read_all, read_options, refuse_missing
+from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.data.tokenizer_training import trained_tokenizer
@@ -32,14 +35,15 @@ class Sources:
 def read_sources(job: Job) -> Sources:
     """Read the data of `job`."""
     data = job.data
-    options = ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter)
+    refuse_missing(data)
+    options = read_options(data)
 
-    def held_out(source: str | None, split: str | None) -> Rows | None:
-        if source is not None:
-            return read_rows(source, split, options)
-        return None if split is None else read_rows(data.train, split, options, f"{data.train} [{split}]")
+    def held_out(sources: SourcesOf | None, split: str | None) -> Rows | None:
+        if sources is not None:
+            return read_all(sources, split, options)
+        return None if split is None else read_all(paths_of(data.train), split, options, f" [{split}]")
 
-    train = read_rows(data.train, data.split, options)
+    train = read_all(data.train, data.split, options)
     return Sources(train, held_out(data.eval, data.eval_split), held_out(data.test, data.test_split))
 
 
@@ -49,6 +53,22 @@ def add_tokenless_rows(store: TokenStore, places: Places, bad_rows: BadRows) -> 
         bad_rows.add(places.numbers[sample], reason)
     if store.meta["left_out"]:
         bad_rows.check([number for number in places.numbers if number not in bad_rows.reasons])
+    store.mixture = mixture_of(store, places)
+
+
+def mixture_of(store: TokenStore, places: Places) -> Mixture | None:
+    """The sources of the samples of `store`, which were made from the rows at `places`; None if the data is no mixture.
+
+    A block of plain text belongs to the source of its first document.
+    """
+    import numpy as np
+
+    mixture = places.mixture()
+    if mixture is None:
+        return None
+    if store.has("documents"):
+        return mixture.take(store.array("documents"))
+    return mixture.take(np.delete(np.arange(len(places.numbers)), [sample for sample, _ in store.meta["left_out"]]))
 
 
 def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder: bool, cache: Path) -> Any:
@@ -72,6 +92,10 @@ def make_prepared(
     prepared = Prepared(train, held_out, tokenizer, names, test=test)
     used = {number for store in prepared.stores for number in store.meta["special_ids"]} if avoid_used else set()
     choose_padding(tokenizer, used)
+    if train.mixture is not None:
+        train.mixture.check()
+        prepared.notes.extend(train.mixture.notes())
+        prepared.warnings.extend(train.mixture.warnings())
     for store, which in ((train, ""), (held_out, " of the evaluation data"), (test, " of the test data")):
         if store is not None and (cut := store.meta["cut"]):
             prepared.notes.append(

@@ -17,7 +17,7 @@ from hwopt.config.aliases import option_for
 from hwopt.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from hwopt.config.job import Training
+    from hwopt.config.job_training import Training
 
 
 RECENT = 20

@@ -41,6 +41,7 @@ def build_loaders(run: Run) -> None:
         rank=run.rank,
         world_size=run.world_size,
         start=run.step,
+        mixture=prepared.train.mixture,
     )
     if recipe.collate is not None:
         collate = recipe.collate(collate)

@@ -16,7 +16,7 @@ from hwopt.text import listing
 from hwopt.training.run import Run
 
 if TYPE_CHECKING:
-    from hwopt.config.job import Training
+    from hwopt.config.job_training import Training
 
 Groups = list[dict[str, Any]]
 """torch's parameter groups, each with "params" and, as torch calls it, "param_names"."""

@@ -20,7 +20,7 @@ from hwopt.training.listener import Listener
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from hwopt.config.job import Training
+    from hwopt.config.job_training import Training
     from hwopt.saving.reader import Checkpoint
 
 
@@ -142,6 +142,7 @@ class Run:
         return {
             "task": self.task.kind,
             "samples": f"{len(train):,} ({train.folder.name})",
+            "mixture": None if train.mixture is None else train.mixture.fact,
             "rows a step": self.batch.step,
             "seed": self.training.seed,
             "order": self.recipe.author_of("order").split(" (")[0],

@@ -23,4 +23,6 @@ def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -
     }
     best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
     details = {} if best.value is None else {f"best_eval_{name}": value for name, value in best.details.items()}
-    return totals | best.latest | best_values | details
+    mixture = run.prepared.train.mixture
+    shares = {} if mixture is None else {"mixture": list(mixture.rows())}
+    return totals | shares | best.latest | best_values | details

@@ -24,7 +24,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwopt.cli import COMMANDS, run_command
-from hwopt.config.job import Data, Job, Model, Task, Training
+from hwopt.config.job import Data, Job, Task
+from hwopt.config.job_model import Model
+from hwopt.config.job_training import Training
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.interop.launcher_environment import refuse_contradictions
@@ -267,10 +269,37 @@ NO_NUMBER = [
 ]
 NO_COUNT = [*NO_NUMBER, "0", "1.5", "1e3", str(2**63)]
 NO_FLAG = ["1", "0", "'true'", "[]", "{}", "nan"]
+NO_SOURCES = ["true", "3", "''", "[]", "{}", "[1]", "['']", "[['a']]", "['a', 3]", "['a', \"b\\u0007\"]", "[{}]"]
+NO_MIXTURE = [
+    "[{ path = 'a', weight = 1 }]",
+    "['a', { path = 'b', weight = 1 }]",
+    *(
+        f"[{{ path = 'a', weight = 1 }}, {rest}]"
+        for rest in (
+            "{}",
+            "{ path = 'b' }",
+            "{ weight = 1 }",
+            "{ path = '', weight = 1 }",
+            "{ path = ['b'], weight = 1 }",
+            "{ path = 'b', weight = 0 }",
+            "{ path = 'b', weight = -1 }",
+            "{ path = 'b', weight = inf }",
+            "{ path = 'b', weight = nan }",
+            "{ path = 'b', weight = '1' }",
+            "{ path = 'b', weight = true }",
+            "{ path = 'b', weight = 1, wieght = 2 }",
+            "{ path = 'b', weight = 1, split = 3 }",
+        )
+    ),
+]
 WRONG = {
     **dict.fromkeys(("model.name", "model.tokenizer", "model.revision", "training.metric_for_best_model"), NO_TEXT),
-    **{f"data.{key}": NO_TEXT for key in ("train", "eval", "split", "eval_split", "label", "prompt", "completion")},
-    **{f"data.{key}": NO_TEXT for key in ("test", "test_split", "messages", "chat_template")},
+    **{f"data.{key}": NO_TEXT for key in ("split", "eval_split", "label", "prompt", "completion")},
+    **{f"data.{key}": NO_TEXT for key in ("test_split", "messages", "chat_template")},
+    "data.train": [*NO_SOURCES, *NO_MIXTURE],
+    **{f"data.{key}": [*NO_SOURCES, "[{ path = 'a', weight = 1 }, { path = 'b', weight = 1 }]"] for key in ("eval", "test")},
+    "data.max_rows": NO_COUNT,
+    "data.streaming": NO_FLAG,
     "data.encoding": [*NO_TEXT, "'cp12520'", "'base64'"],
     "data.delimiter": [*NO_TEXT, "''", "';;'"],
     "data.max_bad_rows": [*NO_NUMBER, "1.1"],

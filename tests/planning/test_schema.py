@@ -10,7 +10,9 @@ from typing import Any
 import example_plugins
 import pytest
 
-from hwopt.config.job import Data, Job, Model, Task, Training
+from hwopt.config.job import Data, Job, Task
+from hwopt.config.job_model import Model
+from hwopt.config.job_training import Training
 from hwopt.config.profile_files import profile_files
 from hwopt.planning.schema import schema
 from hwopt.plugin.registry import Registry

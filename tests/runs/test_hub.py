@@ -107,7 +107,7 @@ def test_bad_repositories_are_refused(training: dict[str, Any], message: str, tm
 def test_repository_names_are_those_that_the_hub_allows() -> None:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    from hwopt.config.job import Training
+    from hwopt.config.job_training import Training
 
     for name in ("a", "a/b", "a-b/c.d_e", "a..b", "-a", "a-", "a/b/c", "ä", "a/" + "x" * 96, "a/" + "x" * 97, "_a", "a."):
         try:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.config.job import Training
+from hwopt.config.job_training import Training
 from hwopt.errors import NonFiniteError
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.divergence import ENOUGH, RECENT, DivergenceMonitor, LoggedInterval, LossHistory, list_steps, spike_above

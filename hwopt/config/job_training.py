@@ -1,0 +1,83 @@
+"""The job's table `training`: hyperparameters, evaluations, checkpoints and the upload."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from hwopt.config.job_values import Table
+from hwopt.text import truncate
+
+Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+
+
+def _repository(name: str) -> str:
+    """`name`. Raises ValueError if the hub does not allow it as the name of a repository."""
+    part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+    owner, slash, own = name.rpartition("/")
+    if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
+        raise ValueError(f'{truncate(name)} is no repository name; expected OWNER/NAME, such as "me/my-model"')
+    return name
+
+
+class Training(Table):
+    """Hyperparameters, in Hugging Face's words. Steps are optimizer steps."""
+
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    max_steps: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=5e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """0: no clipping."""
+    lr_scheduler_type: Scheduler = "linear"
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    logging_steps: int = Field(default=10, ge=1)
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Default: at the end of each epoch."""
+    save_steps: int | None = Field(default=None, ge=1)
+    """Write a checkpoint every N steps, in addition to those of save_minutes."""
+    save_minutes: float = Field(default=15.0, ge=0)
+    """Write a checkpoint every N minutes; 0: never. SIGTERM and SIGINT always write one."""
+    save_total_limit: int = Field(default=2, ge=0)
+    """Checkpoints to keep, the newest first; 0 keeps all. The best weights are kept in addition."""
+    hang_timeout: float = Field(default=600.0, ge=0)
+    """Seconds without a micro-batch after which the run ends with exit code 9 (the first step: ten times as many); 0: never."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do after an update is skipped because a gradient or a loss is not finite."""
+    nonfinite_limit: int = Field(default=50, ge=1)
+    """Consecutive updates that "skip" or a loss scaler may skip."""
+    nonfinite_fraction: float = Field(default=0.1, gt=0, le=1)
+    """Fraction of all updates that "skip" may skip; one skipped update is always allowed."""
+    loss_spike: Literal["warn", "stop", "off"] = "warn"
+    """What to do if a logged loss is far above the recent ones."""
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End the run after so many evaluations in a row without a better metric for the best model; default: never."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """An improvement counts for early stopping if it is greater than this."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    push_to_hub: bool = False
+    """Upload `final/` to the hub at the end of the run."""
+    hub_model_id: Annotated[str, AfterValidator(_repository)] | None = None
+    """The repository to upload to, such as "me/my-model"."""
+    hub_private_repo: bool = False
+    """Create the repository as a private one."""
+
+    @model_validator(mode="after")
+    def _repository_to_push_to(self) -> Training:
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
+        return self
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Training:
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError("warmup_ratio and warmup_steps exclude each other")
+        return self
