@@ -104,6 +104,10 @@ TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type":
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2), WithJsonSchema(TEXT_SCHEMA)]
 
 
+COLUMNS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+Columns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1), WithJsonSchema(COLUMNS_SCHEMA)]
+
+
 class FrozenDict(dict[str, Any]):
     """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""
 
@@ -159,7 +163,10 @@ class Data(Table):
     test_split: str | None = None
     text: Texts = ("text",)
     """One column, or two for pairs."""
-    label: str = "label"
+    label: Columns = ("label",)
+    """The column with the labels; several ones for regression and multi-label classification."""
+    label_delimiter: str = Field(default=",", min_length=1)
+    """Multi-label classification: what separates the labels of a text."""
     prompt: str | None = None
     """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
     completion: str | None = None
@@ -293,7 +300,7 @@ class Job(Table):
 
 SPECIAL_KEYS = (
     *("data.prompt", "data.completion", "data.messages", "data.chat_template", "data.assistant_turns", "data.sample_prompts"),
-    "task.class_weights",
+    *("data.label_delimiter", "task.class_weights"),
 )
 """Keys that only some tasks read; `TaskFacts.keys` names those of a task."""
 TABLES = tuple(Job.model_fields)

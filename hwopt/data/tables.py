@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.csv_reader import read_delimited
 from hwopt.data.json_reader import read_json
 from hwopt.data.rows import ReadOptions, Rows
@@ -31,7 +32,8 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
     `source` is one of:
 
     * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
-      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text".
+      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text". A
+      CoNLL file has one row per sentence (hwopt.data.conll_reader).
     * a folder made with save_to_disk() of `datasets`, or a hub name, "owner/name" or "owner/name:configuration", with `split`
       (default train).
 
@@ -129,6 +131,8 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         lines = read_lines(path, options.encoding)
         if suffix in (".csv", ".tsv"):
             return read_delimited(path, lines, bad_rows, options)
+        if suffix in CONLL_EXTENSIONS:
+            return read_conll(path, lines, bad_rows)
         return read_json(path, lines, bad_rows)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
