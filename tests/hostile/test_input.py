@@ -269,7 +269,7 @@ NO_COUNT = [*NO_NUMBER, "0", "1.5", "1e3", str(2**63)]
 NO_FLAG = ["1", "0", "'true'", "[]", "{}", "nan"]
 WRONG = {
     **dict.fromkeys(("model.name", "model.tokenizer", "model.revision", "training.metric_for_best_model"), NO_TEXT),
-    **{f"data.{key}": NO_TEXT for key in ("train", "eval", "split", "eval_split", "label", "prompt", "completion")},
+    **{f"data.{key}": NO_TEXT for key in ("train", "eval", "split", "eval_split", "prompt", "completion")},
     **{f"data.{key}": NO_TEXT for key in ("test", "test_split", "messages", "chat_template")},
     "data.encoding": [*NO_TEXT, "'cp12520'", "'base64'"],
     "data.delimiter": [*NO_TEXT, "''", "';;'"],
@@ -283,6 +283,8 @@ WRONG = {
     **{f"training.{key}": NO_FLAG for key in ("push_to_hub", "hub_private_repo")},
     "training.hub_model_id": [*NO_TEXT, "''", "'a/b/c'", "'a b'"],
     "model.config": ["3", "'bert'", "[]", "{}", "true", "{ model_type = 3 }"],
+    "data.label": ["true", "3", "[]", "[1]", "{}", "[['a']]"],
+    "data.label_delimiter": [*NO_TEXT, "''"],
     "data.text": ["true", "3", "[]", "[1]", "['a', 'b', 'c']", "{}", "[['a']]"],
     "data.eval_fraction": [*NO_NUMBER, "0", "1", "1.5"],
     "data.max_length": [*NO_COUNT, "1", "33333333333"],

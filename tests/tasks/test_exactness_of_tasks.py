@@ -32,14 +32,15 @@ def write_rows(path: Path, number: int) -> Path:
 
 def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[str, Any]:
     folder.mkdir()
-    data = {"train": str(write_rows(folder / "rows.jsonl", 24)), "eval_fraction": 0.2, **TASKS[kind]}
-    data["eval"] = None
+    data = {"train": str(write_rows(folder / "rows.jsonl", 24)), "eval": None, "eval_fraction": 0.2, **TASKS[kind]}
     job = tiny_job(folder, kind, config=TINY_BERT, data=data, max_steps=4)
     if weights is not None:
         table = job.job.task.model_copy(update={"class_weights": weights})
         job = type(job)(job.job.model_copy(update={"task": table}), job.document)
     recorder = train_tiny(plan_for(tiny_profile(**plugins), job), folder)
     assert recorder.warnings == []
+    seen = {entry.name: evidence.status for entry, evidence in recorder.found}
+    assert all(seen[name] == "active" for name in plugins if name != "batch")
     return load_file(folder / "run" / "final" / "model.safetensors")
 
 

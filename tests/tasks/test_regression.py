@@ -37,7 +37,8 @@ def prepare(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
 def test_targets_are_numbers_in_their_own_unit(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, ROWS)
     assert prepared.label_names == ("score",)
-    assert prepared.train.array("labels").tolist() == pytest.approx([[n / 10] for n in range(10)])
+    assert prepared.train.array("labels").flatten().tolist() == pytest.approx([n / 10 for n in range(10)])
+    assert prepared.train.array("labels").shape == (10, 1)
     assert prepared.notes == []
 
 

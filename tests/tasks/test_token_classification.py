@@ -56,7 +56,7 @@ def test_first_token_of_each_word_has_its_tag(tmp_path: Path) -> None:
     assert prepared.train.counts.tolist() == [4, 3]
     row = prepared.train.row(1)
     tokens = prepared.tokenizer.convert_ids_to_tokens(row["input_ids"])
-    assert [token for token, label in zip(tokens, row["labels"], strict=True) if label != IGNORED][0] == tokens[1]
+    assert next(token for token, label in zip(tokens, row["labels"], strict=True) if label != IGNORED) == tokens[1]
     assert all(label == IGNORED for token, label in zip(tokens, row["labels"], strict=True) if token.startswith(("##", "[")))
 
 
