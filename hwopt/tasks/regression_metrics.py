@@ -10,31 +10,36 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hwopt.tasks.metrics import LossMetrics
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 METRICS = ("mse", "mae", "r2", "pearson", "spearman")
 
 
-class RegressionMetrics:
+class RegressionMetrics(LossMetrics):
     """loss, mse, mae, r2, pearson and spearman, as in scikit-learn and scipy; with several targets the mean over them.
 
     A value that is not defined, such as the correlation of a constant, is nan. `details` has the metrics of each target.
     """
 
     def __init__(self, device: torch.device | str, names: Sequence[str]) -> None:
+        super().__init__(device)
         self.device, self.names = device, names
         self._parts: list[torch.Tensor] = []  # (2, batch, targets): predictions, targets
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
         """Add a micro-batch. Does not wait for the device."""
-        self._parts.append(torch.stack([outputs.logits.detach().float(), targets.float()]))
+        part = torch.stack([outputs.logits.detach().float(), targets.float()])
+        super().update(outputs, targets, summed_loss, count)
+        self._parts.append(part)
 
     def compute(self) -> dict[str, float]:
         """The values by name; nan if nothing was evaluated. Called on all ranks."""
         targets = self._of_targets()
         values = {name: float(np.mean([each[name] for each in targets])) for name in METRICS}
-        return {"loss": values["mse"], **values}
+        return super().compute() | values
 
     def details(self) -> dict[str, Any]:
         """targets: the metrics of each target, if there are several. Called on all ranks."""

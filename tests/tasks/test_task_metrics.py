@@ -33,9 +33,10 @@ def test_regression_metrics_are_those_of_scikit_learn_and_scipy(targets: int) ->
     found = (actual + torch.randn(50, targets)).mul(4).round() / 4
     metrics = RegressionMetrics("cpu", [f"t{number}" for number in range(targets)])
     for begin, end in ((0, 7), (7, 8), (8, 50)):
-        metrics.update(outputs(found[begin:end]), actual[begin:end], torch.zeros(()), 1)
+        metrics.update(outputs(found[begin:end]), actual[begin:end], torch.tensor(3.0), end - begin)
     values = metrics.compute()
-    assert values["mse"] == values["loss"] == pytest.approx(sklearn.metrics.mean_squared_error(actual, found))
+    assert values["loss"] == pytest.approx(9 / 50)
+    assert values["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(actual, found))
     assert values["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(actual, found))
     assert values["r2"] == pytest.approx(sklearn.metrics.r2_score(actual, found))
     for name, function in (("pearson", scipy.stats.pearsonr), ("spearman", scipy.stats.spearmanr)):
