@@ -77,6 +77,21 @@ def write_folder(folder: Path) -> None:
     for name in ("test.csv", "new.csv"):
         shutil.copy(folder / "dev.csv", folder / name)
     write_pairs(alone / "train.csv", ("text",), 40, seed=2)
+    write_tasks(folder)
+
+
+def write_tasks(folder: Path) -> None:
+    """The data of docs/jobs.md for regression, multi-label and token classification."""
+    random_words = random.Random(3)
+    scores, topics, entities = ["text,score"], [], []
+    for _ in range(40):
+        words = random_words.choices(WORDS, k=random_words.randint(3, 8))
+        colours = [word for word in words if word in COLOURS]
+        scores.append(f"{' '.join(words)},{len(colours) / len(words)}")
+        topics.append(json.dumps({"text": " ".join(words), "labels": sorted(set(colours))}))
+        entities += [*(f"{word} {'B-COL' if word in COLOURS else 'O'}" for word in words), ""]
+    for name, lines in (("scores.csv", scores), ("topics.jsonl", topics), ("entities.conll", entities)):
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_chat(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hwopt.config.job import Table
+from hwopt.config.job_values import Table
 from hwopt.hardware.device import Hardware
 
 Positive = Annotated[float, Field(gt=0)]

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from hwopt.config.job_model import Model
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
-from hwopt.config.job_values import Encoding, Table, Texts, as_tuple, frozen
+from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
 from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.task_kinds import task_class, task_facts, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml
@@ -43,7 +43,10 @@ class Data(Table):
     """Read hub data sets row by row, without downloading all of their files; needs `max_rows`."""
     text: Texts = ("text",)
     """One column, or two for pairs."""
-    label: str = "label"
+    label: Columns = ("label",)
+    """The column with the labels; several ones for regression and multi-label classification."""
+    label_delimiter: str = Field(default=",", min_length=1)
+    """Multi-label classification: what separates the labels of a text."""
     prompt: str | None = None
     """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
     completion: str | None = None
@@ -146,7 +149,7 @@ class Job(Table):
 
 SPECIAL_KEYS = (
     *("data.prompt", "data.completion", "data.messages", "data.chat_template", "data.assistant_turns", "data.sample_prompts"),
-    "task.class_weights",
+    *("data.label_delimiter", "task.class_weights"),
 )
 """Keys that only some tasks read; `TaskFacts.keys` names those of a task."""
 TABLES = tuple(Job.model_fields)

@@ -45,6 +45,9 @@ Encoding = Annotated[str, AfterValidator(known_encoding)]
 TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}]}
 Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=2), WithJsonSchema(TEXT_SCHEMA)]
 
+COLUMNS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+Columns = Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1), WithJsonSchema(COLUMNS_SCHEMA)]
+
 
 class FrozenDict(dict[str, Any]):
     """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""

@@ -9,11 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
+from hwopt.data.conll_reader import CONLL_EXTENSIONS
 from hwopt.errors import DataError
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
 
-EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt")
+EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
 ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4")
 DATASETS_FILES = ("dataset_dict.json", "state.json")
 """Every folder made by save_to_disk() has one of these files."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.csv_reader import read_delimited
 from hwopt.data.dataset_reader import read_dataset, read_saved
 from hwopt.data.json_reader import read_json
@@ -32,7 +33,8 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
     `source` is one of:
 
     * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
-      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text".
+      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text". A
+      CoNLL file has one row per sentence (hwopt.data.conll_reader).
     * a folder made with save_to_disk() of `datasets`, with `split` (default train).
     * a hub name, "owner/name" or "owner/name:configuration", or a clone of a data set of the hub, likewise.
 
@@ -130,6 +132,8 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         lines = read_lines(path, options.encoding)
         if suffix in (".csv", ".tsv"):
             return read_delimited(path, lines, bad_rows, options)
+        if suffix in CONLL_EXTENSIONS:
+            return read_conll(path, lines, bad_rows)
         return read_json(path, lines, bad_rows)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

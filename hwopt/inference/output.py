@@ -141,7 +141,7 @@ class ParquetWriter:
         import pyarrow as pa
         import pyarrow.parquet
 
-        types = {str: pa.string(), float: pa.float64(), int: pa.int64()}
+        types = {str: pa.string(), float: pa.float64(), int: pa.int64(), list: pa.list_(pa.string())}
         table = table.replace_schema_metadata(None)  # the features of `datasets` would lack the new columns
         for name, values in columns.items():
             table = table.append_column(name, pa.array(values, types[self.new[name]]))

@@ -68,8 +68,9 @@ class Prepared:
             return None
         import numpy as np
 
-        weights: NDArray[np.float64] = np.array(self.class_weights)[self.train.array("labels")]
-        return weights
+        labels = self.train.array("labels")
+        weights: NDArray[np.float64] = np.array([*self.class_weights, 0.0])[np.where(labels == IGNORED, -1, labels)]
+        return np.add.reduceat(weights, self.train.array("offsets")[:-1]) if self.train.meta["labels_per_token"] else weights
 
     @property
     def stores(self) -> list[TokenStore]:

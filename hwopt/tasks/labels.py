@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from hwopt.config.job import Job
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values
 from hwopt.errors import DataError, InputError
@@ -64,6 +65,13 @@ def read_labels(rows: Rows, name: str) -> list[str]:
             values[row] = None
         return ["" if value is None else integer_text(value) for value in values]
     return ["" if value is None else str(value) for value in values]
+
+
+def one_label_column(job: Job) -> str:
+    """The label column of the job. Raises ValueError if it has several."""
+    if len(job.data.label) > 1:
+        raise ValueError(f"data.label: {job.task.kind} takes one column, got {listing(job.data.label)}")
+    return job.data.label[0]
 
 
 def integer_text(value: Any) -> str:

@@ -78,23 +78,9 @@ class ClassMetrics(LossMetrics):
         self.names = [str(number) for number in range(labels)] if names is None else list(names)
 
     def details(self) -> dict[str, Any]:
-        """classes: label, precision, recall, f1, support of each; confusion_matrix: a row of counts for each true label.
-
-        A precision or recall without a sample in its denominator is 0, as in scikit-learn.
-        """
+        """classes: label, precision, recall, f1, support of each; confusion_matrix: a row of counts for each true label."""
         sums = over_ranks(self._sums).tolist()
-        found: dict[str, Any] = {
-            "classes": [
-                {
-                    "label": name,
-                    "precision": hits / predicted if predicted else 0.0,
-                    "recall": hits / actual if actual else 0.0,
-                    "f1": 2 * hits / (predicted + actual) if predicted + actual else 0.0,
-                    "support": int(actual),
-                }
-                for name, hits, predicted, actual in zip(self.names, *self._per_class(sums), strict=True)
-            ]
-        }
+        found: dict[str, Any] = {"classes": class_rows(self.names, *self._per_class(sums))}
         if self.has_matrix:
             cells, n = [int(value) for value in sums[2 + 3 * self.labels :]], self.labels
             rows = [cells[row * n : (row + 1) * n] for row in range(n)]
@@ -129,3 +115,61 @@ class ClassMetrics(LossMetrics):
             "f1": sum(present) / len(present) if present else math.nan,
         }
         return {**values, "f1_binary": f1[1] or 0.0} if self.labels == 2 else values
+
+
+class LabelSetMetrics(LossMetrics):
+    """loss, f1_micro, f1_macro, as in scikit-learn, and exact_match: the share of samples with exactly the right labels.
+
+    A label is predicted if its probability is at least 0.5. `details` has the metrics of each label.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device | str) -> None:
+        super().__init__(device, extra=2 + 3 * len(names))
+        self.names = names
+
+    def details(self) -> dict[str, Any]:
+        """classes: label, precision, recall, f1, support of each."""
+        return {"classes": class_rows(self.names, *self._per_label(over_ranks(self._sums).tolist()))}
+
+    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
+        predictions, actual = outputs.logits >= 0, targets >= 0.5  # (batch, labels)
+        extra[0] += (predictions == actual).all(-1).sum()
+        extra[1] += len(targets)
+        extra[2:] += torch.cat([part.sum(0) for part in (predictions & actual, predictions, actual)])
+
+    def _per_label(self, sums: list[float]) -> tuple[list[float], list[float], list[float]]:
+        """(correct predictions, predictions, samples) of each label."""
+        n = len(self.names)
+        return sums[4 : 4 + n], sums[4 + n : 4 + 2 * n], sums[4 + 2 * n :]
+
+    def _values(self, sums: list[float]) -> dict[str, float]:
+        exact, samples = sums[2:4]
+        hits, predicted, actual = self._per_label(sums)
+        each = [f1_score(*counts) for counts in zip(hits, predicted, actual, strict=True)]
+        return {
+            **super()._values(sums),
+            "f1_micro": f1_score(sum(hits), sum(predicted), sum(actual)) if samples else math.nan,
+            "f1_macro": sum(each) / len(each) if samples else math.nan,
+            "exact_match": exact / samples if samples else math.nan,
+        }
+
+
+def f1_score(hits: float, predicted: float, actual: float) -> float:
+    """F1 from the numbers of correct predictions, predictions and labels; 0 without any."""
+    return 2 * hits / (predicted + actual) if predicted + actual else 0.0
+
+
+def class_rows(
+    names: Sequence[str], hits: Sequence[float], predicted: Sequence[float], actual: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Label, precision, recall, f1 and support of each class. A precision or recall without a sample is 0, as in scikit-learn."""
+    return [
+        {
+            "label": name,
+            "precision": hit / guesses if guesses else 0.0,
+            "recall": hit / own if own else 0.0,
+            "f1": f1_score(hit, guesses, own),
+            "support": int(own),
+        }
+        for name, hit, guesses, own in zip(names, hits, predicted, actual, strict=True)
+    ]

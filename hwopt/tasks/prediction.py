@@ -44,8 +44,11 @@ class Generation:
 class Predictor(Protocol):
     """Turns texts into predictions with a trained model."""
 
-    columns: ClassVar[Mapping[str, type]]
-    """Name and type of each value of a prediction."""
+    @property
+    def columns(self) -> Mapping[str, type]:
+        """Name and type of each value of a prediction: str, int, float, or list for strings."""
+        ...
+
     padding_side: ClassVar[Literal["left", "right"]]
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:

@@ -312,6 +312,8 @@ WRONG = {
     **{f"training.{key}": NO_FLAG for key in ("push_to_hub", "hub_private_repo")},
     "training.hub_model_id": [*NO_TEXT, "''", "'a/b/c'", "'a b'"],
     "model.config": ["3", "'bert'", "[]", "{}", "true", "{ model_type = 3 }"],
+    "data.label": ["true", "3", "[]", "[1]", "{}", "[['a']]"],
+    "data.label_delimiter": [*NO_TEXT, "''"],
     "data.text": ["true", "3", "[]", "[1]", "['a', 'b', 'c']", "{}", "[['a']]"],
     "data.eval_fraction": [*NO_NUMBER, "0", "1", "1.5"],
     "data.max_length": [*NO_COUNT, "1", "33333333333"],

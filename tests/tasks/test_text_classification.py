@@ -204,7 +204,7 @@ def test_tokens_are_cached_until_data_or_options_change(tmp_path: Path, monkeypa
     first = prepare(tmp_path)[2].train.folder
     assert prepare(tmp_path, max_length=8)[2].train.folder != first
     assert prepare(tmp_path, [{**row, "label": row["second"]} for row in ROWS])[2].train.folder != first
-    monkeypatch.setattr("hwopt.tasks.text_classification.encode", None)
+    monkeypatch.setattr("hwopt.tasks.labelled_texts.encode", None)
     assert prepare(tmp_path)[2].train.folder == first
 
 

@@ -1,0 +1,171 @@
+"""Multi-label classification: any number of labels for a text or a pair of texts, by the binary cross-entropy of each label."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.columns import text_of
+from hwopt.data.rows import Rows
+from hwopt.errors import DataError
+from hwopt.tasks.base import LossFunction, Metrics, Prepared
+from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets, sequence_class_names
+from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples, uses_two_types
+from hwopt.tasks.labels import label_order
+from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.recognition import Recognised
+from hwopt.text import listing, nearest, truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+SETS = ("labels", "label", "tags", "topics", "categories", "genres", "emotions", "classes")
+"""Names of columns with several labels a row."""
+
+
+class MultiLabel(LabelledTexts):
+    """Any number of labels for a text: a column with lists or delimited labels, or one column of 0 and 1 for each label."""
+
+    facts = TaskFacts(
+        "multi-label-classification", "AutoModelForSequenceClassification", keys=frozenset({"data.label_delimiter"})
+    )
+    pipeline_tag: ClassVar[str] = "text-classification"
+    default_metric: ClassVar[str] = "eval_f1_micro"
+    metric_directions: ClassVar[dict[str, bool]] = {"f1_micro": True, "f1_macro": True, "exact_match": True, "loss": False}
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """A column of lists, a column with delimited labels, or several columns of 0 and 1, beside a text."""
+        names = table.column_names
+        named = [name for name in names if name.lower() in SETS]
+        keys: dict[str, Any] = {}
+        if lists := [name for name in (*named, *names) if is_list_of_labels(table, name)]:
+            keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
+        elif len(flags := [name for name in names if is_flag(table, name)]) > 1:
+            keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
+        elif (found := delimited_column(table, named)) is not None:
+            column, mark = found
+            keys, why = {"label": column, "label_delimiter": mark}, f"column {column!r} holds labels separated by {mark!r}"
+        else:
+            return "no column looks like several labels; name it in the job with data.label"
+        texts = text_of(table, keys["label"] if isinstance(keys["label"], str) else None)
+        if not texts:
+            return "no column looks like a text for multi-label-classification; name it in the job with data.text"
+        return Recognised({"text": texts, **keys}, tuple(texts), why, rank=4)
+
+    def read_labels(self, rows: Rows, job: Job) -> list[Any]:
+        """The list of labels of each row."""
+        columns = job.data.label
+        return read_flags(rows, columns) if len(columns) > 1 else read_sets(rows, columns[0], job.data.label_delimiter)
+
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+        """The columns; of one column the labels that occur, in the order of the model or the data set, else sorted."""
+        columns = job.data.label
+        found = [label for labels in samples.labels for label in labels]
+        if not found:
+            raise DataError(f"{rows.source}: no row has a label in {listing([repr(name) for name in columns])}")
+        if len(columns) > 1:
+            return Named(columns)
+        notes = []
+        counts = Counter(mark for label in found for mark in DELIMITERS if mark in label)
+        if counts and not any(len(labels) > 1 for labels in samples.labels):
+            mark = counts.most_common(1)[0][0]
+            notes.append(
+                f"no row has several labels, and {counts[mark]:,} labels contain {mark!r}: set data.label_delimiter = {mark!r} "
+                "if it separates labels"
+            )
+        return Named(label_order(found, sequence_class_names(rows.table, columns[0]), config), tuple(notes))
+
+    def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
+        """1 for each label that a sample has, else 0; float32 (samples, labels)."""
+        import numpy as np
+
+        numbers = {name: number for number, name in enumerate(names)}
+        made = np.zeros((len(labels), len(names)), np.float32)
+        for sample, own in enumerate(labels):
+            made[sample, [numbers[label] for label in own]] = 1
+        return made
+
+    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+        """The samples whose labels all occur in the training data; the others become bad rows."""
+        known, numbers, usable = set(names), samples.places.numbers, []
+        for sample, labels in enumerate(samples.labels):
+            if new := [label for label in labels if label not in known]:
+                samples.bad_rows.add(
+                    numbers[sample],
+                    f"has a label that is not in the training data: {truncate(new[0])}.{nearest(new[0], names)} "
+                    f"Known labels: {listing(names)}",
+                )
+            else:
+                usable.append(sample)
+        samples.bad_rows.check([numbers[sample] for sample in usable])
+        return samples.take(usable)
+
+    def held_out_notes(self, held_out: Samples, names: tuple[str, ...]) -> list[str]:
+        """The labels that the evaluation data lacks."""
+        present = {label for labels in held_out.labels for label in labels}
+        absent = [truncate(name) for name in names if name not in present]
+        return [f"the evaluation data has no sample of {listing(absent)}"] if absent else []
+
+    def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
+        """The labels of a sample."""
+        names = prepared.label_names or ()
+        return ", ".join(name for name, value in zip(names, label.tolist(), strict=True) if value) or "(none)"
+
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+        """A sample without labels."""
+        import numpy as np
+
+        return super().placeholder(job, config, length) | {"row_labels": np.zeros(config.num_labels, np.float32)}
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Predicts the labels with a probability of at least 0.5."""
+        from hwopt.tasks.text_predictors import LabelSetPredictor
+
+        return LabelSetPredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+
+    def head_config(self, prepared: Prepared) -> dict[str, Any]:
+        """The label names, and the kind of classification."""
+        return super().head_config(prepared) | {"problem_type": "multi_label_classification"}
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(binary cross-entropy summed over samples and labels, samples x labels); targets (batch, labels)."""
+        return summed_binary_loss(outputs, targets)
+
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """`loss` with the job's label smoothing: a label of 1 becomes 1 - s / 2, one of 0 becomes s / 2."""
+        smoothing = self.options.label_smoothing
+        return partial(summed_binary_loss, smoothing=smoothing) if smoothing else self.loss
+
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """loss, f1_micro, f1_macro, and exact_match: the share of samples with exactly the right labels."""
+        from hwopt.tasks.metrics import LabelSetMetrics
+
+        return LabelSetMetrics(prepared.label_names or (), device)
+
+
+def summed_binary_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int]:
+    """(binary cross-entropy summed over all elements of `targets`, their number), with label smoothing."""
+    from torch.nn import functional
+
+    smoothed = targets * (1 - smoothing) + smoothing / 2 if smoothing else targets
+    return functional.binary_cross_entropy_with_logits(outputs.logits.float(), smoothed, reduction="sum"), targets.numel()
+
+
+def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:
+    """(column, delimiter) of the first of `names` in which a fifth of the cells has several labels of up to 40 letters."""
+    for name in names:
+        cells = [value for value in table[name].slice(0, 2_000).to_pylist() if isinstance(value, str)]
+        for mark in DELIMITERS:
+            parts = [part.strip() for cell in cells for part in cell.split(mark)]
+            several = sum(mark in cell for cell in cells)
+            if several * 5 >= len(cells) > 0 and len(set(parts)) * 2 <= len(parts) and max(map(len, parts)) <= 40:
+                return name, mark
+    return None

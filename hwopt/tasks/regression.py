@@ -1,0 +1,160 @@
+"""Regression: one or several numbers for a text or a pair of texts, by the mean squared error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.columns import LABELS, is_fractional, text_of
+from hwopt.data.rows import Rows
+from hwopt.data.tables import find_column
+from hwopt.errors import DataError
+from hwopt.tasks.base import Metrics, Prepared
+from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples, uses_two_types
+from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.recognition import Recognised
+from hwopt.text import truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+LARGE = 10.0
+"""A head with random weights starts near 0: targets further away than this train slowly with the usual learning rates."""
+
+
+class Regression(LabelledTexts):
+    """Predict numbers. A target is a column of `data.label`, in its own unit."""
+
+    facts = TaskFacts("regression", "AutoModelForSequenceClassification")
+    pipeline_tag: ClassVar[str] = "text-classification"
+    default_metric: ClassVar[str] = "eval_mse"
+    metric_directions: ClassVar[dict[str, bool]] = {
+        "loss": False,
+        "mse": False,
+        "mae": False,
+        "r2": True,
+        "pearson": True,
+        "spearman": True,
+    }
+
+    @classmethod
+    def check_job(cls, job: Job) -> None:
+        """Refuse label smoothing, which needs classes."""
+        if job.task.label_smoothing:
+            raise ValueError("task.label_smoothing needs classes; remove it for task.kind = 'regression'")
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """A column of fractions beside a text; if the task is chosen, also one of whole numbers."""
+        columns = [name for name in table.column_names if is_number(table, name)]
+        named = [name for name in columns if name.lower() in (*LABELS, *SCORES)]
+        found = [name for name in named or columns if chosen or is_fractional(table, name)]
+        if not found:
+            return "no column looks like a number to predict; name it in the job with data.label"
+        texts = text_of(table, found[0])
+        if not texts:
+            return "no column looks like a text for regression; name it in the job with data.text"
+        rank = 3 if found[0].lower() in LABELS else 1
+        return Recognised({"text": texts, "label": found[0]}, tuple(texts), f"column {found[0]!r} holds measurements", rank)
+
+    def read_labels(self, rows: Rows, job: Job) -> list[Any]:
+        """A tuple with the targets of each row."""
+        return list(zip(*(read_numbers(rows, name) for name in job.data.label), strict=True))
+
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+        """The names of the target columns."""
+        notes = []
+        for name, values in zip(job.data.label, zip(*samples.labels, strict=True), strict=True):
+            mean = math.fsum(values) / len(values)
+            deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+            if deviation == 0:
+                raise DataError(f"{rows.source}: every {name!r} is {mean:g}; regression needs different values")
+            if max(abs(mean), deviation) > LARGE:
+                notes.append(
+                    f"{name!r} has mean {mean:,.4g} and standard deviation {deviation:,.4g}: "
+                    "training is faster with targets scaled to about -1 to 1"
+                )
+        return Named(job.data.label, tuple(notes))
+
+    def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
+        """The targets, float32 (samples, targets)."""
+        import numpy as np
+
+        return np.array(labels, np.float32)
+
+    def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
+        """The targets of a sample with their names."""
+        return ", ".join(f"{name} {value:g}" for name, value in zip(prepared.label_names or (), label.tolist(), strict=True))
+
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+        """A sample with targets of 0."""
+        import numpy as np
+
+        return super().placeholder(job, config, length) | {"row_labels": np.zeros(config.num_labels, np.float32)}
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Predicts the targets."""
+        from hwopt.tasks.text_predictors import NumberPredictor
+
+        return NumberPredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+
+    def head_config(self, prepared: Prepared) -> dict[str, Any]:
+        """The names of the targets, and the kind of head."""
+        return super().head_config(prepared) | {"problem_type": "regression"}
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(squared errors summed over samples and targets, number of targets); targets (batch, targets)."""
+        return (outputs.logits.float() - targets).square().sum(), targets.numel()
+
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """loss and mse, mae, r2, pearson and spearman, each the mean over the targets."""
+        from hwopt.tasks.regression_metrics import RegressionMetrics
+
+        return RegressionMetrics(device, prepared.label_names or ())
+
+
+SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
+"""Names of columns with numbers to predict, beside those of labels."""
+
+
+def is_number(table: pa.Table, name: str) -> bool:
+    """Whether all values of the column are numbers."""
+    try:
+        values = [float(value) for value in table[name].slice(0, 2_000).drop_null().to_pylist() if value != ""]
+    except (TypeError, ValueError, KeyError):
+        return False
+    return bool(values) and table.column_names.count(name) == 1
+
+
+def read_numbers(rows: Rows, name: str) -> list[float]:
+    """The number of each row in the column `name`. Rows without one are marked as bad, with 0 here.
+
+    Raises DataError for a column of another type.
+    """
+    import pyarrow as pa
+
+    column = find_column(rows.table, name, rows.source)
+    kind = column.type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)
+    if not (text or numeric or pa.types.is_null(kind)):
+        raise DataError(f"{rows.source}: column {name!r} holds {kind}, not numbers; choose another column with data.label")
+    found = []
+    for row, value in enumerate(column.to_pylist()):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            rows.mark_bad(
+                row, f"{name!r} is no number: {truncate(value)}" if value not in (None, "") else f"{name!r} has no value"
+            )
+            number = 0.0
+        found.append(number)
+    return found

@@ -1,0 +1,171 @@
+"""From a data file to predictions, with what `hwopt init` proposes: a regression CSV, a multi-label JSONL and a CoNLL file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt import api
+from hwopt.planning import propose
+
+WORDS = ("red", "green", "blue", "one", "two", "three", "hot", "cold", "up", "down", "left", "right")
+
+
+def sentence(draw: random.Random) -> list[str]:
+    return draw.choices(WORDS, k=draw.randint(4, 9))
+
+
+def write_regression(path: Path, rows: int, seed: int) -> None:
+    """The score is the share of colours in the text."""
+    draw = random.Random(seed)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "score"])
+        for _ in range(rows):
+            words = sentence(draw)
+            writer.writerow([" ".join(words), sum(word in WORDS[:3] for word in words) / len(words)])
+
+
+def write_label_sets(path: Path, rows: int, seed: int) -> None:
+    """A text has a label for each group of words that it has."""
+    draw = random.Random(seed)
+    groups = {"colour": WORDS[:3], "number": WORDS[3:6], "heat": WORDS[6:8]}
+    with path.open("w") as file:
+        for _ in range(rows):
+            words = sentence(draw)
+            labels = [name for name, group in groups.items() if set(group) & set(words)]
+            file.write(json.dumps({"text": " ".join(words), "labels": labels}) + "\n")
+
+
+def write_conll(path: Path, rows: int, seed: int) -> None:
+    """Colours begin an entity, and numbers directly behind them continue it."""
+    draw = random.Random(seed)
+    lines = ["-DOCSTART- -X- O", ""]
+    for _ in range(rows):
+        last = "O"
+        for word in sentence(draw):
+            last = "B-COL" if word in WORDS[:3] else "I-COL" if word in WORDS[3:6] and last != "O" else "O"
+            lines.append(f"{word} X {last}")
+        lines.append("")
+    path.write_text("\n".join(lines))
+
+
+class Case:
+    """A kind of file, and what comes of it."""
+
+    def __init__(
+        self, name: str, write: Callable[[Path, int, int], None], kind: str, metric: tuple[str, float], columns: tuple[str, ...]
+    ) -> None:
+        self.name, self.write, self.kind, self.metric, self.columns = name, write, kind, metric, columns
+
+
+CASES = [
+    Case("train.csv", write_regression, "regression", ("pearson", 0.8), ("predicted_score",)),
+    Case(
+        "train.jsonl",
+        write_label_sets,
+        "multi-label-classification",
+        ("f1_micro", 0.8),
+        ("predicted_labels", "probability_colour", "probability_heat", "probability_number"),
+    ),
+    Case("train.conll", write_conll, "token-classification", ("f1", 0.9), ("predicted_tags",)),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.kind)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
+    """A case, and the folder with its files, its job.toml and its run."""
+    case: Case = request.param
+    tmp_path = tmp_path_factory.mktemp(case.kind)
+    case.write(tmp_path / case.name, 300, 0)
+    held_out = case.name.replace("train", "dev")
+    case.write(tmp_path / held_out, 60, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(propose, "hub_is_out_of_reach", lambda: True)
+        data = api.recognise(str(tmp_path / case.name))
+        assert (data.kind, data.held_out) == (case.kind, {"eval": str(tmp_path / held_out)})
+        job = tmp_path / "job.toml"
+        job.write_text(api.propose(data).text(job))
+    changes = ["training.num_train_epochs=8", "training.learning_rate=3e-3", "plugins.batch.train=16", "data.max_length=32"]
+    plan = api.resolve("cpu", job, assignments=changes, cache=tmp_path / "cache")
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    return case, tmp_path
+
+
+def test_file_is_recognised_trained_evaluated_and_predicted(trained: tuple[Case, Path]) -> None:
+    case, folder = trained
+    held_out = str(folder / case.name.replace("train", "dev"))
+    name, least = case.metric
+    report = api.evaluate(folder / "run", held_out, cache=folder / "cache")
+    assert report.samples == 60
+    assert report.metrics[name] > least
+    logged = json.loads((folder / "run" / "summary.json").read_text())
+    best = "mse" if case.kind == "regression" else name
+    assert logged[f"best_eval_{best}"] == pytest.approx(report.metrics[best], rel=1e-5)
+    found = api.predict(folder / "run", held_out, folder / "out.jsonl", cache=folder / "cache")
+    assert (found.rows, found.predicted, found.columns) == (60, 60, case.columns)
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert_right(case.kind, rows)
+    for extension in ("csv", "parquet"):
+        assert api.predict(folder / "run", held_out, folder / f"out.{extension}", cache=folder / "cache").predicted == 60
+
+
+def assert_right(kind: str, rows: list[dict[str, Any]]) -> None:
+    """Most predictions are close to the truth."""
+    if kind == "regression":
+        errors = [abs(float(row["score"]) - row["predicted_score"]) for row in rows]
+        assert sum(errors) / len(errors) < 0.15
+    elif kind == "multi-label-classification":
+        assert sum(set(row["labels"]) == set(row["predicted_labels"]) for row in rows) > 60 / 4, "chance is one in eight"
+        assert all((row["probability_heat"] >= 0.5) == ("heat" in row["predicted_labels"]) for row in rows)
+    else:
+        assert [len(row["tokens"]) for row in rows] == [len(row["predicted_tags"]) for row in rows]
+        assert sum(row["tags"] == row["predicted_tags"] for row in rows) > 30
+
+
+def test_saved_model_opens_in_the_pipeline_that_its_card_names(trained: tuple[Case, Path]) -> None:
+    from transformers import pipeline
+
+    case, folder = trained
+    final = folder / "run" / "final"
+    card = (final / "README.md").read_text()
+    tag = "token-classification" if case.kind == "token-classification" else "text-classification"
+    assert f"pipeline_tag: {tag}" in card
+    model = pipeline(tag, model=str(final), device="cpu")
+    answer = model("red one hot")
+    if case.kind == "token-classification":
+        assert [each["entity"] for each in answer][:2] == ["B-COL", "I-COL"]
+    elif case.kind == "multi-label-classification":
+        assert {each["label"] for each in model("red one hot", top_k=None) if each["score"] > 0.5} == {"colour", "number", "heat"}
+    else:
+        assert answer[0]["label"] == "score"
+        assert answer[0]["score"] == pytest.approx(1 / 3, abs=0.25)
+
+
+def test_preview_shows_the_labels_of_a_sample(trained: tuple[Case, Path]) -> None:
+    case, folder = trained
+    found = api.preview("cpu", folder / "job.toml", cache=folder / "cache")
+    text = "".join(span.text for span in found.spans)
+    if case.kind == "regression":
+        assert found.label is not None
+        assert found.label.startswith("score 0")
+    elif case.kind == "multi-label-classification":
+        assert found.label is not None
+        assert set(found.label.split(", ")) <= {"colour", "number", "heat"}
+    else:
+        assert found.tokens_in_loss == sum(span.in_loss for span in found.spans)
+        assert text == "[CLS] down three one hot two down one [SEP] "
+
+
+def test_memory_of_the_plan_knows_the_task(trained: tuple[Case, Path]) -> None:
+    _, folder = trained
+    plan = api.resolve("cpu", folder / "job.toml", cache=folder / "cache")
+    found = api.with_memory(plan, lambda _: plan, cache=folder / "cache")
+    assert found.memory is not None
+    assert found.memory.fits is not False

@@ -1,0 +1,139 @@
+"""Preparation and loss of multi-label classification."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import Document
+from hwopt.errors import DataError, InputError
+from hwopt.model.config import load_config
+from hwopt.tasks.base import Prepared
+from hwopt.tasks.recognition import recognise
+from hwopt.tasks.registry import make_task
+from hwopt.testing import TINY_BERT
+
+SETS = [["b"], ["a", "c"], [], ["c", "c", "a"]]
+ARRAY = [[0, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 1]]
+
+
+def job_of(data: dict[str, Any], **task: Any) -> Job:
+    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": "multi-label-classification"} | task}
+    return make_job(Document("job.toml", tables)).job
+
+
+def prepare(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_of({"train": str(source), "label": "labels"} | data)
+    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+
+
+def rows_with(values: list[Any]) -> list[dict[str, Any]]:
+    return [{"text": f"text {number}", "labels": value} for number, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "data"),
+    [
+        (SETS, {}),
+        ([", ".join(labels) for labels in SETS], {}),
+        (["|".join(labels) for labels in SETS], {"label_delimiter": "|"}),
+        (["b", ["a", "c"], [], "a,c"], {}),
+    ],
+    ids=["lists", "commas", "other delimiter", "lists and texts"],
+)
+def test_labels_are_lists_or_delimited(values: list[Any], data: dict[str, Any], tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, rows_with(values), **data)
+    assert prepared.label_names == ("a", "b", "c")
+    assert prepared.train.array("labels").tolist() == ARRAY
+    assert prepared.train.counts.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("values", [(0, 1), ("0", "1"), (False, True), ("false", "True"), (0.0, 1.0)])
+def test_labels_are_columns_of_0_and_1(values: tuple[Any, Any], tmp_path: Path) -> None:
+    rows = [{"text": "t", **{name: values[flag] for name, flag in zip("abc", row, strict=True)}} for row in ARRAY]
+    prepared = prepare(tmp_path, rows, label=["a", "b", "c"])
+    assert (prepared.label_names, prepared.train.array("labels").tolist()) == (("a", "b", "c"), ARRAY)
+
+
+def test_numbers_of_a_data_set_have_its_names(tmp_path: Path) -> None:
+    names = datasets.ClassLabel(names=["joy", "anger", "fear"])
+    features = datasets.Features({"text": datasets.Value("string"), "labels": datasets.Sequence(names)})
+    made = datasets.Dataset.from_dict({"text": ["a", "b"], "labels": [[2], [0, 2]]}, features=features)
+    made.save_to_disk(str(tmp_path / "set"))
+    prepared = prepare(tmp_path, [], train=str(tmp_path / "set"))
+    assert (prepared.label_names, prepared.train.array("labels").tolist()) == (("joy", "fear"), [[0, 1], [1, 1]])
+
+
+def test_rows_without_labels_are_bad_if_the_value_is_missing(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, rows_with([*SETS * 20, None, ["a", None], ["new"]]), max_bad_rows=0.1)
+    assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
+        "'labels' has no value",
+        "'labels' has an item that is no label: None",
+    ]
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows_with([*SETS, ["d"]])))
+    prepared = prepare(tmp_path, rows_with(SETS), eval=str(held_out), max_bad_rows=0.5)
+    assert "has a label that is not in the training data: 'd'" in prepared.bad_rows[0]["left_out"][0]["why"]
+
+
+def test_wrong_delimiter_is_noted(tmp_path: Path) -> None:
+    assert prepare(tmp_path, rows_with(["a;b", "b", "c;a", "a"])).notes == [
+        "no row has several labels, and 2 labels contain ';': set data.label_delimiter = ';' if it separates labels"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "message"),
+    [
+        (rows_with([[], []]), {}, "no row has a label in 'labels'"),
+        (rows_with([1, 2]), {}, "column 'labels' holds int64; labels must be lists, texts such as 'a, b'"),
+        ([{"text": "t", "a": 0, "b": 2}] * 4, {"label": ["a", "b"]}, "'b' is neither 0 nor 1: 2"),
+    ],
+)
+def test_unsuitable_column_is_a_data_error(
+    rows: list[dict[str, Any]], data: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, rows, **data)
+
+
+def test_class_weights_are_refused() -> None:
+    with pytest.raises(InputError, match=r"task\.class_weights belongs to task\.kind = .*'text-classification'"):
+        job_of({"train": "a.csv"}, class_weights="balanced")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
+    task = make_task(job_of({"train": "a.csv"}, label_smoothing=smoothing))
+    logits, targets = torch.randn(4, 3), torch.tensor(ARRAY).float()
+    trained = task.training_loss(SimpleNamespace(), "cpu")  # type: ignore[arg-type]
+    summed, count = trained(SimpleNamespace(logits=logits), targets)
+    soft = targets.where(targets == 0, 1 - smoothing / 2).where(targets == 1, smoothing / 2)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, soft)
+    assert summed / count == pytest.approx(expected.item())
+    plain, _ = task.loss(SimpleNamespace(logits=logits), targets)
+    assert (plain == summed) == (smoothing == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [
+        (rows_with(SETS * 5), {"label": "labels"}),
+        (rows_with(["a; b", "b", "c", "a;c"] * 5), {"label": "labels", "label_delimiter": ";"}),
+        ([{"text": "t", "toxic": n % 2, "insult": n % 3 == 0} for n in range(20)], {"label": ["toxic", "insult"]}),
+    ],
+    ids=["lists", "delimited", "flags"],
+)
+def test_columns_are_recognised(rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = recognise(str(tmp_path / "rows.jsonl"))
+    assert (found.kind, found.keys) == ("multi-label-classification", {"text": ["text"], **keys})

@@ -1,0 +1,105 @@
+"""Preparation and loss of regression."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import Document
+from hwopt.errors import DataError, InputError
+from hwopt.model.config import load_config
+from hwopt.tasks.base import Prepared
+from hwopt.tasks.recognition import recognise
+from hwopt.tasks.registry import make_task
+from hwopt.testing import TINY_BERT
+
+ROWS = [{"text": f"text {n}", "score": n / 10, "size": n} for n in range(10)]
+
+
+def job_of(data: dict[str, Any], **task: Any) -> Job:
+    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": "regression"} | task}
+    return make_job(Document("job.toml", tables)).job
+
+
+def prepare(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_of({"train": str(source), "label": "score"} | data)
+    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+
+
+def test_targets_are_numbers_in_their_own_unit(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, ROWS)
+    assert prepared.label_names == ("score",)
+    assert prepared.train.array("labels").flatten().tolist() == pytest.approx([n / 10 for n in range(10)])
+    assert prepared.train.array("labels").shape == (10, 1)
+    assert prepared.notes == []
+
+
+def test_several_targets_are_columns(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, [{**row, "size": row["size"] * 10} for row in ROWS], label=["score", "size"])
+    assert prepared.label_names == ("score", "size")
+    assert prepared.train.row(3)["row_labels"].tolist() == pytest.approx([0.3, 30])
+    assert prepared.train.counts.tolist() == [2] * 10
+    assert prepared.notes == [
+        "'size' has mean 45 and standard deviation 28.72: training is faster with targets scaled to about -1 to 1"
+    ]
+
+
+def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
+    rows = [*ROWS * 10, {"text": "a", "score": None}, {"text": "b", "score": float("inf")}, {"text": "c", "score": "1.5"}]
+    source = tmp_path / "rows.csv"
+    source.write_text("text,score\n" + "".join(f"{row['text']},{row['score']}\n" for row in rows))
+    prepared = prepare(tmp_path, ROWS, train=str(source))
+    assert len(prepared.train) == 101
+    assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
+        "'score' is no number: 'None'",
+        "'score' is no number: 'inf'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a", "score": 1.5}] * 8, "every 'score' is 1.5; regression needs different values"),
+        ([{"text": "a", "score": "good"}] * 8, "none of its 8 rows can be used.*'score' is no number: 'good'"),
+        ([{"text": "a", "score": [1.0]}] * 8, "column 'score' holds list<.*>, not numbers"),
+        ([{"text": "a", "points": 1.0}] * 8, "has no column 'score'"),
+    ],
+)
+def test_unsuitable_column_is_a_data_error(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, rows)
+
+
+@pytest.mark.parametrize(("key", "value"), [("label_smoothing", 0.1), ("class_weights", "balanced")])
+def test_options_for_classes_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"task\.{key} (needs classes|belongs to task\.kind = )"):
+        job_of({"train": "a.csv"}, **{key: value})
+
+
+def test_loss_is_the_sum_that_torch_averages() -> None:
+    task = make_task(job_of({"train": "a.csv"}))
+    logits, targets = torch.randn(5, 2), torch.randn(5, 2)
+    summed, count = task.loss(SimpleNamespace(logits=logits), targets)
+    assert summed / count == pytest.approx(torch.nn.functional.mse_loss(logits, targets).item())
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [
+        ([{"text": f"t {n}", "label": n / 7} for n in range(20)], "regression"),
+        ([{"text": f"t {n}", "label": "ab"[n % 2], "confidence": n / 7} for n in range(20)], "text-classification"),
+        ([{"text": f"t {n}", "price": n / 7} for n in range(20)], "regression"),
+        ([{"question": f"q {n}?", "answer": f"a {n}", "weight": n / 7} for n in range(20)], "causal-lm"),
+    ],
+)
+def test_column_of_fractions_is_recognised(rows: list[dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert recognise(str(tmp_path / "rows.jsonl")).kind == kind
