@@ -119,7 +119,11 @@ def describe(entry: PluginDecision) -> str:
 
 def show(value: Any) -> str:
     return (
-        " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+        " > ".join(map(str, value)) or "none"
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
     )
 
 
