@@ -20,6 +20,8 @@ from click.exceptions import Exit
 
 from hwopt import __version__
 from hwopt.errors import StorageError
+from hwopt.report.status_line import status_line
+from hwopt.system import garbage
 from hwopt.text import cut, nearest, printable
 
 COMMANDS = {
@@ -102,9 +104,11 @@ def write_anything() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of docs/exit-codes.md."""
     write_anything()
+    garbage.collect_seldom()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run_command(arguments)
     end_workers()
+    garbage.skip_last_collection()
     sys.exit(last_words(code))
 
 
@@ -141,7 +145,9 @@ def run_command(arguments: list[str]) -> int:
     debug = "--debug" in typed  # with any command, anywhere
     arguments = [argument for argument in typed if argument != "--debug"]
     try:
-        code = cli.main(arguments, prog_name="hwopt", standalone_mode=False, obj=typed)
+        with contextlib.ExitStack() as stack:
+            stack.callback(status_line.clear)
+            code = cli.main(arguments, prog_name="hwopt", standalone_mode=False, obj=typed)
         return code if isinstance(code, int) else 0
     except Exit as error:
         return int(error.exit_code)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, quiet_libraries
+from hwopt.cli.options import announce_loading, format_option, quiet_libraries
 
 
 @click.command(
@@ -16,6 +16,7 @@ from hwopt.cli.options import format_option, quiet_libraries
 @format_option
 def detect(format_: str) -> None:
     quiet_libraries()
+    announce_loading()
     from hwopt.planning.capabilities import survey
 
     found = survey()

@@ -9,6 +9,7 @@ import rich_click as click
 
 from hwopt.cli.options import format_option, quiet_libraries
 from hwopt.errors import InputError
+from hwopt.report.status_line import status_line
 
 
 @click.command(
@@ -18,6 +19,7 @@ from hwopt.errors import InputError
 @format_option
 def doctor(format_: str) -> int:
     quiet_libraries()
+    status_line.announce("checking the machine")
     from hwopt.hardware.doctor import examine
 
     findings = examine()

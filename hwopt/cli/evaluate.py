@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, inference_options, quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import announce_loading, format_option, inference_options, quiet_libraries, quiet_transformers, say
 
 
 @click.command(help="Evaluate the model in RUN/final on FILE: all metrics, and for classification those of each class.")
@@ -15,6 +15,7 @@ from hwopt.cli.options import format_option, inference_options, quiet_libraries,
 @format_option
 def evaluate(run: Path, source: str, assignments: tuple[str, ...], batch_size: int | None, format_: str) -> None:
     quiet_libraries()
+    announce_loading()
     from hwopt import api
 
     quiet_transformers()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import announce_loading, quiet_libraries, quiet_transformers
 from hwopt.errors import InputError
-from hwopt.text import cut, nearest
+from hwopt.text import cut, nearest, printable
 
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
@@ -31,25 +31,29 @@ def init(data: str | None, output: Path, yes: bool) -> None:
         raise InputError("hwopt init --yes needs the data file: hwopt init train.csv --yes")
     data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, or a hub name")
     quiet_libraries()
+    announce_loading()
     from hwopt import api
     from hwopt.config.new_job import write_new
+    from hwopt.report.terminal import Terminal, say
 
+    console = Terminal()
     questions = Questions(ask=not yes)
     columns = api.recognise(data)
-    say(f"{data}: {columns.rows:,} rows; {columns.why}")
+    say(console, data, f"{columns.rows:,} rows; {columns.why}")
     kind = questions.choice("Task", columns.kind, api.task_kinds())
     columns = questions.columns(columns if kind == columns.kind else api.recognise(data, kind))
     quiet_transformers()
     proposal = api.propose(columns)
-    say(f"machine: {proposal.profile_why}")
+    say(console, "machine", proposal.profile_why)
+    say(console, "model", f"{proposal.model.name or 'a small one'}: {proposal.model.why}")
     proposal = proposal.with_answers(
         max_length=questions.number("Maximum length in tokens", proposal.max_length),
-        model=questions.text(f"Model ({proposal.model.why})", proposal.model.name),
+        model=questions.text("Model", proposal.model.name),
         profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
     )
-    say(f"model: {proposal.model.name or 'a small one'}: {proposal.model.why}")
     write_new(output, proposal.text(output))
-    say(f"written: {output}\n\n" + "\n".join(proposal.commands(output)))
+    say(console, "written", str(output))
+    click.echo("\n" + printable("\n".join(proposal.commands(output))))
 
 
 class Questions:

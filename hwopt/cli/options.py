@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from hwopt.model.remote_code import trust_only
+from hwopt.report.status_line import status_line
+from hwopt.system.ranks import rank_and_world
 from hwopt.text import printable
 
 if TYPE_CHECKING:
@@ -132,11 +135,13 @@ def trust_option(command: Command) -> Command:
 
 def say(text: str, err: bool = False) -> None:
     """Print a text that may come from a file."""
+    status_line.clear()
     click.echo(printable(text), err=err)
 
 
 def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> Inputs:
     """The command's inputs, checked. Runs before torch is imported, which takes seconds; also quiets the libraries."""
+    status_line.show("reading job and profile")
     quiet_libraries()
     from hwopt.interop.launcher_environment import refuse_odd_switches
     from hwopt.planning.inputs import Inputs, refuse_mistakes
@@ -144,7 +149,17 @@ def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str],
     refuse_odd_switches(os.environ)
     inputs = Inputs()
     refuse_mistakes(inputs, profiles, job, assignments, memory_limit)
+    announce_loading()
     return inputs
+
+
+def announce_loading() -> None:
+    """Say on standard error that torch is loaded next, which takes seconds. Several ranks say it once."""
+    from hwopt.runs.rank_errors import LAUNCH_FOLDER
+
+    rank, _ = rank_and_world(os.environ)
+    if "torch" not in sys.modules and rank == 0 and LAUNCH_FOLDER not in os.environ:
+        status_line.announce("loading torch")
 
 
 def quiet_libraries() -> None:

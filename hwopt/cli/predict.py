@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from hwopt.cli.options import inference_options, quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say
 
 SHOWN = 20
 """Rows of a kind that are listed."""
@@ -39,6 +39,7 @@ def predict(
     if sampling and not do_sample:
         raise click.UsageError(f"--{sampling[0].replace('_', '-')} needs --do-sample.")
     quiet_libraries()
+    announce_loading()
     from hwopt import api
     from hwopt.report.inference import counting
     from hwopt.report.terminal import Terminal

@@ -77,6 +77,7 @@ def run(
     from hwopt import api
     from hwopt.interop.launcher_environment import missing_ranks, parent_command
     from hwopt.report.memory import show_forecast, show_gains
+    from hwopt.report.planning import ProgressLine
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal, show_plan
     from hwopt.report.trackers import listeners_for
@@ -121,7 +122,7 @@ def run(
     console = Terminal()
     if rank == 0:
         if plan.hardware.device_type == "cuda":
-            plan = api.with_memory(plan, resolved)
+            plan = api.with_memory(plan, resolved, listener=ProgressLine())
         show_plan(console, plan, verbose)
         show_forecast(console, plan)
     screen = Screen(console, verbose)

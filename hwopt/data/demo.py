@@ -14,7 +14,8 @@ import platform
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hwopt.config.toml import Document
@@ -22,8 +23,10 @@ from hwopt.data.token_store import write_cache_folder
 from hwopt.errors import DataError
 from hwopt.system.cache import is_cached
 
-FORMAT = 1
+FORMAT = 2
 PACKAGES = 8
+CANDIDATES = 2 * PACKAGES
+"""Packages that are parsed: those with the most triple quotes, which are counted ten times faster than docstrings."""
 MIN_SAMPLES = 400
 MIN_WORDS = 3
 HELD_OUT = 5
@@ -72,7 +75,7 @@ def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, 
     Every text is unique and belongs to one package. Raises DataError if there are too few.
     """
     owners: dict[str, set[str]] = {}
-    for package, text in docstrings(library):
+    for package, text in docstrings(candidate_files(library)):
         owners.setdefault(text, set()).add(package)
     labels = {text: next(iter(packages)) for text, packages in owners.items() if len(packages) == 1}
     counts = Counter(labels.values())
@@ -89,20 +92,33 @@ def demo_samples(library: Path) -> tuple[list[tuple[str, str]], list[tuple[str, 
     return [sample for index, sample in enumerate(samples) if index % HELD_OUT], held_out
 
 
-def docstrings(library: Path) -> Iterator[tuple[str, str]]:
-    """(top-level package or module, docstring) of every module, class and function under `library` that has one."""
+def candidate_files(library: Path) -> Iterator[tuple[str, bytes]]:
+    """(top-level package or module, source) of the files of the packages under `library` that have the most triple quotes."""
+    sources: dict[str, list[bytes]] = {}
+    quotes: Counter[str] = Counter()
     for file in sorted(library.rglob("*.py")):
         path = file.relative_to(library)
-        if EXCLUDED.intersection(path.parts):
-            continue
+        if not EXCLUDED.intersection(path.parts):
+            with suppress(OSError):  # a few unreadable files do not matter
+                source = file.read_bytes()
+                package = path.parts[0].removesuffix(".py")
+                sources.setdefault(package, []).append(source)
+                quotes[package] += source.count(b'"""') + source.count(b"'''")
+    for package, _ in quotes.most_common(CANDIDATES):
+        yield from ((package, source) for source in sources[package])
+
+
+def docstrings(files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, str]]:
+    """(package, docstring) of every module, class and function in `files` (package, source) that has one."""
+    for package, source in files:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # deprecated escapes in the library's strings
-                tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # a few unreadable files do not matter
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text and len(text.split()) >= MIN_WORDS:
-                    yield path.parts[0].removesuffix(".py"), text
+                    yield package, text

@@ -24,6 +24,7 @@ from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
 from hwopt.saving.reader import list_checkpoints
+from hwopt.system import garbage
 from hwopt.system.paths import path_kind
 from hwopt.tasks.base import Task, with_head
 from hwopt.tasks.prediction import Trained
@@ -138,6 +139,7 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
             f"{folder}: the model does not fit into the device's memory ({first_line(error)}). Free memory that other processes "
             "use, or hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
         ) from error
+    garbage.collect_as_usual()
     return TrainedModel(task, trained, model, device, settings, notes)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from rich.console import Console
 from rich.text import Text
 
 from hwopt.hardware.doctor import Finding
+from hwopt.report.terminal import LEAST
 from hwopt.text import printable
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -17,7 +19,8 @@ def show_findings(console: Console, findings: Sequence[Finding]) -> None:
     """Print one line for each finding, a second one with its fix, and the numbers of problems and warnings."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        text = f"  {finding.check:<{width}}  {printable(finding.text)}"
+        first, *more = wrap(printable(finding.text), max(LEAST, console.width - width - 11), break_on_hyphens=False)
+        text = "".join([f"  {finding.check:<{width}}  {first}", *(f"\n{'':<{width + 11}}{line}" for line in more)])
         line = Text.assemble((f"{finding.status:<7}", COLOURS[finding.status]), text)
         console.print(line, soft_wrap=True)
         if finding.fix:  # a command that is broken into lines cannot be copied

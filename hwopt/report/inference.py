@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hwopt.report.classes import class_sheets
-from hwopt.report.terminal import say, show_table, table
+from hwopt.report.terminal import say, short_path, show_table, table
 
 
 def show_classes(console: Console, details: Mapping[str, Any], title: str) -> None:
     """Print the metrics of each class and the confusion matrix, if `details` has them."""
     for sheet in class_sheets(details, title):
+        console.print()
         show_table(console, sheet.columns, sheet.rows, folded=None)
         if sheet.note:
             say(console, "note", sheet.note)
@@ -25,7 +26,7 @@ def show_evaluation(console: Console, report: Any) -> None:
     """Print the metrics of a trained model on a file, and those of each class."""
     for note in report.notes:
         say(console, "note", note, "yellow")
-    say(console, "evaluated", f"{report.run} on {report.source}: {report.samples:,} samples")
+    say(console, "evaluated", f"{short_path(report.run)} on {report.source}: {report.samples:,} samples")
     console.print(table(("metric", ""), ((name, f"{value:.4f}") for name, value in report.metrics.items())))
     show_classes(console, report.details, "label")
 

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from hwopt.report.inference import show_classes
-from hwopt.report.terminal import say, table
+from hwopt.report.status_line import status_line
+from hwopt.report.terminal import say, say_parts, table
 from hwopt.text import cut
 from hwopt.training.listener import Listener, Row, Summary
 
@@ -32,6 +33,9 @@ class Screen(Listener):
         self.speed = Speed()
         self.progress: Progress | None = None
 
+    def on_stage(self, what: str) -> None:
+        status_line.show(what)
+
     def on_start(self, run: Run) -> None:
         for note in run.notes:
             say(self.console, "data", note)
@@ -41,31 +45,44 @@ class Screen(Listener):
         say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
         if self.console.is_terminal:
             self.progress = live_line(self.console)
-            self.progress.add_task("", total=run.total_steps, completed=run.step, step=f"step {run.step:,}", rest="starting")
+            self.progress.add_task("", total=run.total_steps, completed=run.step, step=progress_of(run), rest="starting")
             self.progress.start()
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         shown = found if self.verbose else [(entry, seen) for entry, seen in found if seen.status != "active"]
         active = sum(seen.status == "active" for _, seen in found)
         counts = f"{active} of {len(found)} plugins are active"
-        say(self.console, "evidence", f"after step {run.step:,} {counts} in the running process")
+        say(self.console, "evidence", f"after step {run.step:,}, {counts} in the running process")
         if shown:
             rows = ((entry.name, seen.status, seen.seen) for entry, seen in shown)
             self.console.print(table(("plugin", "evidence", "seen"), rows))
 
     def on_log(self, run: Run, row: Row) -> None:
         if "test_loss" in row:
-            self.console.print(Text(eval_line(row, "test")))
+            self.show_evaluation(row, "test")
         elif "eval_loss" in row:
-            self.console.print(Text(eval_line(row)))
+            self.show_evaluation(row, "eval")
         else:
             self.speed.add(row)
             left = self.speed.seconds_left(run.total_steps - int(row["step"]))
             if self.progress is not None:
-                step = f"step {int(row['step']):,}/{run.total_steps:,}"
-                self.progress.update(self.progress.task_ids[0], completed=row["step"], step=step, rest=short_line(row, left))
+                self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
+                self.show_step(run)
             else:
                 self.console.print(Text(log_line(run, row, left)), soft_wrap=True)
+
+    def on_heartbeat(self, run: Run) -> None:
+        self.show_step(run)
+
+    def show_step(self, run: Run) -> None:
+        """Update step and bar of the live line. Called for every micro-batch; the line is drawn four times a second."""
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=run.step, step=progress_of(run))
+
+    def show_evaluation(self, row: Row, prefix: str) -> None:
+        """Print the metrics of an evaluation ("eval"), or of the test ("test")."""
+        label = f"{prefix} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
+        say_parts(self.console, label, metrics_of(row, prefix))
 
     def on_message(self, run: Run, message: str) -> None:
         say(self.console, "note", message)
@@ -78,6 +95,7 @@ class Screen(Listener):
         for prefix, title in (("best_eval_", "evaluation, best weights"), ("test_", "test, best weights")):
             details = {name.removeprefix(prefix): value for name, value in summary.items() if name.startswith(prefix)}
             show_classes(self.console, details, title)
+        self.console.print()
         self.console.print(table(("summary", ""), summary_rows(summary)))
         self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
@@ -151,12 +169,16 @@ def log_line(run: Run, row: Row, left: timedelta) -> str:
     return "  ".join(parts)
 
 
-def eval_line(row: Row, prefix: str = "eval") -> str:
+def progress_of(run: Run) -> str:
+    """The finished steps, of how many."""
+    return f"step {run.step:,}/{run.total_steps:,}"
+
+
+def metrics_of(row: Row, prefix: str) -> list[str]:
     """The metrics of an evaluation, or of the test, without its speed."""
     timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
     shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
-    metrics = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
-    return f"{prefix} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {metrics}"
+    return [f"{key} {value:.4f}" for key, value in shown.items()]
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -168,7 +190,7 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         if not isinstance(value, int | float):
             continue
         if key.endswith("_runtime"):
-            yield key, f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
+            yield key, duration(value)
         elif key.endswith("_per_second"):
             number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
             yield key, f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
@@ -176,5 +198,14 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield key, f"{value:.1%}"
         elif key in ("step", "best_step"):
             yield key, f"{int(value):,}"
+        elif isinstance(value, int) or key == "epoch":
+            yield key, f"{value:,.2f}".rstrip("0").rstrip(".")
         else:
-            yield key, f"{value:.4f}".rstrip("0").rstrip(".")
+            yield key, f"{value:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """`seconds` in milliseconds, seconds, or hours, minutes and seconds."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))

@@ -6,8 +6,9 @@ import io
 import re
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.cells import cell_len
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwopt.config.job_sources import described, shares_of
+from hwopt.report.status_line import status_line
 from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def show_verdict(console: Console, plan: Plan) -> None:
     if memory is not None:
         least = "at least " if memory.lower_bound else ""
         peak = max(memory.peak_gib, memory.eval_peak_gib or 0.0)
-        parts.append(f"{least}{peak:.1f} of {memory.free_gib:.1f} GiB")
+        shown = f"{peak:.1f}" if peak >= 0.1 else f"{peak * 1024:.1f} MiB"
+        parts.append(f"{least}{shown} of {memory.free_gib:.1f} GiB")
     counts = Counter(entry.decision for entry in plan.entries)
     plugins = [f"{counts['apply'] + counts['fallback']} of {len(plan.entries)} plugins on"]
     plugins += [f"{counts['fallback']} by fallback"] if counts["fallback"] else []
@@ -76,7 +79,7 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     show_verdict(console, plan)
     say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
     say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
-    say(console, "model", f"{plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters ({plan.job.model.label})")
+    say(console, "model", f"{plan.model.architecture}, {count(plan.model.parameters)} parameters ({plan.job.model.label})")
     say(console, "batch", describe_batch(plan))
     if shares_of(plan.job.data.train):
         say(console, "mixture", f"{described(plan.job.data.train)} of the samples of an epoch")
@@ -85,9 +88,10 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
             say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
     for note in plan.notes:
         say(console, "note", note, "yellow")
-    rows = ((e.name, e.decision, describe(e) if verbose else e.reason) for e in plan.entries)
+    rows = [(e.name, e.decision, describe(e) if verbose else e.reason) for e in plan.entries]
     short = set() if verbose else {number for number, entry in enumerate(plan.entries) if entry.decision == "apply"}
-    console.print(table(("plugin", "decision", "why"), rows, short=short))
+    columns = ("plugin", "decision", "why")
+    console.print(table(columns, one_line(columns, rows, short, console.width)))
 
 
 def show_problem(console: Console, hardware: Hardware) -> None:
@@ -95,6 +99,11 @@ def show_problem(console: Console, hardware: Hardware) -> None:
     if hardware.problem:
         text = Text.assemble(("PROBLEM: ", "bold red"), printable(hardware.problem))
         console.print(text, soft_wrap=True)  # a command that is broken into lines cannot be copied
+
+
+def count(number: int) -> str:
+    """`number` in millions, or in full below one million."""
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
 
 
 def describe_batch(plan: Plan) -> str:
@@ -113,23 +122,39 @@ def describe(entry: PluginDecision) -> str:
 
 def show(value: Any) -> str:
     return (
-        " > ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+        " > ".join(map(str, value)) or "none"
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
     )
 
 
-def table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | None = 2, short: Container[int] = frozenset()
-) -> Table:
-    """A plain table whose column `folded` wraps, except in the rows `short`, which are cut at the width of the terminal.
+def one_line(columns: Sequence[str], rows: Sequence[Sequence[str]], short: Container[int], width: int) -> Iterator[Sequence[str]]:
+    """`rows`, with the last cell of each row in `short` cut between two words so that the row fits into `width` columns."""
+    others = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)][:-1]
+    left = width - sum(others) - 2 * len(others)
+    for number, row in enumerate(rows):
+        yield [*row[:-1], cut_at_word(printable(row[-1]), left)] if number in short else row
 
-    Decisions and states are coloured; cells are never read as markup.
-    """
+
+def cut_at_word(text: str, limit: int) -> str:
+    """`text`, at most `limit` columns wide: whole words and an ellipsis, so that no number is cut."""
+    if cell_len(text) <= limit:
+        return text
+    words = text.split(" ")
+    while words and cell_len(" ".join(words)) > limit - 2:
+        words.pop()
+    return " ".join([*words, "…"])
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | None = 2) -> Table:
+    """A plain table whose column `folded` wraps. Decisions and states are coloured; cells are never read as markup."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=number != folded)
-    for number, row in enumerate(rows):
-        one_line: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if number in short else {}
-        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, ""), **one_line) for cell in row))
+    for row in rows:
+        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
     return made
 
 
@@ -158,6 +183,21 @@ def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence
 
 def say(console: Console, label: str, text: str, style: str = "bold") -> None:
     console.print(Text.assemble((f"{label}: ", style), printable(text)))
+
+
+def say_parts(console: Console, label: str, parts: Iterable[str]) -> None:
+    """Print `parts` on one line, or on lines that break between two parts, so that a name and its number stay together."""
+    lines = [f"{label}:"]
+    for part in map(printable, parts):
+        fits = cell_len(lines[-1]) + 2 + cell_len(part) <= console.width
+        lines[-1:] = [f"{lines[-1]}  {part}"] if fits else [lines[-1], f"  {part}"]
+    for line in lines:
+        console.print(Text(line))
+
+
+def short_path(path: Path) -> str:
+    """`path`, relative to the working directory if it is in it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 class WithoutTrailingSpaces(io.TextIOBase):
@@ -197,6 +237,10 @@ class Terminal(Console):
             self.file, self.width = cast("IO[str]", WithoutTrailingSpaces(self.file)), UNFOLDED
         if self.width < LEAST:
             self.width = USUAL
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        status_line.clear()
+        super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):

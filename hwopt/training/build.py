@@ -24,6 +24,7 @@ from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
 from hwopt.saving.tensor_tree import fingerprint
+from hwopt.system import garbage
 from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
@@ -60,9 +61,13 @@ def build(
         stack.callback(reset_accelerate, accelerator)
         if plan.hardware.memory_limit_gib is not None:
             stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
-        run = prepare_data(plan, folder, cache, accelerator, listener or Listener())
+        listener = listener or Listener()
+        listener.on_stage("reading the data and making tokens")
+        run = prepare_data(plan, folder, cache, accelerator, listener)
         stack.callback(lambda: end_workers(run.train_loader, run.eval_loader))
+        listener.on_stage("loading the model")
         build_model(run)
+        listener.on_stage("making the optimizer")
         build_optimizer(run)
         claim_folder(run)
         build_loaders(run)
@@ -71,6 +76,7 @@ def build(
             step(run)
         if plan.recipe.collate is None:
             stack.enter_context(skip_packed_row_search())
+        garbage.collect_as_usual()
         yield run
         accelerator.free_memory()  # frees the engine while the ranks can still communicate
         accelerator.end_training()

@@ -18,6 +18,9 @@ Summary = dict[str, Any]
 class Listener:
     """Receives the events of a run. Every hook does nothing by default. Only the first rank shows and writes."""
 
+    def on_stage(self, what: str) -> None:
+        """A part of the start, such as reading the data, begins. It may take minutes; there is no run yet."""
+
     def on_start(self, run: Run) -> None:
         """The run is built and restored; nothing is trained yet."""
 
@@ -57,6 +60,10 @@ class Listeners(Listener):
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = listeners
+
+    def on_stage(self, what: str) -> None:
+        for listener in self.listeners:
+            listener.on_stage(what)
 
     def on_start(self, run: Run) -> None:
         for listener in self.listeners:

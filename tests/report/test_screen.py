@@ -29,9 +29,9 @@ ROW = {
 }
 
 
-def run_of(total_steps: int) -> Any:
+def run_of(total_steps: int, step: int = 0) -> Any:
     prepared = SimpleNamespace(train=range(100), eval=None, warnings=[])
-    return SimpleNamespace(step=0, total_steps=total_steps, notes=[], prepared=prepared, folder=Path("runs/x"))
+    return SimpleNamespace(step=step, total_steps=total_steps, notes=[], prepared=prepared, folder=Path("runs/x"))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -39,7 +39,7 @@ def test_live_line_fits_the_terminal(width: int) -> None:
     output = StringIO()
     screen = Screen(Terminal(file=output, force_terminal=True, color_system=None, width=width))
     screen.on_start(run_of(108_000))
-    screen.on_log(run_of(108_000), ROW)
+    screen.on_log(run_of(108_000, 12_000), ROW)
     assert screen.progress is not None
     screen.progress.refresh()
     screen.close()
@@ -90,7 +90,7 @@ def test_run_log_holds_what_the_run_printed(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=4, save_steps=2))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     log = (tmp_path / "run" / "run.log").read_text()
-    for part in ("profile: tiny", "batch  ", "evidence: after step 1", "step 4/4", "eval at step 4", "summary", "done"):
+    for part in ("profile: tiny", "batch  ", "evidence: after step 1, ", "step 4/4", "eval at step 4", "summary", "done"):
         assert part in log, part
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache", resume=True)
     assert (tmp_path / "run" / "run.log").read_text().startswith(log)

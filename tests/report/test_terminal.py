@@ -19,6 +19,7 @@ from hwopt.cli.plan import plan as plan_command
 from hwopt.planning.memory_plan import Change
 from hwopt.planning.plan import Plan
 from hwopt.report import planning as planning_report
+from hwopt.report.status_line import CLEAR_LINE
 from hwopt.report.terminal import Terminal, show_plan, show_values, show_verdict
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.text import short_place
@@ -119,7 +120,7 @@ def test_progress_of_a_plan_is_shown_on_a_terminal_only_and_removed(
     assert ("planning: tracing a step" in stream.getvalue()) is shown
     screen.clear()
     screen.clear()
-    assert stream.getvalue().count(planning_report.CLEAR_LINE) == (2 if shown else 0)
+    assert stream.getvalue().count(CLEAR_LINE) == (2 if shown else 0)
 
 
 @pytest.mark.parametrize(("fits", "label"), [(True, "fits with"), (False, "saves memory"), (None, "saves memory")])

@@ -1,0 +1,203 @@
+"""Whole screens of commands at 80 and 120 columns, in a pipe and with NO_COLOR, against tests/golden/screen.
+
+Measured figures and versions are replaced by #. The machine is described, so that decisions do not depend on the CPU.
+`HWOPT_UPDATE_GOLDEN=1 pytest tests/integration/test_screens.py` rewrites the files; read the difference before you commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from cli.test_cli import hwopt
+from documented_folder import write_pairs
+from terminals import Screenshot, on_terminal
+
+from hwopt.cli import run_command
+from hwopt.hardware.device import Hardware
+from hwopt.hardware.doctor import Finding
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "screen"
+MODES = {"80": 80, "120": 120, "pipe": None, "no-colour": 80}
+"""Name -> columns of the terminal; None: no terminal."""
+COMMANDS = {
+    "init": ["init", "train.csv", "--yes", "-o", "proposed.toml"],
+    "plan": ["plan", "job.toml", "--profile", "card.toml"],
+    "run": ["run", "job.toml", "--profile", "card.toml"],
+    "evaluate": ["evaluate", "runs/job-card", "test.csv"],
+    "doctor": ["doctor"],
+}
+"""Name -> arguments; in this order in one folder."""
+JOB = """[model]
+config = { model_type = "bert", hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 64, \
+max_position_embeddings = 64, vocab_size = 200 }
+
+[data]
+train = "train.csv"
+eval_fraction = 0.2
+text = "text"
+label = "label"
+max_length = 32
+
+[task]
+kind = "text-classification"
+
+[training]
+max_steps = 12
+logging_steps = 4
+eval_steps = 6
+learning_rate = 1e-3
+"""
+PROFILE = """name = "card"
+summary = "RTX 3070 8 GB: fp16, fused AdamW"
+
+[card]
+match = ["GeForce RTX 3070"]
+compute_capability = "8.6"
+memory_gib = 8
+
+[plugins.precision]
+dtype = "fp16"
+
+[plugins.tf32]
+
+[plugins.sdpa]
+prefer = ["efficient", "math"]
+
+[plugins.batch]
+train = 4
+gradient_accumulation_steps = 4
+
+[plugins.optimizer]
+name = "adamw_torch_fused"
+
+[plugins.dataloader]
+num_workers = 0
+"""
+MACHINE = Hardware(
+    "cpu", "AMD EPYC 9654", 64.0, 61.5, cpu_cores=8, cpu_memory_gib=64.0, cpu_features=("avx512_bf16", "avx2"), compiler="g++"
+)
+FINDINGS = [
+    Finding("driver", "ok", "NVIDIA 550.54.14, for CUDA up to 12.4"),
+    Finding(
+        "torch",
+        "problem",
+        "torch 2.15.0 is built for CUDA 13.0, but the driver supports CUDA up to 12.4: torch cannot use the GeForce RTX 3070",
+        "pip install --index-url https://download.pytorch.org/whl/cu124 'torch>=2.10,<2.16'",
+    ),
+    Finding("shared memory", "warning", "/dev/shm has 0.1 GiB", "docker run --shm-size=8g"),
+]
+
+FIGURES = [
+    (r"[━╸╺]+", "━"),
+    (r"ETA \d+:\d\d:\d\d", "ETA #"),
+    (r"\d+\.\d{4}\b", "#.####"),
+    (r"[\d.,e-]+ (?=(tok|tokens|samples|steps)/s)", "# "),
+    (r"\d[\d.,]* (?=[GM]iB)", "# "),
+    (r"[\d.,]+ to [\d.,]+ (m?s|min|h)\b", "# to # s"),
+    (r"\d[\d.]* (?=m?s\b)(?:ms|s)", "# s"),
+    (r"(data[ _]wait +)[\d.]+%", r"\1#%"),
+    (r"(largest that fits: micro-batch|evaluation batch) [\d,]*\d", r"\1 #"),
+    (r"bitsandbytes [\d.]+", "bitsandbytes #"),
+]
+"""(pattern, replacement) of what differs between two runs or two versions of a library."""
+
+
+def with_placeholders(text: str) -> str:
+    """`text` with # for measured figures and versions."""
+    for pattern, replacement in FIGURES:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    return text
+
+
+@dataclass(frozen=True)
+class Screens:
+    """What the commands showed in one mode."""
+
+    mode: str
+    terminal: dict[str, Screenshot]
+    text: dict[str, str]
+    """Command -> all that is on the screen at the end, or in the pipe."""
+
+
+@pytest.fixture(scope="module", params=list(MODES))
+def screens(request: pytest.FixtureRequest, warm: None, tmp_path_factory: pytest.TempPathFactory) -> Screens:
+    folder = tmp_path_factory.mktemp("screens")
+    (folder / "job.toml").write_text(JOB)
+    (folder / "card.toml").write_text(PROFILE)
+    write_pairs(folder / "train.csv", ("text",), 150, seed=0)
+    write_pairs(folder / "test.csv", ("text",), 60, seed=1)
+    found = Screens(request.param, {}, {})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setenv("HWOPT_CACHE", str(folder / "cache"))
+        for module in ("api", "inference.trained_model"):
+            patched.setattr(f"hwopt.{module}.detect", lambda *_: MACHINE)
+        patched.setattr("hwopt.planning.resolve.detect_host", lambda: MACHINE)
+        patched.setattr("hwopt.hardware.doctor.examine", lambda: FINDINGS)
+        if request.param == "no-colour":
+            patched.setenv("NO_COLOR", "1")
+        for name, words in COMMANDS.items():
+            columns = MODES[request.param]
+            if columns is None:
+                found.text[name] = hwopt(*words, cwd=folder).stdout
+            else:
+                shown = on_terminal(partial(run_command, words), columns)
+                assert shown.exit_code == (2 if name == "doctor" else 0), shown.text
+                found.terminal[name], found.text[name] = shown, shown.text
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_screens_match_the_golden_files(screens: Screens, command: str) -> None:
+    text = with_placeholders(screens.text[command])
+    mode = "80" if screens.mode == "no-colour" else screens.mode  # the same text, without colours
+    path = GOLDEN / f"{command}-{mode}.txt"
+    if os.environ.get("HWOPT_UPDATE_GOLDEN") and mode == screens.mode:
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_colours_are_used_on_terminals_unless_no_color_is_set(screens: Screens) -> None:
+    for command, shown in screens.terminal.items():
+        plain = screens.mode == "no-colour" or command in ("init", "evaluate")
+        assert (shown.colours == {"default"}) == plain, command
+
+
+def test_live_line_fills_the_terminal_with_bar_eta_loss_speed_and_memory(screens: Screens) -> None:
+    if screens.mode == "pipe":
+        assert "step 12/12  ETA 0:00:00  loss " in screens.text["run"]
+        return
+    lines = [line for line in screens.terminal["run"].seen if re.match(r"step \d+/12 .*tok/s", line)]
+    pattern = r"step \d+/12 +[━╸╺]+ +ETA \d+:\d\d:\d\d  loss \d\.\d{4}  [\d,]+ tok/s  \d+\.\d\d GiB"
+    assert lines
+    assert all(re.fullmatch(pattern, line) for line in lines), lines
+    assert all(len(line) <= (MODES[screens.mode] or 0) for line in lines)
+    assert lines[-1].startswith("step 12/12 ")
+
+
+def test_status_line_shows_the_stages_and_disappears(screens: Screens) -> None:
+    if screens.mode == "pipe":
+        return
+    shown = screens.terminal["run"]
+    for stage in ("reading the data and making tokens …", "loading the model …"):
+        assert stage in shown.seen
+        assert stage not in shown.lines
+
+
+def words_with_digits(text: str) -> set[str]:
+    """The words of `text` that have a digit, without commands of `hwopt doctor`, which a terminal may break."""
+    text = re.sub(r"^ +fix: .*\n(\S.*\n)?", "", text, flags=re.MULTILINE)
+    return set(re.findall(r"[\w.,/-]*\d[\w.,/-]*", text))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_number_is_cut_on_a_terminal(columns: int, command: str) -> None:
+    shown, piped = ((GOLDEN / f"{command}-{mode}.txt").read_text(encoding="utf-8") for mode in (columns, "pipe"))
+    assert words_with_digits(shown) <= words_with_digits(piped)
+    assert max(map(len, shown.splitlines())) <= columns

@@ -1,0 +1,65 @@
+"""StatusLine: on a terminal one line that is replaced and removed, elsewhere lines of `announce` only."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from hwopt.report.status_line import CLEAR_LINE, StatusLine, status_line
+from hwopt.report.terminal import Terminal
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def fake_terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    """The standard error of a test; pytest replaces what a fixture sets."""
+    stream = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_line_is_replaced_and_removed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = fake_terminal(monkeypatch)
+    line = StatusLine()
+    line.show("one")
+    line.announce("two")
+    line.clear()
+    line.clear()
+    assert terminal.getvalue() == f"{CLEAR_LINE}one …{CLEAR_LINE}two …{CLEAR_LINE}"
+
+
+def test_line_is_cut_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = fake_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "40")
+    StatusLine().show("x" * 100)
+    assert terminal.getvalue() == CLEAR_LINE + "x" * 39
+
+
+def test_line_is_removed_before_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = fake_terminal(monkeypatch)
+    status_line.show("loading")
+    Terminal(file=io.StringIO()).print("result")
+    assert terminal.getvalue().endswith(CLEAR_LINE)
+    assert not status_line.shown
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_without_a_terminal_only_announced_lines_are_printed(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FakeTerminal() if term == "dumb" else io.StringIO()
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stderr", stream)
+    line = StatusLine()
+    line.show("reading")
+    line.announce("loading torch")
+    line.clear()
+    assert stream.getvalue() == "loading torch …\n"
+
+
+def test_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    StatusLine().announce("loading torch")
