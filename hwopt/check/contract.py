@@ -93,7 +93,7 @@ def rule(
     """Decorator: a Rule of the function, which `about` describes by the first line of its docstring."""
 
     def made(function: RuleFunction) -> Rule:
-        about = (function.__doc__ or "").strip().splitlines()[0]
+        about = next(iter((function.__doc__ or "").strip().splitlines()), "")
         return Rule(name, level, about, source, function, words, needs, tools)
 
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hwopt.interop.translation import Left, Taken, Translation, translate
 from hwopt.interop.view import TOOL_NAMES, View
 from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import path_kind
-from hwopt.text import printable, truncate
+from hwopt.text import cut, printable, truncate
 
 BERT_BASE = {
     "model_type": "bert",
@@ -62,8 +63,13 @@ class Imported:
         ]
 
 
+def shown(value: Any, limit: int) -> str:
+    """`value` as JSON, on one line of at most `limit` characters."""
+    return cut(json.dumps(value, ensure_ascii=False, default=str), limit)
+
+
 def described(left: Left) -> str:
-    return f"{left.place}: {left.key} = {truncate(left.value, 40)}: {left.reason}"
+    return f"{left.place}: {left.key} = {shown(left.value, 40)}: {left.reason}"
 
 
 def import_file(
@@ -172,6 +178,8 @@ def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str,
 
 def header(document: tomlkit.TOMLDocument, view: View, what: str) -> None:
     document.add(tomlkit.comment(f"{what} of {Path(view.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import."))
+    for line in view.loose if what == "Profile" else ():
+        document.add(tomlkit.comment(printable(line)))
 
 
 def table_of(options: Iterable[Taken]) -> Table:
@@ -187,6 +195,8 @@ def table_of(options: Iterable[Taken]) -> Table:
         if setting.comment:
             value.comment(printable(setting.comment))
         table.add(key, value)
+        for line in setting.below:
+            table.add(tomlkit.comment(printable(line)))
     return table
 
 
@@ -212,5 +222,5 @@ def remainder(left: Sequence[Left]) -> str:
             lines += ["", f"# {title}"]
             for each in found:
                 lines += [f"#   # {printable(comment)}" for comment in each.comments]
-                lines.append(f"#   {printable(each.key)}: {printable(truncate(each.value, 100))}: {printable(each.reason)}")
+                lines.append(f"#   {printable(each.key)}: {printable(shown(each.value, 100))}: {printable(each.reason)}")
     return "\n".join([*lines, ""]).replace("\r", "") if lines else ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from hwopt.system.paths import read_regular_file
 from hwopt.text import cut, first_line
 
 Language = Literal["YAML", "JSON", "TOML"]
-MAX_ENTRIES = 20_000
+MAX_ENTRIES = 5_000
 """Far more than any configuration has; a YAML file can make more of a few anchors."""
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 """Numbers of JSON and YAML 1.2, some of which PyYAML (YAML 1.1) reads as text, such as 2e-5."""
@@ -38,11 +38,18 @@ class Entry:
     """The comment behind the value, without "#"."""
     above: tuple[str, ...] = ()
     """The comment lines directly above."""
+    below: tuple[str, ...] = ()
+    """The comment lines directly below, if no other key follows them."""
 
     @property
     def key(self) -> str:
         """The path with dots, such as "training.optim"."""
         return ".".join(self.path)
+
+    @property
+    def comments(self) -> tuple[str, ...]:
+        """All comments that belong to the entry, from top to bottom."""
+        return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
     @property
     def interpolated(self) -> bool:
@@ -58,8 +65,8 @@ class SourceFile:
     """In the order of the file. Of a key that is given twice, only the last one, which is what YAML and JSON readers take."""
     replaced: tuple[Entry, ...] = ()
     """Entries that a later line with the same key replaces."""
-    comments: Mapping[int, str] | None = None
-    """Line -> its comment, without "#"."""
+    loose: tuple[str, ...] = ()
+    """Comment lines that belong to no entry."""
     document: Document | None = None
     """Of a TOML file."""
 
@@ -100,12 +107,8 @@ def decoded(raw: bytes, name: str) -> str:
 
 def from_toml(text: str, name: str) -> SourceFile:
     document = parse_toml(text.encode(), name)
-    comments = dict(toml_comments(text))
-    entries = tuple(
-        Entry(path, value, line := line_of(document, path), comments.get(line, ""), above_line(line, text, comments))
-        for path, value in toml_leaves(document.data, ())
-    )
-    return SourceFile(name, "TOML", entries, comments=comments, document=document)
+    entries = [Entry(path, value, line_of(document, path)) for path, value in toml_leaves(document.data, ())]
+    return with_comments(SourceFile(name, "TOML", tuple(entries), document=document), text, dict(toml_comments(text)))
 
 
 def line_of(document: Document, path: tuple[str, ...]) -> int:
@@ -151,9 +154,9 @@ def from_yaml(text: str, name: str, language: Language) -> SourceFile:
         raise InputError(f"{name}: cannot be read as {language}: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
         raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
-    walk = Walk(name, text, comments)
+    walk = Walk(name)
     walk.mapping(node, ())
-    return SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced), comments)
+    return with_comments(SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced)), text, comments)
 
 
 def not_yaml(name: str, language: Language, error: yaml.YAMLError) -> str:
@@ -183,21 +186,49 @@ def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
         position += len(line)
 
 
-def above_line(line: int, text: str, comments: Mapping[int, str]) -> tuple[str, ...]:
-    """The comment lines directly above `line`, without rules of "=" or "-"."""
-    lines, found = text.splitlines(), []
-    while line > 1 and line - 1 in comments and lines[line - 2].lstrip().startswith("#"):
-        line -= 1
-        if comments[line].strip("=-*#~ "):
-            found.append(comments[line].strip("=*# "))
-    return tuple(reversed(found))
+def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) -> SourceFile:
+    """`source` with each comment at its entry: behind the value, in the lines directly above, or in those directly below."""
+    lines = text.splitlines()
+    alone = [number for number in comments if lines[number - 1].lstrip().startswith("#")]
+    at = {entry.line for entry in (*source.entries, *source.replaced)}
+    above: dict[int, list[str]] = {}
+    below: dict[int, list[str]] = {}
+    loose: list[str] = []
+    for run in runs(alone):
+        words = [comments[number].strip("=*# ") for number in run if comments[number].strip("=-*#~ ")]  # without rules
+        if run[-1] + 1 in at:
+            above[run[-1] + 1] = words
+        elif run[0] - 1 in at:
+            below[run[0] - 1] = words
+        else:
+            loose += words
+
+    def full(entry: Entry) -> Entry:
+        line = entry.line
+        found = (above.pop(line, ()), below.pop(line, ()))  # the first entry of a line has them
+        return replace(entry, comment=comments.get(line, ""), above=tuple(found[0]), below=tuple(found[1]))
+
+    return replace(
+        source, entries=tuple(map(full, source.entries)), replaced=tuple(map(full, source.replaced)), loose=tuple(loose)
+    )
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Consecutive numbers in one list each."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 class Walk:
     """Collects the entries of a YAML document."""
 
-    def __init__(self, name: str, text: str, comments: Mapping[int, str]) -> None:
-        self.name, self.text, self.comments = name, text, comments
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.replaced: list[Entry] = []
         self.constructor = yaml.SafeLoader("")
@@ -209,7 +240,7 @@ class Walk:
         for value in (part for each in merged for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])):
             if isinstance(value, yaml.MappingNode):
                 self.mapping(value, above)
-        inherited = set(self.entries)
+        inherited = set(self.entries) if merged else set()
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
                 self.pair((*above, str(key.value)), key, value, inherited)
@@ -219,7 +250,7 @@ class Walk:
             self.mapping(value, path)
             return
         line = key.start_mark.line + 1
-        entry = Entry(path, self.plain(value, 0), line, self.comments.get(line, ""), above_line(line, self.text, self.comments))
+        entry = Entry(path, self.plain(value, 0), line)
         if (before := self.entries.pop(path, None)) is not None and path not in inherited:
             self.replaced.append(before)
         self.entries[path] = entry

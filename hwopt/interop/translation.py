@@ -5,8 +5,9 @@ Options of plugins come from the plugins (`Plugin.options_from`); keys of jobs f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -104,6 +105,8 @@ REASONS = {
     "max_train_samples": "a file with fewer rows does it",
 }
 """Word -> why it is left out on purpose."""
+
+DEFAULT = "what hwopt does without the setting"
 
 JOB_KEYS: Mapping[str, JobKey] = {
     "model_name_or_path": ("model", "name"),
@@ -231,7 +234,11 @@ def translate(view: View, registry: Registry) -> Translation:
     found = Translation(view)
     options = Options(found, registry)
     for word, setting in view.settings.items():
-        if word in REASONS:
+        if setting.doubt:  # listed with what could not be read
+            continue
+        if word in ("use_cpu", "trust_remote_code") and not setting.value:
+            found.leave(setting, "ignored", DEFAULT)
+        elif word in REASONS:
             found.leave(setting, "ignored", REASONS[word])
         elif word in JOB_WORDS or word in JOB_KEYS or word in Training.model_fields:
             to_job(found, setting)
@@ -240,8 +247,17 @@ def translate(view: View, registry: Registry) -> Translation:
         else:
             found.leave(setting, "no equivalent", INSTEAD.get(word, "hwopt has no such setting"))
     options.settle()
+    order = in_order(options.accepted, registry)
+    found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
     found.left += [left_of(unread) for unread in view.unread]
     return found
+
+
+def in_order(names: Iterable[str], registry: Registry) -> list[str]:
+    """The plugins `names`, each behind those that its class names in `after`."""
+    given = list(names)
+    before = {name: [other for other in registry.plugin(name).after if other in given] for name in given}
+    return list(TopologicalSorter(before).static_order())
 
 
 def left_of(unread: Unread) -> Left:
@@ -299,7 +315,7 @@ class Options:
         if options is None:
             self.found.leave(setting, "no equivalent", f"{alias.split(' ')[0]} has no such value")
         elif not options:
-            self.found.leave(setting, "ignored", "what hwopt does without the setting")
+            self.found.leave(setting, "ignored", DEFAULT)
         else:
             self.asked.append((setting, plugin, dict(options)))
 

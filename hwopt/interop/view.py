@@ -36,13 +36,16 @@ class Setting:
     """File and line."""
     comment: str = ""
     above: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
     former: tuple[Any, ...] = ()
     """Values that earlier lines of the file give to the same key."""
+    doubt: str = ""
+    """Why the value is a guess; "" for a plain one. Rules read it, `hwopt import` does not take it over."""
 
     @property
     def comments(self) -> tuple[str, ...]:
         """The comments that belong to the value."""
-        return (*self.above, *([self.comment] if self.comment else []))
+        return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class View:
     unread: tuple[Unread, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     """Place -> a text that describes the whole file, such as a profile's summary."""
-    comments: Mapping[int, str] = field(default_factory=dict)
+    loose: tuple[str, ...] = ()
+    """Comments that belong to no key."""
     spelling: Callable[[str], str] = str
     """word -> the key of this tool."""
     parameters: float | None = None

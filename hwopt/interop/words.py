@@ -153,7 +153,11 @@ LEADING_NUMBER = re.compile(r"\s*[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?")
 
 
 class NotReadable(ValueError):
-    """The value has another type than its word."""
+    """The value has another type than its word. `guess`: the number that a text begins with, or None."""
+
+    def __init__(self, reason: str, guess: int | float | None = None) -> None:
+        super().__init__(reason)
+        self.guess = guess
 
 
 def word_of(name: str) -> str | None:
@@ -188,8 +192,10 @@ def number(word: str, value: Any) -> int | float:
     if isinstance(value, str):
         found = LEADING_NUMBER.match(value)
         if found is None or found.end() < len(value.rstrip()):
-            hint = ' A YAML comment begins with " #".' if found else ""
-            raise NotReadable(f"expected a number, got {truncate(value)}.{hint}")
+            if found is None or word not in INTEGERS:
+                raise NotReadable(f"expected a number, got {truncate(value)}.")
+            guess = number(word, found[0].strip())
+            raise NotReadable(f'expected a number, got {truncate(value)}. A YAML comment begins with " #".', guess)
         value = float(value.replace("_", ""))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotReadable(f"expected a number, got {truncate(value)}")

@@ -35,7 +35,7 @@ def comment_value(view: View, facts: Facts) -> Iterator[Finding]:
                 if said != actual:
                     yield Finding(
                         setting.word,
-                        f'The comment "{comment[:80]}" says {said:g} {what}; the file sets {actual:g}.',
+                        f'The comment "{comment[:80]}" says {said:g}{what}; the file sets {actual:g}.',
                         "Readers believe the comment, and the run takes the value.",
                         f"correct the comment, or {view.line(setting.word, int(said))}" if what == "" else "correct the comment",
                     )
@@ -45,7 +45,7 @@ def claims(setting: Setting, comment: str, view: View) -> Iterator[tuple[float, 
     """(said, actual, unit) for each value that a comment of `setting` states."""
     if setting.word in (TRAIN, ACCUMULATION, EVAL) and (found := EFFECTIVE.search(comment)):
         if view.effective_rows is not None and ACCUMULATION in view:
-            yield int(found[1]), view.effective_rows, "rows in a step"
+            yield int(found[1]), view.effective_rows, " rows in a step"
         return
     if CONDITION.search(comment) or (value := view.number(setting.word)) is None:
         return
@@ -56,14 +56,14 @@ def claims(setting: Setting, comment: str, view: View) -> Iterator[tuple[float, 
     elif setting.word == "dataloader_num_workers" and (found := CHANGED.search(comment) or WORKERS.search(comment)):
         yield int(found[1]), value, ""
     elif setting.word == "warmup_ratio" and (found := PERCENT.match(comment)):
-        yield float(found[1]), round(100 * value, 6), "percent"
+        yield float(found[1]), round(100 * value, 6), " percent"
 
 
 PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
 DTYPES = ("fp16", "bf16", "fp32")
 
 
-@rule("summary-value", "warning", source="issue: profiles/rtx4060_8gb.toml said 32 x 4 and set 64 x 2", tools=("hwopt-profile",))
+@rule("summary-value", "warning", source="profiles/rtx4060_8gb.toml once said 32 x 4 and set 64 x 2", tools=("hwopt-profile",))
 def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
     """The summary of a profile says another value than the profile sets."""
     for place, text in view.texts.items():

@@ -41,10 +41,10 @@ def bf16_card(view: View, facts: Facts) -> Iterator[Finding]:
         return
     word = next(word for word in ("bf16", "pure_bf16", "mixed_precision") if word in view)
     if reason := missing("bf16", facts):
-        fp16 = 'plugins use fp16: dtype = "fp16"' if view.is_hwopt else view.line("fp16", True)
-        if word == "mixed_precision" or view.is_hwopt:
-            fp16 = view.line("mixed_precision", "fp16")
-        yield Finding(word, f"bf16 {reason}.", "torch emulates bf16 there, slower than fp32.", fp16, on_card(view))
+        named = word == "mixed_precision" or view.is_hwopt
+        fix = view.line("mixed_precision", "fp16") if named else f"{view.line(word, False)} and {view.line('fp16', True)}"
+        effect = "hwopt trains with fp16 instead." if view.is_hwopt else "torch emulates bf16 there, which is slow."
+        yield Finding(word, f"bf16 {reason}.", effect, fix, on_card(view))
 
 
 @rule("tf32-card", "error", words=("tf32",), needs=("card",), source="004: its checklist has TF32 on a T4, its table has not")

@@ -47,7 +47,6 @@ REASONS = {
     "loss_watchdog_threshold": "training.loss_spike watches the loss",
     "loss_watchdog_patience": "training.loss_spike watches the loss",
 }
-ADAPTERS = {"lora": {"use_peft": True}, "qlora": {"use_peft": True}}
 
 
 def spelling(word: str) -> str:
@@ -73,7 +72,11 @@ def read(source: SourceFile, recognised_by: str) -> View:
             case key if KEYS.get(key) or word_of(key):
                 draft.add(KEYS.get(key) or str(word_of(key)), entry)
             case _:
-                draft.leave(entry, "a key of axolotl without a counterpart" if entry.value is not None else "has no value")
+                empty = entry.value is None
+                reason = "has no value" if empty else "a key of axolotl without a counterpart"
+                draft.leave(entry, reason, "other" if empty else "unknown")
+    if "model_name_or_path" in draft.settings and not {"rl", "reward_model"} & source.top:
+        draft.imply("task", "causal-lm", draft.settings["model_name_or_path"])
     return draft.view("axolotl", recognised_by, spelling)
 
 
@@ -91,7 +94,7 @@ def dataset(draft: Draft, entry: Entry, word: str) -> None:
     for number, each in enumerate(sets):
         table = each if isinstance(each, dict) else {"path": each}
         for key, value in table.items():
-            part = Entry((*entry.path, str(number), str(key)), value, entry.line, entry.comment, entry.above)
+            part = Entry((*entry.path, str(number), str(key)), value, entry.line, entry.comment, entry.above, entry.below)
             if key == "path" and number == 0:
                 draft.add(word, part)
             elif key == "field_messages" and number == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hwopt.interop.source_file import Entry, SourceFile
@@ -17,7 +18,7 @@ class Draft:
         self.source = source
         self.settings: dict[str, Setting] = {}
         self.unread: list[Unread] = [
-            Unread(entry.key, entry.value, self.place(entry), "a later line gives the same key", "replaced", comments_of(entry))
+            Unread(entry.key, entry.value, self.place(entry), "a later line gives the same key", "replaced", entry.comments)
             for entry in source.replaced
         ]
 
@@ -29,20 +30,35 @@ class Draft:
         if entry.interpolated:
             self.leave(entry, "")
             return
+        doubt = ""
         try:
             found = typed(word, entry.value if value is ... else value)
         except NotReadable as error:
             self.leave(entry, str(error), "unreadable")
-            return
-        if found is None and entry.value in (None, ""):
+            if error.guess is None or word in self.settings:
+                return
+            found, doubt = error.guess, str(error)
+        if found is None:
             self.leave(entry, "has no value", "other")
             return
         if (first := self.settings.get(word)) is not None:
             self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
             return
         self.settings[word] = Setting(
-            word, found, entry.key, self.place(entry), entry.comment, entry.above, tuple(self.former(entry, word))
+            word,
+            found,
+            entry.key,
+            self.place(entry),
+            entry.comment,
+            entry.above,
+            entry.below,
+            tuple(self.former(entry, word)),
+            doubt,
         )
+
+    def imply(self, word: str, value: Any, by: Setting) -> None:
+        """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""
+        self.settings.setdefault(word, replace(by, word=word, value=value, comment="", above=(), below=(), former=()))
 
     def former(self, entry: Entry, word: str) -> list[Any]:
         found = []
@@ -58,7 +74,7 @@ class Draft:
         """List `entry` as unread."""
         if entry.interpolated:
             reason, kind = "refers to another value, which only the tool that made the file resolves", "interpolation"
-        self.unread.append(Unread(entry.key, entry.value, self.place(entry), reason, kind, comments_of(entry)))
+        self.unread.append(Unread(entry.key, entry.value, self.place(entry), reason, kind, entry.comments))
 
     def view(self, tool: Tool, recognised_by: str, spelling: Callable[[str], str] = str) -> View:
         source = self.source
@@ -69,10 +85,6 @@ class Draft:
             source.language,
             self.settings,
             tuple(self.unread),
-            comments=source.comments or {},
+            loose=source.loose,
             spelling=spelling,
         )
-
-
-def comments_of(entry: Entry) -> tuple[str, ...]:
-    return (*entry.above, *([entry.comment] if entry.comment else []))

@@ -81,10 +81,9 @@ def made(tool: Any, found: Mapping[str, Any], place: Any, source: SourceFile | N
     settings = {}
     for word, (value, key) in found.items():
         entry = entries.get(key)
-        comment, above = (entry.comment, entry.above) if entry else ("", ())
-        settings[word] = Setting(word, value, ".".join(key), place(*key), comment, above)
-    comments = (source.comments or {}) if source else {}
-    return View(name, tool, "its tables", "TOML", settings, comments=comments, spelling=partial(spelled, plugin_aliases()))
+        comments = (entry.comment, entry.above, entry.below) if entry else ("", (), ())
+        settings[word] = Setting(word, value, ".".join(key), place(*key), *comments)
+    return View(name, tool, "its tables", "TOML", settings, spelling=partial(spelled, plugin_aliases()))
 
 
 def plugin_settings(profile: Profile, registry: Registry) -> Iterator[tuple[str, tuple[Any, tuple[str, ...]]]]:
