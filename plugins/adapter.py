@@ -90,6 +90,9 @@ class Adapter(Plugin):
     }
     aliases: ClassVar[Mapping[str, str]] = {
         "lora_r": "r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
         "use_peft": "enabled = true",
         "peft_config": "enabled = true",
         "use_dora": "kind = 'dora'",
@@ -106,6 +109,14 @@ class Adapter(Plugin):
         always: bool = Field(default=False, description="Also use an adapter for models with fewer than 500 million parameters.")
 
     options: Options
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        if word == "use_peft":
+            return {"enabled": True, "always": True} if value else {}  # the file asks for an adapter, whatever the model's size
+        if word == "lora_target_modules" and isinstance(value, str) and value != "all-linear":
+            return {"target_modules": [name.strip() for name in value.split(",")]}
+        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("peft"):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -27,6 +27,7 @@ from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Rec
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
 EAGER: tuple[Kernel, ...] = ("eager",)
+WITH_FLASH: tuple[Kernel, ...] = ("flash", "efficient", "math")
 FEATURES: dict[str, Feature] = {"flash": "flash_attention", "efficient": "efficient_attention", "cudnn": "cudnn_attention"}
 OPERATORS = {kernel: f"aten::_scaled_dot_product_{feature}" for kernel, feature in FEATURES.items()}
 OPERATORS["math"] = "aten::_scaled_dot_product_attention_math"
@@ -87,6 +88,14 @@ class Sdpa(Plugin):
             return value
 
     options: Options
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        kernels = {"eager": EAGER, "flash_attention_2": WITH_FLASH, "flash_attention_3": WITH_FLASH, "sdpa": None}
+        if value not in kernels:
+            return None
+        prefer = kernels[value]
+        return {"enabled": True} if prefer is None else {"prefer": list(prefer)}
 
     def probe(self, context: Context) -> Decision:
         if self.options.prefer == EAGER:

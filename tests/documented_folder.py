@@ -71,6 +71,8 @@ def write_folder(folder: Path) -> None:
     shutil.copytree(folder / MODEL, alone / MODEL)
     (folder / "job.toml").write_text(toml_block("README.md", "[model]").text, encoding="utf-8")
     write_chat(folder)
+    (training,) = [block for block in read_page(ROOT / "docs/check.md").blocks if block.text.startswith("# training.yaml")]
+    (folder / "training.yaml").write_text(training.text, encoding="utf-8")
     (folder / "my_card.toml").write_text(toml_block("docs/profiles.md", 'name = "my_card"').text, encoding="utf-8")
     write_pairs(folder / "train.csv", ("premise", "hypothesis"), 150, seed=0)
     write_pairs(folder / "dev.csv", ("premise", "hypothesis"), 12, seed=1)

@@ -7,7 +7,6 @@ start launchers. Commands of other programs are checked: their files, extras and
 from __future__ import annotations
 
 import configparser
-import importlib
 import importlib.metadata
 import json
 import os
@@ -27,7 +26,7 @@ from documentation import FOREIGN, LANGUAGES, PAGES, PROGRAMS, ROOT, Block, Comm
 from documented_folder import BEFORE, arguments, folder_of, is_abbreviated, launches, write_files_of, write_folder
 
 from hwopt import api
-from hwopt.cli import COMMANDS
+from hwopt.cli import COMMANDS, command_called
 from hwopt.config.job import make_job
 from hwopt.config.toml import parse_toml
 from hwopt.planning.inputs import Inputs
@@ -100,7 +99,7 @@ def check_options(text: str) -> None:
     """The `hwopt` commands in `text` have options that exist. A command ends with a quote or the line."""
     found = [line.split() for line in re.findall(rf"\bhwopt ((?:{'|'.join(COMMANDS)})\b[^\"\n]*)", text)]
     for name, *words in found:
-        command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
+        command = command_called(name)
         command.make_context(name, [word for word in words if word != "…"])
 
 
@@ -137,7 +136,17 @@ def is_launched(command: Command) -> bool:
 
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
-    return len(command.words) == 2 and command.words[1] in ("evaluate", "export", "init", "plan", "predict", "preview", "run")
+    return len(command.words) == 2 and command.words[1] in (
+        "check",
+        "evaluate",
+        "export",
+        "import",
+        "init",
+        "plan",
+        "predict",
+        "preview",
+        "run",
+    )
 
 
 def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object], None]) -> None:

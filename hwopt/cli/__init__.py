@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import importlib
 import io
+import keyword
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ COMMANDS = {
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
     "preview": "Show a training sample as the model sees it.",
+    "check": "Find mistakes in a profile, a job, or a configuration of another tool.",
+    "import": "Turn a configuration of another tool into a profile and a job.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "plugins": "List the plugins, or show one with its options.",
@@ -38,6 +41,13 @@ COMMANDS = {
     "doctor": "Check the machine, with the command that fixes each problem.",
     "detect": "Show versions, the machine, and what each plugin could do on it, for a bug report.",
 }
+
+
+def command_called(name: str) -> click.Command:
+    """The command `name`, from its module. A name that is a word of Python has "_" behind it there."""
+    word = f"{name}_" if keyword.iskeyword(name) else name
+    command: click.Command = getattr(importlib.import_module(f"hwopt.cli.{word}"), word)
+    return command
 
 
 class Commands(click.Group):
@@ -64,8 +74,7 @@ class Commands(click.Group):
             return None
         if not self.typed or self.typed[0] in ("-h", "--help"):  # only listed
             return click.Command(name=name, short_help=COMMANDS[name], help=COMMANDS[name])
-        command: click.Command = getattr(importlib.import_module(f"hwopt.cli.{name}"), name)
-        return command
+        return command_called(name)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):

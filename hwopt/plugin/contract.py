@@ -19,6 +19,7 @@ from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.conflicts import CAPABILITIES, Conflict
+from hwopt.plugin.imports import options_by_alias
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
 
@@ -264,6 +265,15 @@ class Plugin:
     def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
         return {**below, **above}
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        """The options for `word = value` of another tool, for `hwopt import`. `word` is one of `aliases`.
+
+        {}: nothing to set, because the value is what a plan without the option does. None: the plugin has no equivalent.
+        `enabled = True` adds a table without further options. Values are not validated yet.
+        """
+        return options_by_alias(cls.aliases, word, value)
 
     @classmethod
     def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:

@@ -140,7 +140,17 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         value = getattr(plugin, key)
         if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
             raise PluginError(f"{who}: `{key}` must map strings to strings, got {truncate(value)}")
-    for hook in ("probe", "apply", "memory", "evidence", "on_oom", "memory_options", "merge_options", "scale_options"):
+    for hook in (
+        "probe",
+        "apply",
+        "memory",
+        "evidence",
+        "on_oom",
+        "memory_options",
+        "merge_options",
+        "scale_options",
+        "options_from",
+    ):
         if not callable(getattr(plugin, hook)):
             raise PluginError(f"{who}: `{hook}` must be callable, got {truncate(getattr(plugin, hook))}")
 

@@ -65,6 +65,13 @@ Name = Literal[
     "adamw_torch_8bit",
     "adamw_torch_4bit",
 ]
+SAME_AS = {
+    "adamw": "adamw_torch",
+    "adamw_hf": "adamw_torch",  # removed from transformers; the same update as torch's
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+}
+"""Other names of these optimizers in transformers, axolotl and common scripts."""
 CLASSES: dict[str, tuple[str, str]] = {
     "adamw_torch": ("torch.optim", "AdamW"),
     "adamw_torch_fused": ("torch.optim", "AdamW"),
@@ -207,6 +214,10 @@ class Optimizer(Plugin):
             return self
 
     options: Options
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        return {"name": SAME_AS.get(str(value), value)}
 
     @property
     def elementwise(self) -> bool:

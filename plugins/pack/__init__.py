@@ -14,10 +14,10 @@ Numerical effect: rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -157,6 +157,10 @@ class Pack(Plugin):
     name = "pack"
     stage = Stage.DATA
     preserves = "rounding"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "packing": "enabled = true",
+        "sample_packing": "enabled = true",
+    }
     conflicts = (
         Conflict(
             field="cut",

@@ -55,6 +55,23 @@ def gradient_scaler(device_type: str) -> Any:
     return torch.amp.GradScaler(device_type)
 
 
+NAMES = {
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    "auto": "auto",
+}
+"""Names of other tools -> dtype."""
+
+
+def dtype_from(word: str, value: Any) -> Mapping[str, Any] | None:
+    """The options for a `torch_dtype` or a `mixed_precision` of another tool; {} if it means weights and products in fp32."""
+    if value in (None, False, "no"):
+        return {}
+    name = NAMES.get(str(value))
+    return None if name is None else {"dtype": name}
+
+
 class Precision(Plugin):
     name = "precision"
     stage = Stage.MODEL
@@ -79,6 +96,7 @@ class Precision(Plugin):
         "mixed_precision": "dtype",
         "torch_dtype": "dtype",
         "fp16_opt_level": "level",
+        "pure_bf16": "level = 'pure'",
         "fp16_full_eval": "full_eval",
         "bf16_full_eval": "full_eval",
     }
@@ -113,6 +131,20 @@ class Precision(Plugin):
             return self
 
     options: Options
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        if word in ("mixed_precision", "torch_dtype"):
+            return dtype_from(word, value)
+        if word == "fp16_opt_level":
+            return {"level": value} if value in ("O1", "O2") else {"dtype": "fp32"} if value == "O0" else None
+        if word in ("fp16", "bf16") and value == "auto":
+            return {"dtype": "auto"}
+        if word == "pure_bf16" and value:
+            return {"dtype": "bf16", "level": "pure"}
+        if word.endswith("full_eval") and not value:
+            return {}
+        return super().options_from(word, value)
 
     @property
     def effect(self) -> Literal["bits", "rounding", "method"]:

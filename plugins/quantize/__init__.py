@@ -169,8 +169,10 @@ class Quantize(Plugin):
     preserves = "method"
     resume_ignores = ("dtype",)  # "auto" depends on the hardware
     aliases: ClassVar[Mapping[str, str]] = {
-        "load_in_4bit": "enabled = true",
-        "load_in_8bit": "enabled = true",
+        "load_in_4bit": "bits = 4",
+        "load_in_8bit": "bits = 8",
+        "bnb_4bit_use_double_quant": "double",
+        "bnb_4bit_compute_dtype": "dtype",
         "quantization_config": "enabled = true",
     }
     conflicts = (
@@ -193,6 +195,12 @@ class Quantize(Plugin):
         )
 
     options: Options
+
+    @classmethod
+    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
+        if word == "bnb_4bit_compute_dtype":
+            return {"dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value), value)}
+        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("bitsandbytes"):

@@ -123,6 +123,8 @@ class Zero(Plugin):
     conflicts = (Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
     aliases: ClassVar[Mapping[str, str]] = {
         "deepspeed": "enabled = true",
+        "zero_stage": "stage",
+        "zero_offload": "offload",
     }
 
     class Options(PluginOptions):

@@ -1,0 +1,85 @@
+"""Names and values that are not read: former names, misspelled names, text where a number belongs, keys that are given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from hwopt.check.contract import Facts, Finding, rule
+from hwopt.interop.view import Tool, Unread, View
+from hwopt.interop.words import ARGUMENTS, FORMER_NAMES
+from hwopt.text import truncate
+
+TRAINERS: tuple[Tool, ...] = ("transformers", "llama-factory")
+ALIKE = 0.85
+"""How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
+
+
+def about(unread: Unread, what: str, why: str, fix: str = "") -> Finding:
+    return Finding("", what, why, fix, place=unread.place, key=unread.key)
+
+
+@rule("former-name", "warning", source="release notes of transformers", tools=TRAINERS)
+def former_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """A name that transformers no longer has."""
+    found = [(each.key, each.place) for each in view.settings.values()] + [(each.key, each.place) for each in view.unread]
+    for key, place in found:
+        name = key.rsplit(".", 1)[-1]
+        if name in FORMER_NAMES and name != "fp16_opt_level":  # it has a rule of its own
+            instead, gone = FORMER_NAMES[name]
+            yield Finding(
+                "",
+                f"transformers {gone} has no {name}.",
+                "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it.",
+                f"use {instead}" if instead else f"remove {name}",
+                place=place,
+                key=key,
+            )
+
+
+@rule("misspelled-name", "warning", source="unsloth#10452: a key that no program reads", tools=TRAINERS)
+def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """A key that is almost a name of TrainingArguments."""
+    for each in view.unread:
+        name = each.key.rsplit(".", 1)[-1]
+        near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
+        if each.kind == "unknown" and near and name not in FORMER_NAMES:
+            yield about(
+                each, f"{name} is no name of TrainingArguments.", "A value that no program reads has no effect.", f"use {near[0]}"
+            )
+
+
+@rule("not-a-value", "error", source='002: "16  ← Actually 16, not 96!"')
+def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
+    """A value of the wrong type, such as text behind a number."""
+    for each in view.unread:
+        if each.kind == "unreadable":
+            yield about(
+                each,
+                f"{each.key} = {truncate(each.value)}: {each.reason}",
+                "The trainer stops, or reads a text.",
+                "correct the value",
+            )
+
+
+@rule("key-twice", "warning", source="001: the file before and after in one block")
+def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
+    """A key that the file gives twice; the last one counts."""
+    for each in view.unread:
+        if each.kind == "replaced":
+            yield about(
+                each,
+                f"{each.key} = {truncate(each.value)} is replaced by a later line.",
+                "The last one counts, without a message.",
+                "remove one of the two",
+            )
+
+
+@rule("interpolation", "information", source="Hydra and OmegaConf")
+def interpolation(view: View, facts: Facts) -> Iterator[Finding]:
+    """A value that refers to another one, which no rule can read."""
+    for each in view.unread:
+        if each.kind == "interpolation":
+            yield about(
+                each, f"{each.key} = {truncate(each.value)} is not resolved, and not checked.", "Only Hydra knows the value."
+            )

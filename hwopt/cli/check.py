@@ -1,0 +1,54 @@
+"""`hwopt check`: mistakes in a profile, a job, or a training configuration of another tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import rich_click as click
+
+from hwopt.cli.options import format_option, quiet_libraries
+
+
+@click.command(
+    help="Report what is wrong in a profile, a job, or a configuration of another tool (Hugging Face TrainingArguments, axolotl, "
+    "LLaMA-Factory, accelerate, DeepSpeed), why, and the setting that fixes it. Exits with 2 if there is an error."
+)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--card", metavar="NAME", help="The card to check for, such as 'RTX 3070'; default: that of this machine.")
+@click.option("--profile", help="Check for the card of this profile; a job together with the profile's plugins.")
+@click.option("--cores", type=click.IntRange(min=1), help="CPU cores of the machine that trains.")
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of the training data.")
+@click.option("--parameters", type=click.FloatRange(min=1), help="Parameters of the model, such as 110e6.")
+@click.option("--max-length", type=click.IntRange(min=1), help="Tokens of the longest sample.")
+@click.option("--strict", is_flag=True, help="Exit with 2 for warnings too.")
+@format_option
+def check(
+    files: tuple[Path, ...],
+    card: str | None,
+    profile: str | None,
+    cores: int | None,
+    rows: int | None,
+    parameters: float | None,
+    max_length: int | None,
+    strict: bool,
+    format_: str,
+) -> int:
+    quiet_libraries()
+    from hwopt.check.checker import worst
+    from hwopt.check.facts import Given
+    from hwopt.check.files import check_file
+
+    given = Given(card, profile, cores, rows, parameters, max_length)
+    reports = [check_file(path, given) for path in files]
+    if format_ == "json":
+        found = [report.to_dict() for report in reports]
+        click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
+        return worst(reports, strict)
+    from hwopt.report.check import show_report
+    from hwopt.report.terminal import Terminal
+
+    console = Terminal()
+    for report in reports:
+        show_report(console, report)
+    return worst(reports, strict)

@@ -1,0 +1,44 @@
+"""`hwopt import`: a training configuration of another tool as a profile and a job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import rich_click as click
+
+from hwopt.cli.options import format_option, quiet_libraries
+
+
+@click.command(
+    name="import",
+    help="Write profile.toml and job.toml for a configuration of another tool, with its comments, and list what has no "
+    "equivalent. Overwrites no file.",
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The folder for the two files.")
+@click.option("--name", help="The profile's name; default: that of the file.")
+@click.option("--card", metavar="NAME", help="Give the profile the figures of this card, such as 'RTX 3070'.")
+@click.option(
+    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as model.name; repeatable."
+)
+@format_option
+def import_(file: Path, output: Path, name: str | None, card: str | None, assignments: tuple[str, ...], format_: str) -> None:
+    quiet_libraries()
+    from hwopt.check.facts import profile_of_card
+    from hwopt.interop.imported_files import import_file, write_imported
+    from hwopt.planning.inputs import Inputs
+    from hwopt.report.check import show_left
+    from hwopt.report.terminal import Terminal
+
+    inputs = Inputs()
+    profile = None if card is None else profile_of_card(card, inputs)
+    files = import_file(file, inputs, name, None if profile is None else (profile.name, profile.card), assignments)
+    write_imported(files, output)
+    if format_ == "json":
+        left = [asdict(each) for each in files.translation.left]
+        taken = {".".join(each.key): each.value for each in files.translation.taken}
+        click.echo(json.dumps({"taken": taken, "left": left, "placeholders": files.missing}, indent=2, default=str))
+        return
+    show_left(Terminal(), files.summary(output))

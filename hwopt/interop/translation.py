@@ -1,0 +1,359 @@
+"""A view as tables of a profile and a job. Every setting is taken over, left out with a reason, or listed without equivalent.
+
+Options of plugins come from the plugins (`Plugin.options_from`); keys of jobs from the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from hwopt.config.aliases import INSTEAD, plugin_aliases
+from hwopt.config.job import Data, Model, Table, Task, Training
+from hwopt.errors import HwoptError
+from hwopt.interop.view import Setting, Unread, View
+from hwopt.plugin.registry import Registry
+from hwopt.text import first_line, truncate
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting in its new place."""
+
+    setting: Setting
+    key: tuple[str, ...]
+    """("plugins", NAME, OPTION) of the profile, or (TABLE, KEY) of the job."""
+    value: Any
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A key of the file that is in neither new file."""
+
+    kind: Literal["ignored", "no equivalent"]
+    key: str
+    value: Any
+    place: str
+    reason: str
+    comments: tuple[str, ...] = ()
+
+
+@dataclass
+class Translation:
+    view: View
+    taken: list[Taken] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+    def leave(self, setting: Setting, kind: Literal["ignored", "no equivalent"], reason: str) -> None:
+        self.left.append(Left(kind, setting.key, setting.value, setting.place, reason, setting.comments))
+
+    def tables(self, kind: Literal["profile", "job"]) -> dict[tuple[str, ...], Taken]:
+        """What the profile, or the job, holds: key -> the setting behind it."""
+        return {each.key: each for each in self.taken if (each.key[0] == "plugins") == (kind == "profile")}
+
+
+class WithoutEquivalent(Exception):
+    """The value cannot be expressed; the message is the reason."""
+
+
+class NothingToSet(Exception):
+    """The value is what hwopt does anyway; the message says so."""
+
+
+JobKey = tuple[str, str]
+Result = tuple[JobKey, Any]
+
+REASONS = {
+    "do_train": "`hwopt run` trains",
+    "do_eval": "a run evaluates if the job names data for it",
+    "do_predict": "`hwopt predict` predicts",
+    "output_dir": "give --output-dir to `hwopt run`",
+    "run_name": "give --name to `hwopt run`",
+    "resume_from_checkpoint": "give --resume, or --resume-from CHECKPOINT",
+    "overwrite_output_dir": "give --fresh to `hwopt run`",
+    "trust_remote_code": "give --trust-remote-code MODEL_NAME: a file cannot allow it",
+    "use_cpu": "give --profile cpu",
+    "report_to": "the run folder has the metrics",
+    "logging_dir": "the run folder has the metrics",
+    "save_safetensors": "hwopt writes safetensors always",
+    "remove_unused_columns": "the job names its columns",
+    "fp16_backend": "torch's native AMP is the only one",
+    "half_precision_backend": "torch's native AMP is the only one",
+    "num_processes": "give --processes N; the rows of a step are counted over all ranks",
+    "num_machines": "the launcher's command line says it",
+    "distributed_type": "the plugins of the profile choose the engine",
+    "torch_compile_backend": "hwopt compiles with inductor",
+    "gradient_checkpointing_kwargs.use_reentrant": "hwopt's checkpointing is never reentrant",
+    "logging_nan_inf_filter": "training.on_nonfinite says what follows a loss that is not finite",
+    "average_tokens_across_devices": "hwopt divides by the tokens of the whole step, over all ranks",
+    "ddp_timeout": "training.hang_timeout ends a run that hangs",
+    "ddp_find_unused_parameters": "hwopt's data parallelism needs no search",
+    "log_level": "the command line has its own output",
+    "log_level_replica": "the command line has its own output",
+    "disable_tqdm": "the command line has its own output",
+    "logging_first_step": "the first step is always logged",
+    "include_num_input_tokens_seen": "the log has the tokens of each interval",
+    "full_determinism": "a run with the same seed has the same bits: docs/exactness.md",
+    "data_seed": "training.seed covers the order of the data",
+    "save_only_model": "checkpoints are for resuming; final/ has the model alone",
+    "ignore_data_skip": "a resumed run continues at its next batch without skipping",
+    "max_train_samples": "a file with fewer rows does it",
+}
+"""Word -> why it is left out on purpose."""
+
+DEFAULT = "what hwopt does without the setting"
+
+JOB_KEYS: Mapping[str, JobKey] = {
+    "model_name_or_path": ("model", "name"),
+    "tokenizer_name": ("model", "tokenizer"),
+    "model_revision": ("model", "revision"),
+    "train_file": ("data", "train"),
+    "validation_file": ("data", "eval"),
+    "test_file": ("data", "test"),
+    "text_column": ("data", "text"),
+    "label_column": ("data", "label"),
+    "messages_column": ("data", "messages"),
+    "prompt_column": ("data", "prompt"),
+    "completion_column": ("data", "completion"),
+    "max_length": ("data", "max_length"),
+    "eval_fraction": ("data", "eval_fraction"),
+    "task": ("task", "kind"),
+    "label_smoothing_factor": ("task", "label_smoothing"),
+}
+
+
+def evaluation(view: View, value: Any) -> Result:
+    if value == "epoch":
+        raise NothingToSet("hwopt evaluates at the end of each epoch by default")
+    if value == "steps":
+        raise NothingToSet("training.eval_steps says it")
+    raise WithoutEquivalent("hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out")
+
+
+def saving(view: View, value: Any) -> Result:
+    if value == "no":
+        return ("training", "save_minutes"), 0.0
+    if value == "steps":
+        raise NothingToSet("training.save_steps says it")
+    if value == "best":
+        raise NothingToSet("hwopt keeps the best weights by default")
+    raise WithoutEquivalent("hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation")
+
+
+def logging(view: View, value: Any) -> Result:
+    if value == "steps":
+        raise NothingToSet("training.logging_steps says it")
+    raise WithoutEquivalent("hwopt logs every training.logging_steps steps")
+
+
+def best_model(view: View, value: Any) -> Result:
+    if value:
+        raise NothingToSet("final/ holds the best weights by default")
+    raise WithoutEquivalent("final/ holds the best weights if the job has data for evaluation")
+
+
+def steps_of(word: str, strategy: str) -> Callable[[View, Any], Result]:
+    def found(view: View, value: Any) -> Result:
+        chosen = view.value(strategy)
+        if chosen in ("epoch", "no"):
+            raise NothingToSet(f"{view.spelled(strategy)} is {chosen!r}, so the value has no effect")
+        if value < 1:
+            raise WithoutEquivalent("a share of the steps; hwopt takes a number of steps")
+        return ("training", word), int(value)
+
+    return found
+
+
+def warmup_steps(view: View, value: Any) -> Result:
+    if value == 0 and "warmup_ratio" in view:
+        raise NothingToSet("the ratio counts")
+    if 0 < value < 1:  # transformers 5
+        return ("training", "warmup_ratio"), float(value)
+    return ("training", "warmup_steps"), int(value)
+
+
+def warmup_ratio(view: View, value: Any) -> Result:
+    if (view.number("warmup_steps") or 0) > 0:
+        raise NothingToSet("warmup_steps counts: transformers prefers it")
+    return ("training", "warmup_ratio"), float(value)
+
+
+def max_steps(view: View, value: Any) -> Result:
+    if value <= 0:
+        raise NothingToSet("the epochs say it")
+    return ("training", "max_steps"), value
+
+
+def epochs(view: View, value: Any) -> Result:
+    if (view.number("max_steps") or 0) > 0:
+        raise NothingToSet("max_steps counts: transformers prefers it")
+    return ("training", "num_train_epochs"), value
+
+
+def fraction(view: View, value: Any) -> Result:
+    if value == 0:
+        raise NothingToSet("no data for evaluation")
+    if value >= 1:
+        raise WithoutEquivalent("a number of rows; data.eval_fraction is a share, such as 0.1")
+    return ("data", "eval_fraction"), value
+
+
+JOB_WORDS: Mapping[str, Callable[[View, Any], Result]] = {
+    "eval_strategy": evaluation,
+    "save_strategy": saving,
+    "logging_strategy": logging,
+    "load_best_model_at_end": best_model,
+    "eval_steps": steps_of("eval_steps", "eval_strategy"),
+    "save_steps": steps_of("save_steps", "save_strategy"),
+    "logging_steps": steps_of("logging_steps", "logging_strategy"),
+    "warmup_steps": warmup_steps,
+    "warmup_ratio": warmup_ratio,
+    "max_steps": max_steps,
+    "num_train_epochs": epochs,
+    "eval_fraction": fraction,
+}
+
+NOTES = {
+    (
+        "fp16_opt_level",
+        "O2",
+    ): "transformers ignored it with native AMP and trained as O1. In hwopt O2 means half-precision weights "
+    "with fp32 masters; O1 is what the file did",
+    ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
+}
+"""(word, value) -> what changes although the value is taken over."""
+
+
+def translate(view: View, registry: Registry) -> Translation:
+    """Return the settings of `view` in hwopt's words."""
+    found = Translation(view)
+    options = Options(found, registry)
+    for word, setting in view.settings.items():
+        if setting.doubt:  # listed with what could not be read
+            continue
+        if word in ("use_cpu", "trust_remote_code") and not setting.value:
+            found.leave(setting, "ignored", DEFAULT)
+        elif word in REASONS:
+            found.leave(setting, "ignored", REASONS[word])
+        elif word in JOB_WORDS or word in JOB_KEYS or word in Training.model_fields:
+            to_job(found, setting)
+        elif word in plugin_aliases():
+            options.ask(setting)
+        else:
+            found.leave(setting, "no equivalent", INSTEAD.get(word, "hwopt has no such setting"))
+    options.settle()
+    order = in_order(options.accepted, registry)
+    found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
+    found.left += [left_of(unread) for unread in view.unread]
+    return found
+
+
+def in_order(names: Iterable[str], registry: Registry) -> list[str]:
+    """The plugins `names`, each behind those that its class names in `after`."""
+    given = list(names)
+    before = {name: [other for other in registry.plugin(name).after if other in given] for name in given}
+    return list(TopologicalSorter(before).static_order())
+
+
+def left_of(unread: Unread) -> Left:
+    kind: Literal["ignored", "no equivalent"] = "ignored" if unread.kind in ("other", "replaced") else "no equivalent"
+    return Left(kind, unread.key, unread.value, unread.place, unread.reason, unread.comments)
+
+
+TABLES: Mapping[str, tuple[type[Table], dict[str, Any]]] = {
+    "model": (Model, {"name": "m"}),
+    "data": (Data, {"train": "t"}),
+    "task": (Task, {}),
+    "training": (Training, {}),
+}
+"""Table of a job -> its class, and the keys that it needs besides the one to check."""
+
+
+def to_job(found: Translation, setting: Setting) -> None:
+    word = setting.word
+    try:
+        key, value = JOB_WORDS[word](found.view, setting.value) if word in JOB_WORDS else (plain_key(word), setting.value)
+        model, others = TABLES[key[0]]
+        model.model_validate({**others, key[1]: value})
+    except NothingToSet as reason:
+        found.leave(setting, "ignored", str(reason))
+    except (WithoutEquivalent, TypeError) as reason:
+        found.leave(setting, "no equivalent", str(reason))
+    except ValidationError as error:
+        found.leave(setting, "no equivalent", f"{'.'.join(key)}: {error.errors()[0]['msg'].lower()}")
+    else:
+        found.taken.append(Taken(setting, key, value))
+
+
+def plain_key(word: str) -> JobKey:
+    return JOB_KEYS.get(word) or ("training", word)
+
+
+class Options:
+    """Collects the options of plugins; each is kept if the plugin accepts it together with the others."""
+
+    def __init__(self, found: Translation, registry: Registry) -> None:
+        self.found, self.registry = found, registry
+        self.asked: list[tuple[Setting, str, dict[str, Any]]] = []
+        self.accepted: dict[str, dict[str, Any]] = {}
+        self.sources: dict[tuple[str, str], Setting] = {}
+
+    def ask(self, setting: Setting) -> None:
+        """Ask the plugin that declares the word for its options."""
+        alias = plugin_aliases()[setting.word]
+        plugin = alias.split(".")[1]
+        try:
+            options = self.registry.plugin(plugin).options_from(setting.word, setting.value)
+        except (HwoptError, TypeError, ValueError) as error:
+            self.found.leave(setting, "no equivalent", first_line(error))
+            return
+        if options is None:
+            self.found.leave(setting, "no equivalent", f"{alias.split(' ')[0]} has no such value")
+        elif not options:
+            self.found.leave(setting, "ignored", DEFAULT)
+        else:
+            self.asked.append((setting, plugin, dict(options)))
+
+    def settle(self) -> None:
+        """Take every option that its plugin accepts. An option may need one that the file gives later."""
+        while rest := [each for each in self.asked if not self.take(*each)]:
+            if len(rest) == len(self.asked):
+                break
+            self.asked = rest
+        else:
+            return
+        for setting, plugin, options in rest:
+            self.found.leave(setting, "no equivalent", self.problem(plugin, options))
+
+    def take(self, setting: Setting, plugin: str, options: dict[str, Any]) -> bool:
+        if self.problem(plugin, options):
+            return False
+        self.accepted[plugin] = {**self.accepted.get(plugin, {}), **options}
+        note = NOTES.get((setting.word, setting.value), "") if isinstance(setting.value, str | bool) else ""
+        for option, value in options.items():
+            self.sources[plugin, option] = setting
+            self.found.taken.append(Taken(setting, ("plugins", plugin, option), value, note))
+        return True
+
+    def problem(self, plugin: str, options: dict[str, Any]) -> str:
+        """Why the options cannot be added to those that are accepted; "" if they can."""
+        before = self.accepted.get(plugin, {})
+        for option, value in options.items():
+            if option in before and before[option] != value:
+                first = self.sources[plugin, option]
+                return f"plugins.{plugin}.{option} is {truncate(before[option])} already, by {first.key} ({first.place})"
+        both = {key: value for key, value in {**before, **options}.items() if key != "enabled"}
+        try:
+            self.registry.plugin(plugin).Options.model_validate_json(TypeAdapter(dict[str, Any]).dump_json(both), strict=True)
+        except ValidationError as error:
+            details = error.errors()[0]
+            where = ".".join(["plugins", plugin, *(str(part) for part in details["loc"][:1])])
+            return f"{where}: {details['msg'].removeprefix('Value error, ')}, got {truncate(details.get('input'))}"
+        except HwoptError as error:
+            return first_line(error)
+        return ""

@@ -1,0 +1,204 @@
+"""The vocabulary that all tools share: the names of transformers' TrainingArguments, and some that it lacks.
+
+Names of TrainingArguments: version 5.23 of transformers, and all that version 4 had. Which version removed a name: its release
+notes and https://github.com/huggingface/transformers/blob/main/src/transformers/training_args.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from hwopt.text import truncate
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of `text`."""
+    return frozenset(text.split())
+
+
+INTEGERS = names(
+    """
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps effective_batch_size max_steps
+    save_total_limit dataloader_num_workers dataloader_prefetch_factor seed data_seed eval_accumulation_steps lora_r
+    lora_alpha max_length max_train_samples zero_stage num_processes num_machines early_stopping_patience
+    """
+)
+NUMBERS = names(
+    """
+    num_train_epochs learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_ratio
+    warmup_steps eval_steps save_steps logging_steps label_smoothing_factor neftune_noise_alpha lora_dropout
+    eval_fraction early_stopping_threshold
+    """
+)
+FLAGS = names(
+    """
+    fp16 bf16 tf32 fp16_full_eval bf16_full_eval gradient_checkpointing gradient_checkpointing_kwargs.use_reentrant
+    torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last group_by_length
+    auto_find_batch_size load_best_model_at_end greater_is_better push_to_hub hub_private_repo use_cpu
+    logging_nan_inf_filter use_liger_kernel load_in_4bit load_in_8bit bnb_4bit_use_double_quant use_peft use_dora
+    packing trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
+    prediction_loss_only remove_unused_columns
+    """
+)
+TEXTS = names(
+    """
+    output_dir run_name optim lr_scheduler_type eval_strategy save_strategy logging_strategy fp16_opt_level
+    torch_dtype mixed_precision attn_implementation model_name_or_path tokenizer_name model_revision train_file
+    validation_file test_file text_column label_column metric_for_best_model hub_model_id torch_compile_mode
+    torch_compile_backend report_to deepspeed fsdp bnb_4bit_compute_dtype lora_target_modules zero_offload task
+    resume_from_checkpoint train_sampling_strategy adapter messages_column prompt_column completion_column
+    distributed_type
+    """
+)
+OTHER_ARGUMENTS = names(
+    """
+    lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache
+    torch_empty_cache_steps logging_first_step log_on_each_node include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay
+    eval_on_start eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics save_only_model
+    save_on_each_node enable_jit_checkpoint hub_token hub_strategy hub_always_push hub_revision
+    restore_callback_states_from_checkpoint accelerator_config parallelism_config dataloader_multiprocessing_context
+    dataloader_in_order label_names length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb
+    ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp_config debug skip_memory_metrics local_rank
+    """
+)
+"""Names of TrainingArguments that no rule reads."""
+
+SYNONYMS = {
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "micro_batch_size", "per_gpu_train_batch_size"), "per_device_train_batch_size"
+    ),
+    **dict.fromkeys(("eval_batch_size", "per_gpu_eval_batch_size", "val_batch_size"), "per_device_eval_batch_size"),
+    **dict.fromkeys(("grad_accum", "gradient_accumulation", "accumulate_grad_batches"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("lr",), "learning_rate"),
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("optimizer", "optimizer_name", "optimizer.name", "optim.name"), "optim"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler.name"), "lr_scheduler_type"),
+    **dict.fromkeys(("gradient_clipping", "clip_grad_norm", "grad_clip", "gradient_clip_val"), "max_grad_norm"),
+    **dict.fromkeys(("num_workers", "workers"), "dataloader_num_workers"),
+    **dict.fromkeys(("pin_memory",), "dataloader_pin_memory"),
+    **dict.fromkeys(("prefetch_factor",), "dataloader_prefetch_factor"),
+    **dict.fromkeys(("persistent_workers",), "dataloader_persistent_workers"),
+    **dict.fromkeys(("use_torch_compile", "compile"), "torch_compile"),
+    **dict.fromkeys(("use_gradient_checkpointing", "activation_checkpointing"), "gradient_checkpointing"),
+    "activation_checkpointing_kwargs.use_reentrant": "gradient_checkpointing_kwargs.use_reentrant",
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_len", "block_size", "model_max_length"), "max_length"),
+    **dict.fromkeys(("evaluation_strategy",), "eval_strategy"),
+    **dict.fromkeys(("label_smoothing",), "label_smoothing_factor"),
+    **dict.fromkeys(("dtype",), "torch_dtype"),
+    **dict.fromkeys(("model_name", "pretrained_model_name_or_path"), "model_name_or_path"),
+    **dict.fromkeys(("revision",), "model_revision"),
+    **dict.fromkeys(("dataset_name", "train_path"), "train_file"),
+    **dict.fromkeys(("eval_file", "eval_path", "val_file"), "validation_file"),
+    **dict.fromkeys(("text_column_name",), "text_column"),
+    **dict.fromkeys(("label_column_name",), "label_column"),
+    **dict.fromkeys(("no_cuda",), "use_cpu"),
+    **dict.fromkeys(("clip_norm",), "max_grad_norm"),
+}
+"""Names of common scripts, and former names, for the same thing."""
+
+
+class Former(NamedTuple):
+    """A name that TrainingArguments no longer has, or will not have."""
+
+    instead: str
+    """What to write; "" if nothing replaces it."""
+    gone: str
+    """The version of transformers without it."""
+
+
+FORMER_NAMES = {
+    "evaluation_strategy": Former("eval_strategy", "4.46"),
+    "per_gpu_train_batch_size": Former("per_device_train_batch_size", "5"),
+    "per_gpu_eval_batch_size": Former("per_device_eval_batch_size", "5"),
+    "no_cuda": Former("use_cpu", "5"),
+    "warmup_ratio": Former("warmup_steps with a value below 1", "5"),
+    "group_by_length": Former('train_sampling_strategy with the value "group_by_length"', "5"),
+    "fp16_opt_level": Former("", "5"),
+    "fp16_backend": Former("", "5"),
+    "half_precision_backend": Former("", "5"),
+    "logging_dir": Former("the environment variable TENSORBOARD_LOGGING_DIR", "5"),
+    "overwrite_output_dir": Former("", "5"),
+    "save_safetensors": Former("", "5"),
+    "adafactor": Former('optim with the value "adafactor"', "5"),
+    "torchdynamo": Former("torch_compile_backend", "5"),
+    "include_inputs_for_metrics": Former("include_for_metrics", "5"),
+    "include_tokens_per_second": Former("include_num_input_tokens_seen", "5"),
+    "fsdp_min_num_params": Former("min_num_params in fsdp_config", "5"),
+    "fsdp_transformer_layer_cls_to_wrap": Former("transformer_layer_cls_to_wrap in fsdp_config", "5"),
+    "push_to_hub_model_id": Former("hub_model_id", "5"),
+    "push_to_hub_organization": Former("hub_model_id", "5"),
+    "push_to_hub_token": Former("hub_token", "5"),
+    "dispatch_batches": Former("dispatch_batches in accelerator_config", "4.46"),
+    "split_batches": Former("split_batches in accelerator_config", "4.46"),
+    "sharded_ddp": Former("fsdp", "4.34"),
+    "xpu_backend": Former("ddp_backend", "4.34"),
+    "tpu_num_cores": Former("", "5"),
+    "tpu_metrics_debug": Former("", "5"),
+    "past_index": Former("", "5"),
+    "ray_scope": Former("", "5"),
+    "jit_mode_eval": Former("", "5"),
+    "use_ipex": Former("", "5"),
+    "use_mps_device": Former("", "5"),
+    "use_legacy_prediction_loop": Former("", "5"),
+    "mp_parameters": Former("", "5"),
+}
+
+ARGUMENTS = INTEGERS | NUMBERS | FLAGS | TEXTS | OTHER_ARGUMENTS
+"""Every word."""
+TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
+LEADING_NUMBER = re.compile(r"\s*[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?")
+
+
+class NotReadable(ValueError):
+    """The value has another type than its word. `guess`: the number that a text begins with, or None."""
+
+    def __init__(self, reason: str, guess: int | float | None = None) -> None:
+        super().__init__(reason)
+        self.guess = guess
+
+
+def word_of(name: str) -> str | None:
+    """The word for the key `name` of TrainingArguments or of a common script; None if there is none."""
+    if name in SYNONYMS:
+        return SYNONYMS[name]
+    return name if name in ARGUMENTS or name in FORMER_NAMES else None
+
+
+def typed(word: str, value: Any) -> Any:
+    """`value` in the type of `word`: "2e-5" as a number, "yes" as true. "auto" and null stay.
+
+    Raises NotReadable if the text is none of them.
+    """
+    if value is None or value in ("auto", "Auto", "none", "null", ""):
+        return None if value in ("none", "null", "") else value
+    if word in FLAGS:
+        return flag(value)
+    if word in INTEGERS | NUMBERS:
+        return number(word, value)
+    return value
+
+
+def flag(value: Any) -> Any:
+    text = str(value).lower()
+    if isinstance(value, bool) or text in TRUE + FALSE or value in (0, 1):
+        return text in TRUE or value == 1
+    raise NotReadable(f"expected true or false, got {truncate(value)}")
+
+
+def number(word: str, value: Any) -> int | float:
+    if isinstance(value, str):
+        found = LEADING_NUMBER.match(value)
+        if found is None or found.end() < len(value.rstrip()):
+            if found is None or word not in INTEGERS:
+                raise NotReadable(f"expected a number, got {truncate(value)}.")
+            guess = number(word, found[0].strip())
+            raise NotReadable(f'expected a number, got {truncate(value)}. A YAML comment begins with " #".', guess)
+        value = float(value.replace("_", ""))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise NotReadable(f"expected a number, got {truncate(value)}")
+    if word in INTEGERS and value != int(value):
+        raise NotReadable(f"expected a whole number, got {value:g}")
+    return int(value) if word in INTEGERS else value

@@ -1,0 +1,58 @@
+"""Print the findings of hwopt check, and what hwopt import wrote and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from hwopt.check.checker import LEVELS, CheckReport, Reported
+from hwopt.text import listing, printable
+
+COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}
+NAMES = {"error": "error", "warning": "warning", "information": "note"}
+WIDTH = max(map(len, NAMES.values()))
+
+
+def show_report(console: Console, report: CheckReport) -> None:
+    """Print the format of the file and the card, then each finding with its reason and its fix, and the counts."""
+    say(console, f"{report.file}: {report.format} (by {report.recognised_by})")
+    if report.card:
+        say(console, f"card: {report.card}")
+    console.print()
+    for finding in report.findings:
+        show_finding(console, finding)
+    if report.unread:
+        say(console, f"keys that no rule reads: {listing(report.unread, 20)}")
+    for rules in report.waiting:
+        say(console, f"not checked: {rules}")
+    counts = [counted(report.count(level), NAMES[level]) for level in LEVELS]
+    say(console, f"{', '.join(counts)}; {counted(report.rules, 'rule')} applied")
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def show_finding(console: Console, finding: Reported) -> None:
+    head = (f"{NAMES[finding.level]:<{WIDTH}}", COLOURS[finding.level])
+    where = "  ".join(filter(None, (finding.place, f"[{finding.rule}]")))
+    console.print(Text.assemble(head, f"  {printable(where)}"), soft_wrap=True)
+    for line in (finding.what, finding.why, f"fix: {finding.fix}" if finding.fix else ""):
+        if line:
+            console.print(Text(f"{'':<{WIDTH}}  {printable(line)}"), soft_wrap=True)
+    console.print()
+
+
+def show_left(console: Console, lines: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Print titles with the lines below them."""
+    for title, below in lines:
+        if below:
+            say(console, title)
+            for line in below:
+                say(console, f"  {line}")
+
+
+def say(console: Console, text: str) -> None:
+    console.print(Text(printable(text)), soft_wrap=True)
