@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 MAX_BUCKETS = 200
 TABLE_ROWS = 12
 """Points of a series in the table beside its chart."""
 COLOURS = 6
 """Number of colours of the page, --line-0 and so on."""
-DASHES = ("", "7 3", "2 2", "9 3 2 3", "4 4", "12 4")
+EVALUATION_DASH = "6 4"
+DASHES = ("", "14 3", "2 3", "10 3 2 3")
+"""The dash pattern of the lines of each further COLOURS runs, whose colours repeat."""
 LOG_FROM = 200.0
 """Ratio of the largest to the smallest value from which the vertical axis is logarithmic, if the values are positive."""
 
@@ -31,13 +34,13 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    colour: int = 0
-    """The same number for all lines of a run."""
+    run: int = 0
+    """The number of the run, which gives the colour."""
     dashed: bool = False
     marked: bool = False
     """Whether each point has a mark, as the few evaluations have."""
 
-    @property
+    @cached_property
     def finite(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
 
@@ -138,7 +141,7 @@ def linear_axis(low: float, high: float, ticks: int = 5) -> Axis:
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (-1.0, 1.0)
     step = nice_step((high - low) / ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(first * step, last * step, False, [round(number * step, 12) for number in range(first, last + 1)])
+    return Axis(first * step, last * step, False, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
 
 
 def nice_step(rough: float) -> float:
@@ -154,12 +157,13 @@ def drawn_line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
         if y is None or not math.isfinite(y):
             pen_up = True
             continue
-        path.append(f"{'M' if pen_up else 'L'}{across(x_axis, x):g} {upward(y_axis, y):g}")
+        place = f"{across(x_axis, x):g} {upward(y_axis, y):g}"
+        path.append(f"M{place}h0" if pen_up else f"L{place}")  # h0: a dot, should no other point follow
         pen_up = False
     marked = series.marked or len(series.finite) == 1
     marks = [(across(x_axis, x), upward(y_axis, y)) for x, y in points if y is not None and math.isfinite(y)] if marked else []
-    dash = DASHES[(series.colour + 1) % len(DASHES)] if series.dashed else ""
-    return Line(series.name, series.colour % COLOURS, dash, "".join(path), marks)
+    dash = EVALUATION_DASH if series.dashed else DASHES[series.run // COLOURS % len(DASHES)]
+    return Line(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
 
 
 def reduced(points: Sequence[Point]) -> list[Point]:

@@ -118,6 +118,8 @@ def charts_of(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Ch
                 points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
                 label = ", ".join(filter(None, (name if len(records) > 1 else "", what))) or title.lower()
                 series.append(Series(label, points, colour, dashed=position > 0, marked=kind == "eval"))
+        if all(kind == "eval" for _, _, kind in lines) and max(len(each.points) for each in series) < 2:
+            continue  # the table of figures has the only value
         if chart := line_chart(f"chart-{number}", title, unit, series, last_step):
             yield chart
 

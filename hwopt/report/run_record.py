@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,12 @@ class RunRecord:
     def name(self) -> str:
         return self.folder.name
 
-    @property
+    @cached_property
     def log_rows(self) -> list[Row]:
         """The log points of the training."""
         return [row for row in self.rows if "learning_rate" in row]
 
-    @property
+    @cached_property
     def evaluations(self) -> list[Row]:
         return [row for row in self.rows if any(key.startswith("eval_") for key in row)]
 
@@ -92,7 +93,7 @@ class RunRecord:
             return f"exit code {self.exit_code} at {progress}"
         return f"killed at {progress}" if self.lost else f"running, {progress}"
 
-    @property
+    @cached_property
     def windows(self) -> list[Window]:
         """The log intervals whose speed counts: without the first one of each process, if there are others."""
         return windows_of(self.log_rows, [int(process["step"]) for process in self.processes])

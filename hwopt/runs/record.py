@@ -31,7 +31,8 @@ def read_record(folder: Path) -> RunRecord:
         raise InputError(f"{printable(str(folder))} is no run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
     try:
         plan = read_plan(folder / "plan.json")
-        evidence = read_object(folder / "evidence.json").get("plugins", [])
+        evidence = read_object(folder / "evidence.json")
+        evidence = evidence.get("at_end", evidence).get("plugins", [])
         exit_code, message = read_status(folder)
         return RunRecord(
             folder,
