@@ -157,7 +157,7 @@ def run_command(arguments: list[str]) -> int:
         return error.exit_code
     except SystemExit as error:
         if error.code not in (0, None):
-            return report(error, debug)
+            return show_error(error, debug)
         return 0  # shell completion ends so
     except click.Abort:  # click's form of KeyboardInterrupt
         from hwopt.runs.rank_errors import report_error
@@ -165,7 +165,7 @@ def run_command(arguments: list[str]) -> int:
         report_error(130, ENDINGS[130])
         return 130
     except BaseException as error:
-        return report(error, debug)
+        return show_error(error, debug)
 
 
 def with_instead(error: click.NoSuchOption) -> click.ClickException:
@@ -176,7 +176,7 @@ def with_instead(error: click.NoSuchOption) -> click.ClickException:
     return click.UsageError(f"{error.message} Give {instead}.", error.ctx) if instead else error
 
 
-def report(error: BaseException, debug: bool) -> int:
+def show_error(error: BaseException, debug: bool) -> int:
     """Show what ended the command, and return the exit code."""
     from hwopt.runs.rank_errors import report_error
     from hwopt.system import signals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +47,7 @@ def is_run(subject: str) -> bool:
     path = Path(subject)
     if path.suffix == ".toml":
         return False
-    return is_run_folder(path) or is_run_folder(path.parent) or len(path.parts) > 1
+    return is_run_folder(path) or is_run_folder(path.parent) or "/" in subject or os.sep in subject
 
 
 def refuse_unknown(subjects: Sequence[str], runs: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
@@ -29,13 +30,13 @@ def watch(run: Path, interval: float) -> int:
             from hwopt.report.watch_screen import panel
 
             with Live(console=console, auto_refresh=False) as live:
-                for record in follow(run, interval):
+                for record in follow(run, interval, time.sleep):
                     live.update(panel(record, last_warnings(record.folder), console.width), refresh=True)
         else:
             from hwopt.report.watch_screen import plain_line
 
             shown = 0
-            for record in follow(run, interval):
+            for record in follow(run, interval, time.sleep):
                 for row in record.rows[shown:]:  # a resumed run has fewer rows for a while
                     say(plain_line(record, row))
                 shown = len(record.rows)

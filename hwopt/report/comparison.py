@@ -100,23 +100,26 @@ def plan_quantities(plans: Sequence[Mapping[str, Any]]) -> list[Quantity]:
     return [
         Quantity("card", [plan["hardware"]["name"] for plan in plans]),
         Quantity("fits", fits),
-        Quantity("peak memory", [f"{gib(peak)} of {each['free_gib']:.2f}" for peak, each in zip(peaks, memory, strict=True)]),
+        Quantity("peak memory", [f"{gib(peak)} of {each['free_gib']:.2f} GiB" for peak, each in zip(peaks, memory, strict=True)]),
         Quantity("time per epoch", [span(time, "epoch") for time in times]),
         Quantity("training time", [span(time, "total") for time in times]),
         Quantity("time per step", [span(time, "step") for time in times]),
-        Quantity(
-            "samples/s",
-            [
-                ABSENT if t is None else f"{rows / t['step'][1]:,.3g} to {rows / t['step'][0]:,.3g}"
-                for rows, t in zip(steps, times, strict=True)
-            ],
-        ),
+        Quantity("samples/s", [speed_range(rows, time) for rows, time in zip(steps, times, strict=True)]),
     ]
 
 
 def span(time: Mapping[str, Any] | None, key: str) -> str:
     """A predicted time with its unit."""
     return ABSENT if time is None or time[key] is None else time_range(tuple(time[key]))
+
+
+def speed_range(rows: int, time: Mapping[str, Any] | None) -> str:
+    """The predicted samples per second of steps of `rows` rows."""
+    if time is None:
+        return ABSENT
+    low, high = rows / time["step"][1], rows / time["step"][0]
+    form = ",.0f" if low >= 100 else ".3g"
+    return f"{low:{form}} to {high:{form}}"
 
 
 def speed_ratios(records: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, Ratio]]:

@@ -31,15 +31,13 @@ def read_record(folder: Path) -> RunRecord:
         raise InputError(f"{printable(str(folder))} is no run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
     try:
         plan = read_plan(folder / "plan.json")
-        evidence = read_object(folder / "evidence.json")
-        evidence = evidence.get("at_end", evidence).get("plugins", [])
         exit_code, message = read_status(folder)
         return RunRecord(
             folder,
             plan,
             read_lines(folder / PROCESSES),
             [row for line in read_lines(folder / "metrics.jsonl") if (row := numbers(line)).get("step") is not None],
-            [entry for entry in evidence if isinstance(entry, dict) and {"name", "status", "seen"} <= entry.keys()],
+            read_evidence(folder / "evidence.json"),
             numbers(read_object(folder / "memory.json")),
             read_summary(folder),
             exit_code,
@@ -69,6 +67,15 @@ def read_plan(path: Path) -> Any:
     ):
         raise InputError(f"{path} is no plan of hwopt")
     return plan
+
+
+def read_evidence(path: Path) -> list[dict[str, Any]]:
+    """name, status and what was seen of each plugin, after the last step if the run got there, else after the first one."""
+    first = read_object(path)
+    at_end = first.get("at_end")
+    plugins = (at_end if isinstance(at_end, dict) else first).get("plugins")
+    entries = plugins if isinstance(plugins, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and {"name", "status", "seen"} <= entry.keys()]
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ GRACE = 3.0
 MAX_WARNINGS = 3
 
 
-def follow(folder: Path, interval: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[RunRecord]:
+def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Iterator[RunRecord]:
     """The record of the run every `interval` seconds, until the run has ended. The last one is that of the ended run.
 
     Waits for the plan of a process that prepares its data. Raises InputError if `folder` is no run folder.

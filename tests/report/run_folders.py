@@ -73,7 +73,7 @@ def log_row(step: int, speed: float = 100.0, **values: Any) -> dict[str, Any]:
 
 
 def log_rows(number: int = 20, speed: float = 100.0, noise: float = 0.02, seed: int = 0) -> list[dict[str, Any]]:
-    """`number` log points, 5 steps apart; the logarithm of the speed has the standard deviation `noise`. The first one is slow."""
+    """`number` log points, 5 steps apart, the first one slow. `noise`: the standard deviation of the logarithm of the speed."""
     draw = random.Random(seed)
     speeds = [speed / 10, *(speed * math.exp(draw.gauss(0, noise)) for _ in range(number - 1))]
     return [log_row(5 * (index + 1), each) for index, each in enumerate(speeds)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_screen_reader_gets_headings_tables_and_charts(chromium: Browser, page: 
     assert [name for name in names["heading"] if name in ("Verdicts", "Figures", "Differences", "Course of the training")]
     levels = chromium.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(e => Number(e.tagName[1]))")
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     charts = [name for role in ("image", "img", "graphics-document") for name in names.get(role, [])]
     assert "Loss over the steps" in charts
     assert len(charts) == chromium.evaluate("document.querySelectorAll('svg.chart').length")
