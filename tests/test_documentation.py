@@ -137,7 +137,9 @@ def is_launched(command: Command) -> bool:
 
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
-    return len(command.words) == 2 and command.words[1] in ("evaluate", "export", "init", "plan", "predict", "preview", "run")
+    return len(command.words) == 2 and command.words[1] in (
+        *("compare", "evaluate", "export", "init", "plan", "predict", "preview", "report", "run", "watch"),
+    )
 
 
 def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object], None]) -> None:

@@ -195,11 +195,9 @@ def predicted_ratio(plan: Mapping[str, Any], baseline: Mapping[str, Any]) -> tup
 def describe_predicted_ratio(plan: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
     """The predicted ratio; "" without a prediction."""
     ratio = predicted_ratio(plan, baseline)
-    return (
-        ""
-        if ratio is None
-        else f"{ratio[0]:.2f} to {ratio[1]:.2f} times the samples/s, predicted ({plan['memory']['time']['basis']})"
-    )
+    if ratio is None:
+        return ""
+    return f"{ratio[0]:.2f} to {ratio[1]:.2f} times the samples/s ({plan['memory']['time']['basis']})"
 
 
 def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Execution:
             if problem := write_own_report(self.own.folder):
                 self.own.warn(problem)
             elif status_code(self.own.folder) == 0:
-                self.own.say(f"report: {self.own.folder / REPORT}")
+                self.own.say(f"The report of the run is {self.own.folder / REPORT}")
 
     def set_status(self, exit_code: int, message: str) -> None:
         """Write `status.json` if the folder is this run's. A storage error does not hide the error that ended the run."""
