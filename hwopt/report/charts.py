@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 MAX_BUCKETS = 200
 TABLE_ROWS = 12
@@ -20,12 +21,14 @@ EVALUATION_DASH = "6 4"
 DASHES = ("", "14 3", "2 3", "10 3 2 3")
 """The dash pattern of the lines of each further COLOURS runs, whose colours repeat."""
 LOG_FROM = 200.0
-"""Ratio of the largest to the smallest value from which the vertical axis is logarithmic, if the values are positive."""
+"""Ratio of the largest to the smallest value from which an axis may be logarithmic."""
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
 
 Point = tuple[float, float | None]
+Scale = Literal["range", "zero", "logarithmic"]
+"""What the vertical axis shows: the range of the values, also 0, or powers of ten if the positive values span LOG_FROM."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,13 @@ class Chart:
     """Rows of (name, step, value)."""
 
 
-def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_step: int) -> Chart | None:
+def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_step: int, scale: Scale = "range") -> Chart | None:
     """The chart of `series` over the steps from 0 to `last_step`; None if no series has a finite value."""
     drawn = [each for each in series if each.finite]
     if not drawn:
         return None
     x_axis = step_axis(last_step)
-    y_axis = value_axis([y for each in drawn for _, y in each.finite])
+    y_axis = value_axis([y for each in drawn for _, y in each.finite], scale)
     if y_axis.logarithmic:
         unit = f"{unit}, logarithmic" if unit else "logarithmic"
     lines = [drawn_line(each, x_axis, y_axis) for each in drawn]
@@ -102,8 +105,8 @@ def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_st
         title,
         unit,
         " ".join(describe(each) for each in drawn),
-        [(across(x_axis, tick), number(tick)) for tick in x_axis.ticks],
-        [(upward(y_axis, tick), number(tick)) for tick in y_axis.ticks],
+        [(across(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
+        [(upward(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
         lines,
         [row for each in drawn for row in table_rows(each)],
     )
@@ -117,14 +120,16 @@ def upward(axis: Axis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def value_axis(values: Sequence[float]) -> Axis:
-    """The axis that shows `values`; logarithmic if they are positive and span LOG_FROM."""
+def value_axis(values: Sequence[float], scale: Scale) -> Axis:
+    """The axis that shows `values`."""
     low, high = min(values), max(values)
-    if low > 0 and high / low >= LOG_FROM:
+    if scale == "logarithmic" and low > 0 and high / low >= LOG_FROM:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, math.ceil((last - first) / 5))
         ticks = [10.0**exponent for exponent in range(first, last + 1, every)]
         return Axis(10.0**first, 10.0**last, True, ticks)
+    if scale == "zero":
+        low, high = min(low, 0.0), max(high, 0.0)
     return linear_axis(low, high)
 
 
@@ -211,3 +216,13 @@ def number(value: float) -> str:
     if abs(value) >= 1000 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def different_texts(values: Sequence[float]) -> list[str]:
+    """`values` as texts with as many digits as they need to differ."""
+    texts = [number(value) for value in values]
+    for digits in range(5, 17):
+        if len(set(texts)) == len(set(values)):
+            break
+        texts = [f"{value:.{digits}g}" for value in values]
+    return texts

@@ -73,7 +73,7 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         row("training time", "train_runtime_seconds", ",.1f", " s"),
         row("samples/s", "samples_per_second", ",.4g"),
         row("real tokens/s", "tokens_per_second", ",.0f"),
-        row("peak memory", "peak_memory_gib", ".2f", " GiB"),
+        Quantity("peak memory", [ABSENT if each["peak_memory_gib"] is None else gib(each["peak_memory_gib"]) for each in found]),
         row("mean GPU use", "gpu_use_percent", ".0f", " %"),
         row("waiting for data", "data_wait", ".1%"),
     ]

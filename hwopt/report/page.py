@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.report import charts
-from hwopt.report.charts import Chart, Series, line_chart
+from hwopt.report.charts import Chart, Scale, Series, line_chart
 from hwopt.report.classes import CORNER, Sheet, class_sheets
 from hwopt.report.comparison import (
     Difference,
@@ -35,16 +35,16 @@ MAX_VALUE = 160
 MAX_CLASSES, MAX_LABELS = 100, 20
 """Classes in the table, and labels up to which the confusion matrix is shown in full. The numbers of all are in summary.json."""
 
-CHARTS: Sequence[tuple[str, str, Sequence[tuple[str, str, str]]]] = (
-    ("Loss", "", (("loss", "training", "log"), ("eval_loss", "evaluation", "eval"))),
-    ("Learning rate", "", (("learning_rate", "", "log"),)),
-    ("Gradient norm", "before clipping", (("grad_norm", "", "log"),)),
-    ("Throughput", "real tokens/s", (("tokens_per_second", "", "log"),)),
-    ("GPU use", "%", (("gpu_utilization", "", "log"),)),
-    ("Waiting for data", "part of the time", (("data_wait", "", "log"),)),
-    ("Peak memory", "GiB", (("peak_memory_gib", "", "log"),)),
+CHARTS: Sequence[tuple[str, str, Scale, Sequence[tuple[str, str, str]]]] = (
+    ("Loss", "", "logarithmic", (("loss", "training", "log"), ("eval_loss", "evaluation", "eval"))),
+    ("Learning rate", "", "zero", (("learning_rate", "", "log"),)),
+    ("Gradient norm", "before clipping", "logarithmic", (("grad_norm", "", "log"),)),
+    ("Throughput", "real tokens/s", "zero", (("tokens_per_second", "", "log"),)),
+    ("GPU use", "%", "zero", (("gpu_utilization", "", "log"),)),
+    ("Waiting for data", "part of the time", "zero", (("data_wait", "", "log"),)),
+    ("Peak memory", "GiB", "zero", (("peak_memory_gib", "", "log"),)),
 )
-"""(title, unit, its lines: key of the rows, what it is, kind of row)."""
+"""(title, unit, scale, its lines: key of the rows, what it is, kind of row)."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def name_of(record: RunRecord, records: Sequence[RunRecord], names: Sequence[str
 def charts_of(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Chart]:
     """The charts that have values, and one of each metric of the evaluations."""
     metrics = dict.fromkeys(name for record in records for name in record.metric_names() if name != "loss")
-    wanted = [*CHARTS, *((f"Evaluation: {name}", "", ((f"eval_{name}", "", "eval"),)) for name in metrics)]
+    wanted = [*CHARTS, *((f"Evaluation: {name}", "", "range", ((f"eval_{name}", "", "eval"),)) for name in metrics)]
     last_step = max(record.step for record in records)
-    for number, (title, unit, lines) in enumerate(wanted):
+    for number, (title, unit, scale, lines) in enumerate(wanted):
         series = []
         for colour, (name, record) in enumerate(zip(names, records, strict=True)):
             for position, (key, what, kind) in enumerate(lines):
@@ -120,7 +120,7 @@ def charts_of(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Ch
                 series.append(Series(label, points, colour, dashed=position > 0, marked=kind == "eval"))
         if all(kind == "eval" for _, _, kind in lines) and max(len(each.points) for each in series) < 2:
             continue  # the table of figures has the only value
-        if chart := line_chart(f"chart-{number}", title, unit, series, last_step):
+        if chart := line_chart(f"chart-{number}", title, unit, series, last_step, scale):
             yield chart
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.report import charts
-from hwopt.report.charts import Series, line_chart, linear_axis, number, reduced, step_axis, value_axis
+from hwopt.report.charts import Scale, Series, different_texts, line_chart, linear_axis, number, reduced, step_axis, value_axis
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -19,9 +20,11 @@ def points_of(path: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) ([\d.]+)", path)]
 
 
-@given(st.lists(FINITE, min_size=1, max_size=20))
-def test_every_value_is_between_the_ends_of_its_axis(values: list[float]) -> None:
-    axis = value_axis(values)
+@given(st.lists(FINITE, min_size=1, max_size=20), st.sampled_from(get_args(Scale)))
+def test_every_value_is_between_the_ends_of_its_axis(values: list[float], scale: Scale) -> None:
+    axis = value_axis(values, scale)
+    texts = different_texts(axis.ticks)
+    assert len(set(texts)) == len(texts)
     assert len(axis.ticks) >= 2
     assert all(-1e-6 <= axis.position(value) <= 1 + 1e-6 for value in values)
     assert all(-1e-6 <= axis.position(tick) <= 1 + 1e-6 for tick in axis.ticks)
@@ -44,11 +47,21 @@ def test_steps_are_whole_numbers_from_zero(last: int) -> None:
 
 
 def test_values_over_several_powers_of_ten_are_logarithmic() -> None:
-    chart = line_chart("c", "Gradient norm", "", [Series("run", [(1, 0.1), (2, 1000.0)])], 2)
+    chart = line_chart("c", "Gradient norm", "", [Series("run", [(1, 0.1), (2, 1000.0)])], 2, "logarithmic")
     assert chart is not None
     assert chart.unit == "logarithmic"
     assert [text for _, text in chart.y_ticks] == ["0.1", "1", "10", "100", "1,000"]
-    assert not value_axis([0.0, 1000.0]).logarithmic
+    assert not value_axis([0.0, 1000.0], "logarithmic").logarithmic
+    assert not value_axis([0.1, 1000.0], "zero").logarithmic
+
+
+def test_axis_from_zero_shows_how_large_a_change_is() -> None:
+    assert value_axis([50.0, 51.0], "zero").low == 0.0
+    assert value_axis([50.0, 51.0], "range").low == 50.0
+
+
+def test_close_values_have_ticks_with_enough_digits() -> None:
+    assert different_texts([0.63008, 0.6301, 0.63012]) == ["0.63008", "0.6301", "0.63012"]
 
 
 def test_line_runs_from_the_left_to_the_right_edge() -> None:
