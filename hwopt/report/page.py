@@ -25,6 +25,7 @@ from hwopt.report.comparison import (
     speed_ratios,
     unique_names,
 )
+from hwopt.report.measurements import measurement_tables
 from hwopt.report.memory import gib
 from hwopt.report.run_record import RunRecord
 from hwopt.report.verdicts import Line, verdict
@@ -128,6 +129,7 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
     tables = [
         ("Plan", [plan_table(record)]),
         ("Memory", memory_tables(record)),
+        ("Measurements", [table(("measurement", "value"), rows, name) for name, rows in measurement_tables(record.summary)]),
         ("Classes", class_tables(record)),
         ("Settings", [settings_table(record)]),
         ("Versions", [versions_table(record)]),
