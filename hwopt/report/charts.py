@@ -1,7 +1,8 @@
 """Line charts as inline SVG: one line a run, with axes, a legend, a description, and the values as a table.
 
-No script, no font and no picture is loaded. Colours are CSS variables of the page, so that a chart follows its theme. Long series
-are reduced to the lowest and the highest value of each of at most MAX_BUCKETS parts.
+Own code instead of a plotting library: matplotlib writes fixed colours, which cannot follow the theme of the page, and other
+libraries need scripts. Colours here are CSS variables of the page. No script, font or picture is loaded. Long series are reduced
+to the lowest and the highest value of each of at most MAX_BUCKETS parts.
 """
 
 from __future__ import annotations
