@@ -23,7 +23,10 @@ CHECKPOINT = ("checkpoint-1500", "checkpoint-2")
 """A documented checkpoint, and the one that a run of two steps has."""
 
 
-BEFORE = {"docs/after-training.md": ["hwopt run job.toml --profile rtx3070_8gb", "hwopt run chat.toml --profile cpu"]}
+BEFORE = {
+    "docs/after-training.md": ["hwopt run job.toml --profile rtx3070_8gb", "hwopt run chat.toml --profile cpu"],
+    "docs/reports.md": ["hwopt run job.toml --profile rtx3070_8gb", "hwopt run job.toml --profile cpu --name lr"],
+}
 """Page -> commands of other pages on whose runs it relies."""
 
 

@@ -137,15 +137,8 @@ def is_launched(command: Command) -> bool:
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
     return len(command.words) == 2 and command.words[1] in (
-        "check",
-        "evaluate",
-        "export",
-        "import",
-        "init",
-        "plan",
-        "predict",
-        "preview",
-        "run",
+        *("check", "compare", "evaluate", "export", "import", "init"),
+        *("plan", "predict", "preview", "report", "run", "watch"),
     )
 
 

@@ -31,6 +31,9 @@ COMMANDS = {
     "plan": "Show what `run` would do, also for a card that is not installed.",
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
+    "report": "Write an HTML file about a run, or several runs.",
+    "compare": "Runs or profiles side by side: time, memory, quality, what differs.",
+    "watch": "Follow a run from a second terminal.",
     "preview": "Show a training sample as the model sees it.",
     "check": "Find mistakes in a profile, a job, or a configuration of another tool.",
     "import": "Turn a configuration of another tool into a profile and a job.",
@@ -169,7 +172,7 @@ def run_command(arguments: list[str]) -> int:
         return error.exit_code
     except SystemExit as error:
         if error.code not in (0, None):
-            return report(error, debug)
+            return show_error(error, debug)
         return 0  # shell completion ends so
     except click.Abort:  # click's form of KeyboardInterrupt
         from hwopt.runs.rank_errors import report_error
@@ -177,7 +180,7 @@ def run_command(arguments: list[str]) -> int:
         report_error(130, ENDINGS[130])
         return 130
     except BaseException as error:
-        return report(error, debug)
+        return show_error(error, debug)
 
 
 def with_instead(error: click.NoSuchOption) -> click.ClickException:
@@ -188,7 +191,7 @@ def with_instead(error: click.NoSuchOption) -> click.ClickException:
     return click.UsageError(f"{error.message} Give {instead}.", error.ctx) if instead else error
 
 
-def report(error: BaseException, debug: bool) -> int:
+def show_error(error: BaseException, debug: bool) -> int:
     """Show what ended the command, and return the exit code."""
     from hwopt.runs.rank_errors import report_error
     from hwopt.system import signals

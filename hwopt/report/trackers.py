@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.text import listing, nearest
+from hwopt.text import first_line, listing, nearest
 from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
@@ -53,30 +53,41 @@ def load_listener(entry: metadata.EntryPoint) -> Listener:
 
 
 class Tracker(Listener):
-    """One tracker of Accelerate. Logs into `<run folder>/<name>/`, if the tracker writes files."""
+    """One tracker of Accelerate. Logs into `<run folder>/<name>/`, if the tracker writes files.
+
+    A tracker that cannot be started is bad input. One that fails later, such as without a network, ends with a warning.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.tracker: Any = None
 
     def on_start(self, run: Run) -> None:
+        plan = run.plan
+        settings = plan.settings | {"profile": plan.profile.name, "hardware": plan.hardware.name}
+        settings["model"] = plan.model.architecture
+        try:
+            self.tracker = self.start(run)
+            self.tracker.store_init_configuration({key: plain(value) for key, value in settings.items()})
+        except Exception as error:  # each tracker raises its own: no key, no server
+            raise InputError(f"--report-to {self.name}: {type(error).__name__}: {first_line(error)}") from error
+
+    def start(self, run: Run) -> Any:
+        """The started tracker of Accelerate."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         cls = LOGGER_TYPE_TO_CLASS[self.name]
         folder = {"logging_dir": str(run.folder / self.name)} if cls.requires_logging_directory else {}
-        self.tracker = cls(run.folder.name, **folder)
-        self.tracker.start()
-        plan = run.plan
-        settings = plan.settings | {"profile": plan.profile.name, "hardware": plan.hardware.name}
-        settings["model"] = plan.model.architecture
-        self.tracker.store_init_configuration({key: plain(value) for key, value in settings.items()})
+        tracker = cls(run.folder.name, **folder)
+        tracker.start()
+        return tracker
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         lines = [f"{entry.name}: {evidence.status}: {evidence.seen}" for entry, evidence in found]
         if self.name == "tensorboard":
-            self.tracker.log({"evidence": "\n".join(lines)}, step=run.step)
+            self.send(run, "log", {"evidence": "\n".join(lines)}, step=run.step)
         else:  # the others take numbers as metrics, and texts as settings
-            self.tracker.store_init_configuration({f"evidence/{line.split(': ')[0]}": line for line in lines})
+            self.send(run, "store_init_configuration", {f"evidence/{line.split(': ')[0]}": line for line in lines})
 
     def on_log(self, run: Run, row: Row) -> None:
         prefixes = {"eval": "eval/", "test": "test/"}
@@ -84,10 +95,20 @@ class Tracker(Listener):
         for key, value in row.items():
             first, _, rest = key.partition("_")
             values[f"{prefixes[first]}{rest}" if first in prefixes else f"train/{key}"] = value
-        self.tracker.log(values, step=int(row["step"]))
+        self.send(run, "log", values, step=int(row["step"]))
 
     def on_finish(self, run: Run, summary: Summary) -> None:
-        self.tracker.finish()
+        self.send(run, "finish")
+
+    def send(self, run: Run, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the tracker. If it fails, warn, and send nothing more."""
+        if self.tracker is None:
+            return
+        try:
+            getattr(self.tracker, method)(*arguments, **options)
+        except Exception as error:
+            self.tracker = None
+            run.warn(f"The tracker {self.name} failed ({first_line(error)}) and gets nothing more; the run continues")
 
 
 def plain(value: Any) -> bool | int | float | str:

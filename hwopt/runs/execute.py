@@ -29,6 +29,7 @@ from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
+from hwopt.runs.report_file import REPORT, write_own_report
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.run_log import RunLog
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
@@ -70,7 +71,11 @@ def execute(
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.temporary_handlers())
-        return Execution(plan, folder, cache or cache_folder(), listener, stack).run(resume, fresh, replan, next_folder)
+        execution = Execution(plan, folder, cache or cache_folder(), listener, stack)
+        try:
+            return execution.run(resume, fresh, replan, next_folder)
+        finally:
+            execution.write_report()
 
 
 class MemoryLimits(Listener):
@@ -174,6 +179,14 @@ class Execution:
             saved = checkpoint_folder(own.folder, own.step).is_dir()  # the folder exists once it is complete
             done = f"after step {own.step:,}, {'saved' if saved else 'which could not be saved'}; resume with --resume"
         return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
+
+    def write_report(self) -> None:
+        """Write `report.html` if the folder is this run's. A report that cannot be written is a warning."""
+        if self.own is not None and self.rank == 0:
+            if problem := write_own_report(self.own.folder):
+                self.own.warn(problem)
+            elif status_code(self.own.folder) == 0:
+                self.own.say(f"The report of the run is {self.own.folder / REPORT}")
 
     def set_status(self, exit_code: int, message: str) -> None:
         """Write `status.json` if the folder is this run's. A storage error does not hide the error that ended the run."""

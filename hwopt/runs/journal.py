@@ -1,4 +1,4 @@
-"""Writes the files of a run folder: job.toml, profile.toml, plan.json, evidence.json, metrics.jsonl, status.json."""
+"""Writes the files of a run folder: job and profile, plan, processes, evidence, memory, metrics, summary and status."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import tomlkit
 from hwopt.errors import StorageError
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
+from hwopt.runs.processes import add_process
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence as observe
 from hwopt.training.listener import Listener, Row, Summary
+from hwopt.training.oom_report import memory_by_kind
 
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
@@ -35,6 +37,7 @@ class Journal(Listener):
             drop_rows_after(folder / "metrics.jsonl", run.step, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
+            add_process(run)
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
         write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: settings_of(run).to_dict()})
@@ -44,6 +47,7 @@ class Journal(Listener):
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         write_json(run.folder / "evidence.json", observe.to_dict(found, run.observation))
+        write_json(run.folder / "memory.json", memory_by_kind(run))
 
     def on_log(self, run: Run, row: Row) -> None:
         try:

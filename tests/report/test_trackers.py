@@ -7,15 +7,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module, metadata
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from hwopt import api
 from hwopt.errors import InputError
 from hwopt.report import trackers
 from hwopt.report.trackers import listeners_for
-from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.listener import Listener, Listeners
 
 
@@ -68,6 +69,55 @@ def test_tracker_that_cannot_be_used_is_refused(name: str, message: str, monkeyp
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
     with pytest.raises(InputError, match=message):
         listeners_for([name])
+
+
+class Offline:
+    """A tracker of Accelerate that fails at the method that `fails` names."""
+
+    requires_logging_directory = False
+    fails = ""
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def start(self) -> None:
+        self.call("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.call("store_init_configuration")
+
+    def log(self, values: Any, step: int) -> None:
+        self.call("log")
+
+    def finish(self) -> None:
+        self.call("finish")
+
+    def call(self, method: str) -> None:
+        self.calls.append(method)
+        if method == self.fails:
+            raise ConnectionError("no network\nand more")
+
+
+@pytest.mark.parametrize("fails", ["start", "log", "finish", ""])
+def test_tracker_that_fails_does_not_end_the_run_after_its_start(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Offline, "fails", fails)
+    monkeypatch.setattr(Offline, "calls", [])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Offline)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["wandb"])
+    recorder = Recorder()
+    listener = Listeners(recorder, *listeners_for(["wandb"]))
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=3))
+    if fails == "start":
+        with pytest.raises(InputError, match=r"--report-to wandb: ConnectionError: no network$"):
+            api.execute(plan, tmp_path / "run", listener, cache=tmp_path / "cache")
+        return
+    assert api.execute(plan, tmp_path / "run", listener, cache=tmp_path / "cache")["step"] == 3
+    warning = "The tracker wandb failed (no network) and gets nothing more; the run continues"
+    assert recorder.warnings.count(warning) == bool(fails)
+    assert Offline.calls.count("log") == (1 if fails == "log" else 4), "three log points and an evaluation"
 
 
 def test_example_listener_posts_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,229 @@
+"""Line charts as inline SVG: one line a run, with axes, a legend, a description, and the values as a table.
+
+Own code instead of a plotting library: matplotlib writes fixed colours, which cannot follow the theme of the page, and other
+libraries need scripts. Colours here are CSS variables of the page. No script, font or picture is loaded. Long series are reduced
+to the lowest and the highest value of each of at most MAX_BUCKETS parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+MAX_BUCKETS = 200
+TABLE_ROWS = 12
+"""Points of a series in the table beside its chart."""
+COLOURS = 6
+"""Number of colours of the page, --line-0 and so on."""
+EVALUATION_DASH = "6 4"
+DASHES = ("", "14 3", "2 3", "10 3 2 3")
+"""The dash pattern of the lines of each further COLOURS runs, whose colours repeat."""
+LOG_FROM = 200.0
+"""Ratio of the largest to the smallest value from which an axis may be logarithmic."""
+
+WIDTH, HEIGHT = 460, 250
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+
+Point = tuple[float, float | None]
+Scale = Literal["range", "zero", "logarithmic"]
+"""What the vertical axis shows: the range of the values, also 0, or powers of ten if the positive values span LOG_FROM."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. A value of None breaks it."""
+
+    name: str
+    points: Sequence[Point]
+    run: int = 0
+    """The number of the run, which gives the colour."""
+    dashed: bool = False
+    marked: bool = False
+    """Whether each point has a mark, as the few evaluations have."""
+
+    @cached_property
+    def finite(self) -> list[tuple[float, float]]:
+        return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The vertical axis: its range and its ticks."""
+
+    low: float
+    high: float
+    logarithmic: bool
+    ticks: Sequence[float]
+
+    def position(self, value: float) -> float:
+        """The place of `value` between the lower end (0) and the upper one (1)."""
+        if self.logarithmic:
+            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series as it is drawn."""
+
+    name: str
+    colour: int
+    dash: str
+    path: str
+    marks: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart as the template draws it. `id` is unique in the page."""
+
+    id: str
+    title: str
+    unit: str
+    description: str
+    x_ticks: Sequence[tuple[float, str]]
+    y_ticks: Sequence[tuple[float, str]]
+    lines: Sequence[Line]
+    table: Sequence[Sequence[str]] = field(default=())
+    """Rows of (name, step, value)."""
+
+
+def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_step: int, scale: Scale = "range") -> Chart | None:
+    """The chart of `series` over the steps from 0 to `last_step`; None if no series has a finite value."""
+    drawn = [each for each in series if each.finite]
+    if not drawn:
+        return None
+    x_axis = step_axis(last_step)
+    y_axis = value_axis([y for each in drawn for _, y in each.finite], scale)
+    if y_axis.logarithmic:
+        unit = f"{unit}, logarithmic" if unit else "logarithmic"
+    lines = [drawn_line(each, x_axis, y_axis) for each in drawn]
+    return Chart(
+        id,
+        title,
+        unit,
+        " ".join(describe(each) for each in drawn),
+        [(across(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
+        [(upward(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
+        lines,
+        [row for each in drawn for row in table_rows(each)],
+    )
+
+
+def across(axis: Axis, value: float) -> float:
+    return round(LEFT + axis.position(value) * (WIDTH - LEFT - RIGHT), 1)
+
+
+def upward(axis: Axis, value: float) -> float:
+    return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def value_axis(values: Sequence[float], scale: Scale) -> Axis:
+    """The axis that shows `values`."""
+    low, high = min(values), max(values)
+    if scale == "logarithmic" and low > 0 and high / low >= LOG_FROM:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        every = max(1, math.ceil((last - first) / 5))
+        ticks = [10.0**exponent for exponent in range(first, last + 1, every)]
+        return Axis(10.0**first, 10.0**last, True, ticks)
+    if scale == "zero":
+        low, high = min(low, 0.0), max(high, 0.0)
+    return linear_axis(low, high)
+
+
+def step_axis(last: int) -> Axis:
+    """The axis of the steps from 0 to `last`; its ticks are whole numbers."""
+    last = max(last, 1)
+    step = max(int(nice_step(last / 5)), 1)
+    return Axis(0, last, False, list(range(0, last + 1, step)))
+
+
+def linear_axis(low: float, high: float, ticks: int = 5) -> Axis:
+    """An axis whose ends are ticks, which are multiples of 1, 2 or 5 times a power of ten."""
+    if high - low <= max(abs(low), abs(high)) * 1e-9:
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (-1.0, 1.0)
+    step = nice_step((high - low) / ticks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis(first * step, last * step, False, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
+
+
+def nice_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at least `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def drawn_line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
+    points = reduced(series.points)
+    path, pen_up = [], True
+    for x, y in points:
+        if y is None or not math.isfinite(y):
+            pen_up = True
+            continue
+        place = f"{across(x_axis, x):g} {upward(y_axis, y):g}"
+        path.append(f"M{place}h0" if pen_up else f"L{place}")  # h0: a dot, should no other point follow
+        pen_up = False
+    marked = series.marked or len(series.finite) == 1
+    marks = [(across(x_axis, x), upward(y_axis, y)) for x, y in points if y is not None and math.isfinite(y)] if marked else []
+    dash = EVALUATION_DASH if series.dashed else DASHES[series.run // COLOURS % len(DASHES)]
+    return Line(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
+
+
+def reduced(points: Sequence[Point]) -> list[Point]:
+    """`points`, or the lowest and the highest of each of MAX_BUCKETS parts, in their order; a value that is not finite stays."""
+    if len(points) <= 2 * MAX_BUCKETS:
+        return list(points)
+    found: list[Point] = []
+    for number in range(MAX_BUCKETS):
+        part = points[number * len(points) // MAX_BUCKETS : (number + 1) * len(points) // MAX_BUCKETS]
+        finite = [index for index, (_, y) in enumerate(part) if y is not None and math.isfinite(y)]
+        broken = [index for index, (_, y) in enumerate(part) if y is None or not math.isfinite(y)][:1]
+        extremes = (
+            {min(finite, key=lambda i: part[i][1] or 0.0), max(finite, key=lambda i: part[i][1] or 0.0)} if finite else set()
+        )
+        found += [part[index] for index in sorted(extremes | set(broken))]
+    return found
+
+
+def describe(series: Series) -> str:
+    """One sentence on a line, for those who do not see it."""
+    finite = series.finite
+    values = [y for _, y in finite]
+    missing = len(series.points) - len(finite)
+    lost = f"; {missing:,} values are not finite" if missing else ""
+    (first, start), (last, end) = finite[0], finite[-1]
+    return (
+        f"{series.name}: {number(start)} at step {number(first)}, {number(end)} at step {number(last)}, "
+        f"lowest {number(min(values))}, highest {number(max(values))}{lost}."
+    )
+
+
+def table_rows(series: Series) -> Iterator[tuple[str, str, str]]:
+    """(name, step, value) of at most TABLE_ROWS points at equal distances, with the first and the last one."""
+    count = len(series.points)
+    shown = sorted({round(index * (count - 1) / max(TABLE_ROWS - 1, 1)) for index in range(TABLE_ROWS)}) if count > 1 else [0]
+    for index in shown:
+        x, y = series.points[index]
+        yield series.name, number(x), "not finite" if y is None or not math.isfinite(y) else number(y)
+
+
+def number(value: float) -> str:
+    """`value` with at most four significant digits, and separators of thousands."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def different_texts(values: Sequence[float]) -> list[str]:
+    """`values` as texts with as many digits as they need to differ."""
+    texts = [number(value) for value in values]
+    for digits in range(5, 17):
+        if len(set(texts)) == len(set(values)):
+            break
+        texts = [f"{value:.{digits}g}" for value in values]
+    return texts

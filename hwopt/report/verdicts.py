@@ -1,0 +1,89 @@
+"""The lines at the top of a report: how a run ended, whether it fits, what is proven, and how good the model is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hwopt.report.memory import gib
+from hwopt.report.run_record import RunRecord
+from hwopt.text import printable
+
+Grade = Literal["good", "bad", "open", "result"]
+"""What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One statement of the verdict."""
+
+    label: str
+    text: str
+    grade: Grade
+
+
+def verdict(record: RunRecord) -> list[Line]:
+    """The statements that the files of the run support, the most important one first."""
+    return [Line(line.label, printable(line.text), line.grade) for line in statements(record)]
+
+
+def statements(record: RunRecord) -> Iterator[Line]:
+    yield outcome(record)
+    yield from fit(record)
+    yield from proof(record)
+    yield from quality(record)
+
+
+def outcome(record: RunRecord) -> Line:
+    """How the run ended, or that it trains."""
+    if record.complete:
+        return Line("run", record.state, "good")
+    if record.exit_code is not None:
+        return Line("run", f"{record.state}: {record.message}", "bad")
+    return Line("run", record.state, "bad" if record.lost else "open")
+
+
+def fit(record: RunRecord) -> Iterator[Line]:
+    """Whether the memory is enough: measured if the run trained, else predicted."""
+    plan, peak = record.plan.get("memory"), record.peak_gib
+    hardware = record.plan["hardware"]
+    if record.exit_code == 7:
+        yield Line("memory", "does not fit into the device's memory", "bad")
+    elif peak is not None and hardware.get("device_type") == "cuda":
+        predicted = f"; predicted {gib(max(plan['peak_gib'], plan.get('eval_peak_gib') or 0.0))}" if plan else ""
+        yield Line("memory", f"fits: {gib(peak)} of {hardware.get('memory_gib')} GiB at the peak{predicted}", "good")
+    elif peak is not None:
+        yield Line("memory", f"the process took {gib(peak)} of {hardware.get('memory_gib')} GiB of host memory", "result")
+    elif plan:
+        word = {True: "fits", False: "does not fit", None: "unknown"}[plan["fits"]]
+        yield Line("memory", f"{word}, predicted: {gib(plan['peak_gib'])} of {plan['free_gib']:.2f} GiB free", "open")
+
+
+def proof(record: RunRecord) -> Iterator[Line]:
+    """How many plugins are active in the running process, and which are not."""
+    if not record.evidence:
+        yield Line("evidence", "none: no step was observed", "open")
+        return
+    counts = Counter(entry["status"] for entry in record.evidence)
+    others = [
+        f"{entry['name']} is {entry['status']} ({entry['seen']})" for entry in record.evidence if entry["status"] != "active"
+    ]
+    text = f"{counts['active']} of {len(record.evidence)} plugins are active in the running process"
+    grade: Grade = "bad" if counts["inactive"] else "open" if others else "good"
+    yield Line("evidence", "; ".join([text, *others]), grade)
+
+
+def quality(record: RunRecord) -> Iterator[Line]:
+    """The best evaluation, by the metric that chose the weights."""
+    name = next(
+        (key.removeprefix("best_") for key in record.summary if key.startswith("best_eval_") and is_number(record, key)), ""
+    )
+    if name:
+        value, step = record.summary[f"best_{name}"], record.summary.get("best_step", 0)
+        yield Line("model", f"{name} {value:.4f}, the best evaluation, of step {int(step):,}", "result")
+
+
+def is_number(record: RunRecord, key: str) -> bool:
+    return isinstance(record.summary[key], int | float)

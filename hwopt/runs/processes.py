@@ -1,0 +1,62 @@
+"""`processes.jsonl` of a run folder: the command, the versions and the first step of each process that trained there."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwopt.training.run import Run
+
+PROCESSES = "processes.jsonl"
+
+
+def add_process(run: Run) -> None:
+    """Append the line of this process. Raises OSError if it cannot be written."""
+    prepared = run.prepared
+    entry = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command_line(sys.orig_argv),
+        "folder": str(Path.cwd()),
+        "hwopt": version("hwopt"),
+        "python": platform.python_version(),
+        "operating_system": platform.platform(),
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "steps_per_epoch": run.steps_per_epoch,
+        "samples": len(prepared.train),
+        "data": {part: store.folder.name for part in ("train", "eval", "test") if (store := getattr(prepared, part)) is not None},
+        "metric_directions": dict(run.task.metric_directions),
+    }
+    with open(run.folder / PROCESSES, "a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def command_line(words: list[str]) -> str:
+    """The command of a process, as a shell takes it. The console script and `python -m hwopt` become "hwopt"."""
+    for number, word in enumerate(words):
+        path = Path(word)
+        if word == "hwopt" and words[number - 1] == "-m":
+            return shlex.join(["hwopt", *words[number + 1 :]])
+        if number and path.name in ("hwopt", "hwopt.exe", "hwopt-script.py"):
+            return shlex.join(["hwopt", *words[number + 1 :]])
+    return shlex.join(words)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines. An incomplete line, as a killed process leaves it, is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found

@@ -1,0 +1,97 @@
+"""Reads a run folder into a RunRecord, whether the run is finished, trains, or was killed."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from hwopt.errors import InputError
+from hwopt.report.run_record import Row, RunRecord
+from hwopt.runs.folder import in_use_on_this_host, read_owner
+from hwopt.runs.processes import PROCESSES, read_lines
+from hwopt.runs.status import read_status, read_summary
+from hwopt.text import cut, printable
+
+PLAN_KEYS = {"profile": str, "hardware": dict, "software": dict, "model": dict, "job": dict, "training": dict, "batch": dict}
+
+
+def is_run_folder(folder: Path) -> bool:
+    return (folder / "plan.json").is_file()
+
+
+def read_record(folder: Path) -> RunRecord:
+    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read."""
+    if folder.name in ("final", "plan.json") and is_run_folder(folder.parent):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise InputError(f"{printable(str(folder))}: no such run folder. `ls runs` lists the runs of this folder")
+    if not is_run_folder(folder):
+        raise InputError(f"{printable(str(folder))} is no run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
+    try:
+        plan = read_plan(folder / "plan.json")
+        exit_code, message = read_status(folder)
+        return RunRecord(
+            folder,
+            plan,
+            read_lines(folder / PROCESSES),
+            [row for line in read_lines(folder / "metrics.jsonl") if (row := numbers(line)).get("step") is not None],
+            read_evidence(folder / "evidence.json"),
+            numbers(read_object(folder / "memory.json")),
+            read_summary(folder),
+            exit_code,
+            message,
+            process_alive(folder),
+        )
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def process_alive(folder: Path) -> bool | None:
+    """Whether a process trains in `folder`; None if it is one of another host, which this host cannot see."""
+    host = read_owner(folder).get("host") if folder.is_dir() else None
+    return None if host not in (None, platform.node()) else in_use_on_this_host(folder)
+
+
+def read_plan(path: Path) -> Any:
+    """The plan of a run. Raises InputError unless hwopt wrote it."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {cut(str(error))}") from error
+    valid = isinstance(plan, dict) and all(isinstance(plan.get(key), kind) for key, kind in PLAN_KEYS.items())
+    plugins = plan.get("plugins") if valid else None
+    if not isinstance(plugins, list) or not all(
+        isinstance(entry, dict) and {"name", "decision", "reason", "options"} <= entry.keys() for entry in plugins
+    ):
+        raise InputError(f"{path} is no plan of hwopt")
+    return plan
+
+
+def read_evidence(path: Path) -> list[dict[str, Any]]:
+    """name, status and what was seen of each plugin, after the last step if the run got there, else after the first one."""
+    first = read_object(path)
+    at_end = first.get("at_end")
+    plugins = (at_end if isinstance(at_end, dict) else first).get("plugins")
+    entries = plugins if isinstance(plugins, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and {"name", "status", "seen"} <= entry.keys()]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} without a readable one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def numbers(line: dict[str, Any]) -> Any:
+    """The entries of `line` that are numbers, or None: a number that was not finite."""
+    row: Row = {
+        key: value
+        for key, value in line.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+    return row

@@ -1,0 +1,243 @@
+"""The HTML report: what it says of a run, and how a real browser draws it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.browser import CHROMIUM, Browser, browser
+from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
+
+from hwopt.report.page import MAX_CLASSES, MAX_LABELS, page_of
+from hwopt.report.run_record import RunRecord
+
+MARKUP = "<script>window.hacked = true</script>"
+NAMES = ["spam", MARKUP, 'a "quoted" & <b>label</b>']
+DETAILS = {
+    "best_step": 50,
+    "best_eval_f1": 0.5,
+    "best_eval_classes": [{"label": name, "precision": 0.5, "recall": 0.25, "f1": 0.3333, "support": 4} for name in NAMES],
+    "best_eval_confusion_matrix": {"labels": NAMES, "rows": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
+}
+CUDA = changed(PLAN, hardware__device_type="cuda", hardware__name="NVIDIA GeForce RTX 3070", memory=None) | {"memory": MEMORY}
+HELD = {"weights": 0.5, "gradients": 0.0, "optimizer_state": 1.0, "masters": 0.0}
+ROWS = [*log_rows(20), eval_row(50, loss=1.0, f1=0.5), eval_row(100, loss=0.9, f1=0.4)]
+
+CONTRAST = """
+(() => {
+  const parts = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => {
+    const [r, g, b] = parts(colour).map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = element => {
+    const colour = getComputedStyle(element).backgroundColor;
+    return parts(colour)[3] === 0 && element.parentElement ? ground(element.parentElement) : colour;
+  };
+  const found = [];
+  for (const element of document.body.querySelectorAll("*")) {
+    const text = [...element.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join("");
+    const style = getComputedStyle(element), svg = element instanceof SVGElement;
+    const stroked = element.matches("path.line");
+    if (!text && !stroked || element.matches("title, desc")) continue;
+    const ink = stroked ? style.stroke : svg ? style.fill : style.color;
+    const [a, b] = [light(ink), light(ground(element))].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), stroked ? 3 : 4.5, text || element.getAttribute("class")]);
+  }
+  return found;
+})()
+"""
+
+
+def one_run(folder: Path, **options: Any) -> RunRecord:
+    return record_of(folder, ROWS, summary=DETAILS, **options)
+
+
+def text_of(page: str) -> str:
+    """The text of a page, without tags and styles, on one line."""
+    body = re.sub(r"(?s)<(style|title|desc).*?</\1>", " ", page)
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", body)))
+
+
+def test_page_begins_with_the_verdict(tmp_path: Path) -> None:
+    text = text_of(page_of([one_run(tmp_path / "run", plan=CUDA, memory=HELD)]))
+    lines = [
+        "run run ✓ good done, 100 steps",
+        "memory ✓ good fits: 3.50 GiB of 16.0 GiB at the peak; predicted 4.00 GiB",
+        "evidence ✓ good 1 of 1 plugins are active in the running process",
+        "model = result eval_f1 0.5000, the best evaluation, of step 50",
+    ]
+    places = [text.index(line) for line in lines]
+    assert places == sorted(places)
+    assert places[-1] < text.index("Figures")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"status": (5, "the loss diverged")}, "run ✗ problem exit code 5 at step 100 of 100: the loss diverged"),
+        ({"status": (7, "does not fit")}, "memory ✗ problem does not fit into the device's memory"),
+        ({"status": (None, "running")}, "run ✗ problem killed at step 100 of 100"),
+        ({"evidence": {}}, "evidence ? open none: no step was observed"),
+        (
+            {"evidence": {"plugins": [*EVIDENCE, {"name": "tf32", "status": "inactive", "seen": "0 of 12 matmuls"}]}},
+            "evidence ✗ problem 1 of 2 plugins are active in the running process; tf32 is inactive (0 of 12 matmuls)",
+        ),
+        (
+            {"evidence": {"plugins": EVIDENCE, "at_end": {"plugins": [EVIDENCE[0] | {"status": "inactive"}]}}},
+            "evidence ✗ problem 0 of 1 plugins are active in the running process; precision is inactive",
+        ),
+    ],
+)
+def test_verdict_names_the_problem(options: dict[str, Any], line: str, tmp_path: Path) -> None:
+    assert line in text_of(page_of([one_run(tmp_path / "run", **options)]))
+
+
+def test_page_has_plan_memory_classes_settings_versions_and_command(tmp_path: Path) -> None:
+    text = text_of(page_of([one_run(tmp_path / "run", plan=CUDA, memory=HELD)]))
+    for part in (
+        "precision apply bf16 active: 12 of 16 matmuls in bf16 dtype bf16",
+        "tf32 skip no card",
+        "optimizer state 1.00 GiB 1.00 GiB",
+        "gradients, activations and temporary 2.50 GiB 2.00 GiB",
+        "peak 4.00 GiB 3.50 GiB",
+        "spam 0.5000 0.2500 0.3333 4",
+        "true \\ predicted",
+        "training.seed 42 default",
+        "torch 2.13.0",
+        "hwopt run job.toml --profile tiny",
+        "a note",
+    ):
+        assert part in text, part
+
+
+def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:
+    text = text_of(page_of([one_run(tmp_path / "run", memory=HELD)]))
+    assert "peak of the process (resident) - 3.50 GiB" in text
+    assert "Memory was not predicted for this run" in text
+    assert "activations" not in text
+
+
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
+    text = text_of(page_of([record_of(tmp_path / "run", evidence={}, processes=[])]))
+    for heading in ("Course of the training", "Memory", "Classes", "Command"):
+        assert f" {heading} " not in text, heading
+    assert "Plan" in text
+
+
+def test_several_runs_have_ratios_and_differences(tmp_path: Path) -> None:
+    plan = changed(PLAN, training__learning_rate=2e-3)
+    fast = record_of(tmp_path / "fast", log_rows(20, 150, seed=1), plan=plan)
+    text = text_of(page_of([one_run(tmp_path / "run"), fast]))
+    assert "2 runs: run, fast" in text
+    assert re.search(
+        r"fast: 1\.[45]\d\d times the samples/s, 1\.\d+ to 1\.\d+ \(19 log intervals, the same samples in each\)", text
+    )
+    assert "training.learning_rate 0.001 0.002" in text
+    assert "Runs of different jobs" not in text
+    other = record_of(tmp_path / "other", log_rows(20), processes=[changed(PROCESS, data__train="xyz")])
+    assert "Runs of different jobs: the samples of data.train differ" in text_of(page_of([one_run(tmp_path / "again"), other]))
+
+
+def test_report_of_large_runs_is_below_a_megabyte(tmp_path: Path) -> None:
+    labels = [f"label-{number:04d}-{'x' * 100}" for number in range(200)]
+    classes = [{"label": label, "precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 10} for label in labels]
+    matrix = {"labels": labels, "rows": [[7] * 200] * 200}
+    summary = {"best_eval_classes": classes, "best_eval_confusion_matrix": matrix}
+    rows = log_rows(3_000)
+    records = [record_of(tmp_path / f"run-{number}", rows, summary=summary) for number in range(6)]
+    page = page_of(records)
+    assert len(page.encode()) < 1_000_000
+    text = text_of(page_of(records[:1]))
+    assert f"the {MAX_CLASSES} classes with the lowest F1, of 200" in text
+    assert "most frequent of 39,800 confusions" in text, f"more than {MAX_LABELS} labels have no whole matrix"
+
+
+def test_names_and_labels_with_markup_are_escaped(tmp_path: Path) -> None:
+    plan = changed(PLAN, notes=[MARKUP], profile=MARKUP, training__seed=MARKUP)
+    plan["plugins"][0]["reason"] = MARKUP
+    processes = [PROCESS | {"command": MARKUP}]
+    evidence = {"plugins": [{"name": MARKUP, "status": "active", "seen": MARKUP}]}
+    folder = tmp_path / MARKUP.replace("/", "\u2215")
+    page = page_of([one_run(folder, plan=plan, processes=processes, evidence=evidence, status=(5, MARKUP + "\x1b[31m\u202e"))])
+    assert "<script" not in page
+    assert "<b>label" not in page
+    assert page.count("&lt;script&gt;") >= 8
+    assert "\x1b" not in page, "control characters are spelled out"
+    assert "\\u202e" in page
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on the path; apt-get install chromium")
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of two runs, one of them with markup in its name."""
+    folder = tmp_path_factory.mktemp("page")
+    first = one_run(folder / MARKUP.replace("/", "\u2215"), plan=CUDA, memory=HELD)
+    second = record_of(folder / "second", [*log_rows(20, 150, seed=1), eval_row(100, loss=1.1, f1=0.6)], status=(5, MARKUP))
+    path = folder / "report.html"
+    path.write_text(page_of([first, second]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_browser_draws_the_page(chromium: Browser, page: Path, width: int, dark: bool) -> None:
+    chromium.requested.clear()
+    chromium.errors.clear()
+    chromium.open(page, width=width, dark=dark)
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = chromium.evaluate(
+        "[...document.querySelectorAll('svg.chart path')].map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
+    )
+    assert len(boxes) >= 12
+    assert all(across > 100 for across, _ in boxes)
+    assert chromium.evaluate("[...document.querySelectorAll('svg.chart text')].every(e => e.getBoundingClientRect().height > 8)")
+    background = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    faint = [(text, ratio) for ratio, least, text in chromium.evaluate(CONTRAST) if ratio < least]
+    assert faint == [], "contrast below 4.5 of a text, or below 3 of a line (WCAG 2.2, 1.4.3 and 1.4.11)"
+    assert chromium.requested == [page.as_uri()], "nothing else is fetched"
+    assert chromium.errors == []
+    assert chromium.evaluate("window.hacked") is None
+
+
+def test_keyboard_opens_a_table_of_values(chromium: Browser, page: Path) -> None:
+    chromium.open(page, width=1400, dark=False)
+    focused = []
+    for _ in range(12):
+        chromium.press("Tab", 9)
+        focused.append(chromium.evaluate("document.activeElement.textContent.trim() || document.activeElement.ariaLabel"))
+        if focused[-1] == "Values of Loss":
+            break
+    assert focused[-1] == "Values of Loss", focused
+    assert chromium.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    chromium.press("Enter", 13)
+    assert chromium.evaluate("document.activeElement.parentElement.open") is True
+
+
+def test_screen_reader_gets_headings_tables_and_charts(chromium: Browser, page: Path) -> None:
+    chromium.open(page, width=1400, dark=False)
+    found = chromium.accessible()
+    names = {role: [name for other, name in found if other == role] for role, _ in found}
+    assert [name for name in names["heading"] if name in ("Verdicts", "Figures", "Differences", "Course of the training")]
+    levels = chromium.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(e => Number(e.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    charts = [name for role in ("image", "img", "graphics-document") for name in names.get(role, [])]
+    assert "Loss over the steps" in charts
+    assert len(charts) == chromium.evaluate("document.querySelectorAll('svg.chart').length")
+    assert all(names["table"]), "each table has a name"
+    assert chromium.evaluate("[...document.querySelectorAll('th')].every(e => e.scope)")
+    assert chromium.evaluate("document.documentElement.lang") == "en"

@@ -1,0 +1,111 @@
+"""Following a run of another process: until it ends, while it prepares, and after it was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from report.run_folders import PLAN, log_row, log_rows, write_run
+from rich.console import Console
+from runs.test_record import owned
+
+from hwopt.errors import InputError
+from hwopt.report.watch_screen import panel, plain_line
+from hwopt.runs.folder import OWNER
+from hwopt.runs.record import read_record
+from hwopt.runs.watching import follow, last_warnings
+
+
+def steps(*actions: Callable[[], object]) -> Callable[[float], None]:
+    """A `sleep` that does one of `actions` at each call."""
+    left = list(actions)
+
+    def sleep(seconds: float) -> None:
+        left.pop(0)()
+
+    return sleep
+
+
+def append(folder: Path, step: int) -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(log_row(step)) + "\n")
+
+
+def end(folder: Path, code: int) -> None:
+    (folder / "status.json").write_text(json.dumps({"exit_code": code, "message": "done"}))
+
+
+def test_run_is_followed_until_its_process_has_ended(tmp_path: Path) -> None:
+    folder = owned(write_run(tmp_path / "run", [log_row(5)], status=(None, "running")))
+    sleep = steps(lambda: append(folder, 10), lambda: end(folder, 0), (folder / OWNER).unlink)
+    found = [(record.step, record.exit_code) for record in follow(folder, 1.0, sleep)]
+    assert found == [(5, None), (10, None), (10, 0), (10, 0)], "an exit code of an earlier process does not end it"
+
+
+def test_killed_run_is_given_up_after_a_while(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [log_row(5)], status=(None, "running"))
+    assert len(list(follow(folder, 1.0, lambda seconds: None))) == 4
+    assert len(list(follow(folder, 2.0, lambda seconds: None))) == 2
+
+
+def test_run_that_prepares_its_data_is_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    owned(folder)
+
+    def begin() -> None:
+        (folder / "plan.json").write_text(json.dumps(PLAN))
+        end(folder, 0)
+        (folder / OWNER).unlink()
+
+    assert [record.exit_code for record in follow(folder, 1.0, steps(lambda: None, begin))] == [0]
+
+
+def test_folder_that_is_no_run_is_not_watched(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no run folder"):
+        next(follow(tmp_path, 1.0, steps()))
+
+
+def test_last_warnings_of_the_log_are_shown(tmp_path: Path) -> None:
+    assert last_warnings(tmp_path) == []
+    lines = ["note: x", *(f"WARNING: {number}" for number in range(5)), "step 5"]
+    (tmp_path / "run.log").write_text("\n".join(lines))
+    assert last_warnings(tmp_path) == ["WARNING: 2", "WARNING: 3", "WARNING: 4"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_panel_has_progress_speed_memory_and_warnings(width: int, tmp_path: Path) -> None:
+    rows = [row | {"gpu_utilization": 90.0 + index} for index, row in enumerate(log_rows(10, noise=0.0))]
+    record = read_record(owned(write_run(tmp_path / "run", rows, status=(None, "running"))))
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(panel(record, ["WARNING: \x1b[31mred"], width))
+    text = console.export_text()
+    for part in (
+        "run  tiny, a CPU",
+        "running, step 50 of 100",
+        "time left         0:00:08",
+        "loss              1.5000",
+        "real tokens/s     2,000",
+        "peak memory       3.50 GiB of 16.0 GiB",
+        "GPU use           99 %, mean 94 %",
+        "waiting for data  1.0%",
+        "evidence          1 of 1 plugins are active",
+        "WARNING: \\x1b[31mred",
+    ):
+        assert part in text, part
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_panel_before_the_first_log_point_says_so(tmp_path: Path) -> None:
+    record = read_record(owned(write_run(tmp_path / "run", status=(None, "running"))))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(panel(record, [], 80))
+    assert "no log point yet" in console.export_text()
+
+
+def test_line_of_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", [log_row(5, loss=None)]))
+    assert plain_line(record, record.rows[0]).startswith("step 5/100  loss not finite  2,000 tokens/s")
