@@ -176,10 +176,13 @@ class Adapter(Plugin):
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
             "tensors in the optimizer received gradients"
         )
-        if not adapters or unexpected or (magnitudes == 0) == (self.options.kind == "dora"):
+        if not adapters or unexpected:
             return Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
         expected = min(adapters, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
-        return Evidence.active(seen) if updated >= expected else Evidence.inactive(seen)
+        return Evidence("active" if updated >= expected else "inactive", seen, {"kind": "dora" if magnitudes else "lora"})
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"kind": self.options.kind}
 
 
 def is_nonzero_moment(value: Any) -> bool:

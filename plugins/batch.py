@@ -212,11 +212,15 @@ class Batch(Plugin):
         return offers
 
     def evidence(self, run: RunView) -> Evidence:
-        step, train = run.last_step_batch, self.options.train
-        assert train != "auto", "options in effect hold a number"
+        step, sampler, world = run.last_step_batch, run.train_loader.sampler, run.world_size
         shapes = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
-        expected = (self.options.effective or train * (self.options.gradient_accumulation_steps or 1)) / run.world_size
-        seen = f"{step.rows} rows in {len(step.sizes)} micro-batch(es) of rows x tokens {shapes}; expected {expected:g} per rank"
-        if abs(step.rows - expected) < 1:  # ranks differ by one row if their number does not divide the rows per step
-            return Evidence.active(seen)
-        return Evidence.unknown(f"the last step was incomplete: {seen}") if step.rows < expected else Evidence.inactive(seen)
+        seen = f"{step.rows} rows on this rank of {world}, in {len(step.sizes)} micro-batch(es) of rows x tokens {shapes}"
+        if (step.step.index + 1) % sampler.steps_per_epoch == 0:
+            return Evidence.unknown(f"the last step of an epoch may be smaller: {seen}")
+        # ranks differ by one row if their number does not divide the rows of the step
+        return Evidence.active(seen, rows_per_step=range(step.rows * world - world + 1, step.rows * world + world))
+
+    def expects(self) -> Mapping[str, Any]:
+        train = self.options.train
+        assert train != "auto", "options in effect hold a number"
+        return {"rows_per_step": self.options.effective or train * (self.options.gradient_accumulation_steps or 1)}

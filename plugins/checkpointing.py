@@ -207,23 +207,30 @@ class Checkpointing(Plugin):
 
     def evidence(self, run: RunView) -> Evidence:
         layers = repeated_layers(run.inner_model)
-        on = sum(layer.gradient_checkpointing for layer in layers)
-        seen = f"on in {on} of {len(layers)} layers"
-        # one call per layer in the forward pass, and one more per recomputed layer
-        calls = sum(
-            count
-            for name, count in run.observation.operators.items()
-            if name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
-        )
-        forward_calls = len(layers) * len(run.last_step_batch.sizes)
-        if on == 0:
-            return Evidence.inactive(seen)
-        if self.options.offload:
-            host = next((found for layer in layers if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
-            if host is None or not host.count:
-                return Evidence.inactive(f"{seen}; no input of a layer was moved to host memory")
-            seen += f"; {host.count} inputs, {host.bytes / 2**20:,.1f} MiB, moved to host memory"
-        if calls == 0 or any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
-            return Evidence.active(f"{seen}; recomputation cannot be counted in compiled code or with eager attention")
+        on = [layer for layer in layers if layer.gradient_checkpointing]
+        seen = f"on in {len(on)} of {len(layers)} layers"
+        if not on:
+            return Evidence.inactive(seen, offload=False)
+        host = next((found for layer in on if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
+        offload = host is not None and host.count > 0
+        if host is not None:
+            moved = f"{host.count} inputs, {host.bytes / 2**20:,.1f} MiB," if offload else "no input of a layer was"
+            seen += f"; {moved} moved to host memory"
+        # one call per layer and micro-batch in the forward pass, and one more per recomputed layer; each has one backward call
+        calls, backward_calls = attention_calls(run.observation.operators)
+        forward_calls = max(len(layers) * len(run.last_step_batch.sizes), backward_calls)
         seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"
-        return Evidence.active(seen) if calls > forward_calls else Evidence.inactive(seen)
+        if not calls:
+            return Evidence.unknown(f"{seen}; recomputation cannot be counted without a call of attention", offload=offload)
+        return Evidence("active" if calls > forward_calls else "inactive", seen, {"offload": offload})
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"offload": self.options.offload}
+
+
+def attention_calls(operators: Mapping[str, int]) -> tuple[int, int]:
+    """(forward calls, backward calls) of attention: of the SDPA kernels, else of the softmax of eager attention."""
+    kernels = {name: count for name, count in operators.items() if name.startswith("aten::_scaled_dot_product_")}
+    backward = sum(count for name, count in kernels.items() if name.endswith("_backward"))
+    forward = sum(kernels.values()) - backward or operators.get("aten::_softmax", 0)
+    return forward, max(backward, operators.get("aten::_softmax_backward_data", 0))

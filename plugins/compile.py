@@ -23,6 +23,8 @@ from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOp
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
+COMPILED_GRAPH = "## Call CompiledFxGraph"
+"""The start of the name under which torch's profiler records a call of code that inductor made."""
 
 
 def fixed_widths(limit: int | None) -> tuple[int, ...]:
@@ -158,7 +160,10 @@ class Compile(Plugin):
 
         compiled = [type(m).__name__ for m in run.inner_model.modules() if m._compiled_call_impl is not None]
         names = ", ".join(sorted(set(compiled))) or "none"
-        counters = torch._dynamo.utils.counters
-        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} graph(s), {breaks} graph break(s)"
+        graphs = run.observation.calls(COMPILED_GRAPH)
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} call(s) of compiled graphs in step 1, "
+        seen += f"{breaks} graph break(s) in this process"
+        if not run.observation.operators:
+            return Evidence.unknown(f"{seen}; no operators were recorded")
         return Evidence.active(seen) if compiled and graphs else Evidence.inactive(seen)

@@ -101,15 +101,15 @@ class Dataloader(Plugin):
             recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
 
     def evidence(self, run: RunView) -> Evidence:
-        loader = run.train_loader
+        loader, pinned = run.train_loader, run.last_step_batch.pinned
         # a loader keeps its iterator only if its workers are persistent
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]
-        expected = (self.options.num_workers, self.options.pin_memory)
-        seen = f"num_workers {loader.num_workers}, {len(alive)} alive, pin_memory {loader.pin_memory}"
+        seen = f"num_workers {loader.num_workers}, {len(alive)} alive, the last step came from memory that is "
+        seen += "pinned" if pinned else "not pinned"
         if loader.num_workers:
-            seen += f", prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"
-        if (loader.num_workers, loader.pin_memory) != expected or (
-            loader.persistent_workers and len(alive) != loader.num_workers
-        ):
-            return Evidence.inactive(f"{seen}; expected {expected[0]} workers and pin_memory {expected[1]}")
-        return Evidence.active(seen)
+            seen += f"; prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"
+        workers = len(alive) if loader.persistent_workers else loader.num_workers
+        return Evidence.active(seen, num_workers=workers, pinned=pinned)
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"num_workers": self.options.num_workers, "pinned": self.options.pin_memory}

@@ -29,9 +29,9 @@ IGNORED = -100
 MAX_CHUNKS = 16
 """More chunks save little memory and make the matrix products slow."""
 TRITON_NEEDS = (7, 0)
-FUSED_OPERATORS = ("FusedLinearCrossEntropy", "LigerFusedLinearCrossEntropyFunction")
+FUSED_OPERATOR, LIGER_OPERATOR = "FusedLinearCrossEntropy", "LigerFusedLinearCrossEntropyFunction"
 PLAIN_OPERATORS = ("aten::cross_entropy_loss", "aten::nll_loss")
-"""Operator names in torch's profiler: the fused loss, and cross-entropy on whole logits."""
+"""Operator names in torch's profiler: the fused losses, and cross-entropy on whole logits."""
 
 
 def default_chunks(vocabulary: int, hidden_size: int) -> int:
@@ -285,12 +285,12 @@ class FusedLoss(Plugin):
         return [MemoryOption(cls.Options(), 1.05, "computes the logits of one chunk of tokens at a time")]
 
     def evidence(self, run: RunView) -> Evidence:
-        head = getattr(run.loss, "__self__", None)
         layer = run.inner_model.get_output_embeddings()
-        if not isinstance(head, FusedHead) or head.layer is not layer or layer.forward is not return_input:
+        if layer.forward is not return_input:
             return Evidence.inactive("the output layer still computes the logits")
-        operators = run.observation.operators
-        fused, plain = (sum(operators.get(name, 0) for name in names) for names in (FUSED_OPERATORS, PLAIN_OPERATORS))
+        operators, micro_batches = run.observation.operators, len(run.last_step_batch.sizes)
+        liger, torch_loss = operators.get(LIGER_OPERATOR, 0), operators.get(FUSED_OPERATOR, 0)
+        fused, plain = liger + torch_loss, sum(operators.get(name, 0) for name in PLAIN_OPERATORS)
         tokens = max(rows * width for rows, width in run.last_step_batch.sizes)
         chunks = operators.get("aten::scatter_add_", 0) // max(1, fused)  # one per chunk; liger uses its own kernel
         seen = (
@@ -301,4 +301,9 @@ class FusedLoss(Plugin):
             seen += f" chunks, so logits of {ceil(tokens / chunks):,} tokens at once"
         if not operators:
             return Evidence.unknown("no operators were recorded")
-        return Evidence.active(seen) if fused >= len(run.last_step_batch.sizes) and not plain else Evidence.inactive(seen)
+        if fused < micro_batches or plain:
+            return Evidence.inactive(seen)
+        return Evidence.active(seen, backend="liger" if liger else "torch")
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"backend": self.options.backend}

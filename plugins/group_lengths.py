@@ -64,10 +64,9 @@ class GroupLengths(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         import numpy as np
 
-        sampler = run.train_loader.sampler
-        step = [int(sampler.lengths[index]) for index in next(iter(sampler)).samples]
-        within, overall = float(np.std(step)), float(np.std(sampler.lengths))
-        seen = f"standard deviation of lengths: {within:.1f} tokens in the first step, {overall:.1f} tokens in the data"
-        if overall == 0 or len(step) == len(sampler.lengths):
+        lengths, samples = run.train_loader.sampler.lengths, run.last_step_batch.step.samples
+        within, overall = float(np.std([int(lengths[index]) for index in samples])), float(np.std(lengths))
+        seen = f"standard deviation of lengths: {within:.1f} tokens in the last step, {overall:.1f} tokens in the data"
+        if overall == 0 or len(samples) in (1, len(lengths)):
             return Evidence.unknown(f"nothing to group: {seen}")
         return Evidence.active(seen) if within < 0.75 * overall else Evidence.inactive(seen)

@@ -11,6 +11,10 @@ Numerical effect: a different learning rate in the first steps, which is part of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isclose
+from typing import Any
+
 from pydantic import Field
 
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
@@ -45,12 +49,14 @@ class Schedule(Plugin):
         recipe.training["warmup_ratio"] = self.options.warmup_ratio
 
     def evidence(self, run: RunView) -> Evidence:
-        ratio, steps = run.training.warmup_ratio, run.training.warmup_steps
-        if steps is None:
-            steps = warmup_steps(ratio or 0.0, run.total_steps)
-        group = run.optimizer.param_groups[0]
-        rate, base = float(group["lr"]), float(group.get("initial_lr", run.training.learning_rate))
-        seen = f"learning rate {rate:.3g} of {base:.3g} after step {run.step}; warm-up over {steps} of {run.total_steps} steps"
-        if steps <= run.step:
-            return Evidence.unknown(f"the warm-up ended before it could be observed: {seen}")
-        return Evidence.active(seen) if rate < base else Evidence.inactive(seen)
+        scheduler = run.scheduler
+        factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
+        rate, base = float(scheduler.optimizer.param_groups[0]["lr"]), float(scheduler.base_lrs[0])
+        grows = next((step for step in range(run.total_steps) if factor(step + 1) <= factor(step)), run.total_steps)
+        seen = f"learning rate {rate:.3g} of {base:.3g} after {done} steps; warm-up over {grows} of {run.total_steps} steps"
+        if not isclose(rate, base * factor(done), rel_tol=1e-6, abs_tol=1e-12):
+            return Evidence.inactive(f"{seen}; the schedule asks for {base * factor(done):.3g}")
+        return Evidence.active(seen, warmup=grows > 0 and factor(0) < factor(grows))
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"warmup": True}

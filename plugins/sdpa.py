@@ -120,18 +120,18 @@ class Sdpa(Plugin):
 
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
-        if self.options.prefer == EAGER:
-            kernel_calls = run.observation.calls("_scaled_dot_product_")
-            seen = f"attn_implementation {implementation}; {kernel_calls} calls of attention kernels in step 1"
-            return Evidence.active(seen) if implementation == "eager" and not kernel_calls else Evidence.inactive(seen)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
-        calls = {k: sum(count for name, count in forward.items() if name.startswith(OPERATORS[k])) for k in self.options.prefer}
+        calls = {
+            kernel: sum(count for name, count in forward.items() if name.startswith(operator))
+            for kernel, operator in OPERATORS.items()
+        }
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items() if count) or "no attention kernel"
         seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
-        if not run.observation.operators:
+        if not forward:
             return Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
-        if implementation != "sdpa" or not any(calls.values()):
-            return Evidence.inactive(seen)
-        if calls["math"] == sum(calls.values()) and self.options.prefer[0] != "math":
-            return Evidence.inactive(f"{seen}; the mask, dropout or head size ruled out the fused kernels")
-        return Evidence.active(seen)
+        return Evidence.active(seen, kernel=max(calls, key=lambda kernel: calls[kernel]) if any(calls.values()) else "eager")
+
+    def expects(self) -> Mapping[str, Any]:
+        first, *rest = self.options.prefer
+        # a mask, dropout or a head size rules kernels out, and then another one of the list runs; math can always run
+        return {"kernel": first if first in ("eager", "math") else frozenset({first, *rest} - {"math"})}

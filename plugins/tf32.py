@@ -73,8 +73,11 @@ class Tf32(Plugin):
 
         backends: Any = torch.backends
         matmul, convolution = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-        seen = f"matmul {matmul}, convolution {convolution}; allow_tf32 {older_interface()}"
-        if matmul != "tf32" or convolution != "tf32":
-            return Evidence.inactive(seen)
         dtypes = run.observation.matmul_dtypes
-        return Evidence.active(f"{seen}; {dtypes.get('float', 0)} of {sum(dtypes.values())} matmuls of step 1 were in fp32")
+        in_fp32, total = dtypes.get("float", 0), sum(dtypes.values())
+        seen = f"matmul {matmul}, convolution {convolution}; allow_tf32 {older_interface()}; {in_fp32} of {total} matmuls in fp32"
+        if not total:
+            return Evidence.unknown(f"no matmuls were recorded; {seen}")
+        if matmul == "tf32" and convolution == "tf32" and not in_fp32:
+            return Evidence.inactive(f"{seen}, so TF32 speeds up none")
+        return Evidence.active(seen) if matmul == "tf32" and convolution == "tf32" else Evidence.inactive(seen)

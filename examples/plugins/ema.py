@@ -72,6 +72,6 @@ class Ema(Plugin):
         recipe.final_steps.append(average.into_model)
 
     def evidence(self, run: RunView) -> Evidence:
-        average = next(part for part in run.recipe.state if isinstance(part, Average))
+        average = next(part for part in run.parts if isinstance(part, Average))
         seen = f"{len(average.values)} averaged tensors after {average.updates} update(s)"
         return Evidence.active(seen) if len(average.values) == len(run.engine.names) else Evidence.inactive(seen)

@@ -6,7 +6,7 @@ Hardware: any. Cost: none. Numerical effect: another learning rate, so another t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,11 @@ class LoraPlus(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         rates: dict[bool, float] = {}
         for group in run.optimizer.param_groups:
-            rates["lora_B" in group["param_names"][0]] = group["lr"]
+            rates["lora_B" in group["param_names"][0]] = group["initial_lr"]
         if len(rates) < 2 or not rates[False]:
-            return Evidence.unknown(f"learning rates in step 1: {rates}")
-        seen = f"learning rate of B matrices {rates[True] / rates[False]:g} times that of the rest"
-        return Evidence.active(seen) if rates[True] > rates[False] or self.options.ratio <= 1 else Evidence.inactive(seen)
+            return Evidence.inactive(f"peak learning rates: {rates}")
+        ratio = round(rates[True] / rates[False], 6)
+        return Evidence.active(f"learning rate of B matrices {ratio:g} times that of the rest", ratio=ratio)
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"ratio": round(self.options.ratio, 6)}

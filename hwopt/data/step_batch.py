@@ -93,6 +93,8 @@ class StepBatch:
     widths: Widths = Widths()
     documents: tuple[int, ...] = ()
     """Number of samples in each row, for packed rows; `samples` then has the first sample of each row."""
+    pinned: bool = False
+    """Whether the buffers came to the CUDA device from pinned memory."""
 
     @property
     def rows(self) -> int:
@@ -120,7 +122,9 @@ class StepBatch:
 
     def to(self, device: torch.device) -> StepBatch:
         """This batch with its buffers on `device`; copies from pinned memory do not block."""
-        return replace(self, buffers={key: buffer.to(device, non_blocking=True) for key, buffer in self.buffers.items()})
+        pinned = device.type == "cuda" and all(buffer.is_pinned() for buffer in self.buffers.values())
+        buffers = {key: buffer.to(device, non_blocking=True) for key, buffer in self.buffers.items()}
+        return replace(self, buffers=buffers, pinned=pinned)
 
     def micro_batches(self, rung: int = 0, first_row: int = 0) -> Iterator[tuple[MicroBatch, bool]]:
         """(micro-batch, whether it is the last one of the step), from row `first_row` on.

@@ -99,22 +99,49 @@ class Decision:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether a plugin is really on, observed after the first optimizer step, and what was seen."""
+    """Whether a plugin is really on, observed in the running objects, and what was seen."""
 
     status: Literal["active", "inactive", "unknown"]
     seen: str
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What was observed: name -> value, or the `range` in which the value lies. `Plugin.expects` says which values are right."""
 
     @classmethod
-    def active(cls, seen: str) -> Evidence:
-        return cls("active", seen)
+    def active(cls, seen: str, **found: Any) -> Evidence:
+        return cls("active", seen, found)
 
     @classmethod
-    def inactive(cls, seen: str) -> Evidence:
-        return cls("inactive", seen)
+    def inactive(cls, seen: str, **found: Any) -> Evidence:
+        return cls("inactive", seen, found)
 
     @classmethod
-    def unknown(cls, why: str) -> Evidence:
-        return cls("unknown", why)
+    def unknown(cls, why: str, **found: Any) -> Evidence:
+        return cls("unknown", why, found)
+
+    def compared(self, expected: Mapping[str, Any]) -> Evidence:
+        """This evidence, or an inactive one if a found value differs from `expected` (a frozenset: one of several values).
+
+        Active evidence needs every expected value; evidence that is unknown may lack some.
+        """
+        wrong = []
+        for name, value in expected.items():
+            if name in self.found and not agrees(self.found[name], value):
+                wrong.append(f"expected {name} {listed(value)}, found {self.found[name]}")
+            elif name not in self.found and self.status == "active":
+                wrong.append(f"{name} was not observed, expected {listed(value)}")
+        return Evidence("inactive", "; ".join((self.seen, *wrong)), self.found) if wrong else self
+
+
+def agrees(found: Any, expected: Any) -> bool:
+    """Whether an observed value is an expected one."""
+    if isinstance(found, range):
+        return expected in found
+    return found in expected if isinstance(expected, frozenset) else bool(found == expected)
+
+
+def listed(value: Any) -> str:
+    """An expected value for a message."""
+    return " or ".join(sorted(map(str, value))) if isinstance(value, frozenset) else str(value)
 
 
 @dataclass
@@ -290,8 +317,20 @@ class Plugin:
         return None
 
     def evidence(self, run: RunView) -> Evidence:
-        """Whether the plugin is active, observed in the running objects after step 1, not in the plugin's own flags."""
+        """What the running objects show of the plugin, after step 1 and again after the last step.
+
+        Reads no options, plan or recipe, which say what should be, not what is. `run` refuses them in the contract test.
+        """
         return Evidence.unknown("this plugin reports no evidence")
+
+    def expects(self) -> Mapping[str, Any]:
+        """The values of `Evidence.found` that the options ask for: name -> value, or a frozenset of values. Reads no run."""
+        return {}
+
+    def verify(self, run: RunView) -> Evidence:
+        """The evidence, compared with what the options ask for. Do not override."""
+        evidence = self.evidence(run)
+        return evidence.compared(self.expects()) if isinstance(evidence, Evidence) else evidence
 
 
 __all__ = [

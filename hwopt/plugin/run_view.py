@@ -121,6 +121,11 @@ class RunView(Protocol):
     @property
     def plan(self) -> Any: ...
     @property
+    def parts(self) -> Sequence[Any]:
+        """The objects whose methods are the recipe's events, and the recipe's states: for evidence."""
+        ...
+
+    @property
     def extras(self) -> Path:
         """A folder for additional files of `final/`; `final_steps` write to it."""
         ...

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 class Journal(Listener):
     """Listener of rank 0 that writes the run folder."""
 
+    def __init__(self) -> None:
+        self.evidence: dict[str, Any] = {}
+
     def on_start(self, run: Run) -> None:
         folder = run.folder
         try:
@@ -46,8 +49,13 @@ class Journal(Listener):
         write_status(folder, None, "running")
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
-        write_json(run.folder / "evidence.json", observe.to_dict(found, run.observation))
+        self.evidence = observe.to_dict(found, run.observation, run.step)
+        write_json(run.folder / "evidence.json", self.evidence)
         write_json(run.folder / "memory.json", memory_by_kind(run))
+
+    def on_final_evidence(self, run: Run, found: list[Any]) -> None:
+        at_end = observe.to_dict(found, run.observation, run.step)
+        write_json(run.folder / "evidence.json", self.evidence | {"at_end": at_end})
 
     def on_log(self, run: Run, row: Row) -> None:
         try:

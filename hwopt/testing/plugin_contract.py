@@ -17,7 +17,8 @@ from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.recipe import SLOTS
 from hwopt.plugin.registry import Registry
-from hwopt.testing.tiny_run import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing.observed_run import observed_evidence
+from hwopt.testing.tiny_run import Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ def check_contract_of(
     """Train a tiny model with the plugin `name`, and assert the rules that every plugin must fulfil.
 
     `probe`, `apply` and `memory` are pure, and the decision has a reason. The run trains and saves. Its losses agree with a run
-    without the plugin according to `preserves` ("bits": equal, "rounding": close). The evidence is not `inactive`. A run resumed
-    from a checkpoint ends with the same bits.
+    without the plugin according to `preserves` ("bits": equal, "rounding": close). The evidence is active after the first and the
+    last step, and reads no options, plan or recipe. A run resumed from a checkpoint ends with the same bits.
 
     `kind`: the kind of the task; "causal-lm" for a plugin that skips classification. `beside`: tables of plugins that it needs.
     A plugin that is skipped on this machine fails. Pass `hardware=described(...)` on which it applies; the number of ranks is its
@@ -60,10 +61,8 @@ def check_contract_of(
     checked = ("decision", "recipe", "memory")
     if hardware is not None:
         return ContractReport(plan, checked, ("evidence", "preserves", "resume"))
-    with_it = train_tiny(plan, folder / "with")
-    evidence = next(evidence for found, evidence in with_it.found if found.name == name)
-    assert evidence.seen, f"{name}: the evidence has no text"
-    assert evidence.status != "inactive", f"{name} was applied, but its evidence is inactive: {evidence.seen} {with_it.warnings}"
+    with_it = train_tiny(plan, folder / "with", Witness(name))
+    check_evidence_of(name, with_it)
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
     # a plugin that only sets hyperparameters (batch sizes, warm-up) changes the training on request
     preserves = entry_of(name, plan).plugin.effect
@@ -76,6 +75,29 @@ def check_contract_of(
             )
     check_resume_of(name, plan_for(profile, job, registry), folder)
     return ContractReport(plan, (*checked, "evidence", "preserves", "resume"))
+
+
+class Witness(Recorder):
+    """A recorder that also collects the evidence of one plugin without its options, the plan and the recipe."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
+        super().on_evidence(run, found)
+        observed_evidence(entry_of(self.name, run.plan).plugin, run)
+
+
+def check_evidence_of(name: str, recorder: Recorder) -> None:
+    """Assert that the evidence of the plugin `name` has a text, and is active after the first and the last step."""
+    for when, collected in (("first", recorder.found), ("last", recorder.found_at_end)):
+        evidence = next(evidence for found, evidence in collected if found.name == name)
+        assert evidence.seen, f"{name}: the evidence has no text"
+        assert evidence.status == "active", (
+            f"{name} was applied, but its evidence is {evidence.status} after the {when} step: {evidence.seen}; "
+            f"warnings: {recorder.warnings}"
+        )
 
 
 def entry_of(name: str, plan: Plan) -> PluginDecision:

@@ -126,6 +126,7 @@ class Recorder(Listener):
     def __post_init__(self) -> None:
         self.rows: list[Row] = []
         self.found: list[tuple[Any, Evidence]] = []
+        self.found_at_end: list[tuple[Any, Evidence]] = []
         self.warnings: list[str] = []
         self.run: Any = None
 
@@ -134,6 +135,9 @@ class Recorder(Listener):
 
     def on_evidence(self, run: Any, found: list[Any]) -> None:
         self.found = found
+
+    def on_final_evidence(self, run: Any, found: list[Any]) -> None:
+        self.found_at_end = found
 
     def on_log(self, run: Any, row: Row) -> None:
         self.rows.append(row)
@@ -146,9 +150,9 @@ class Recorder(Listener):
         return [row["loss"] for row in self.rows if "loss" in row]
 
 
-def train_tiny(plan: Plan, folder: Path) -> Recorder:
+def train_tiny(plan: Plan, folder: Path, recorder: Recorder | None = None) -> Recorder:
     """Train `plan` in `folder`, and return the recorder of the run."""
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     api.execute(plan, folder / "run", recorder, cache=folder / "cache")
     return recorder
 

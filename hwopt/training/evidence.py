@@ -1,4 +1,4 @@
-"""Profile the first optimizer step, and collect each plugin's evidence that its optimization is active."""
+"""Profile the first and the last optimizer step, and collect each plugin's evidence that its optimization is active."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import PluginError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
 
 
+Collected = list[tuple["PluginDecision", Evidence]]
+"""(decision, evidence) of every applied plugin."""
 STATUS = ("active", "inactive", "unknown")
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})
 
@@ -37,16 +40,30 @@ def observing(run: Run) -> Iterator[None]:
     finally:
         with silenced():
             profiler.__exit__(None, None, None)
-    operators: Counter[str] = Counter()
-    matmul_dtypes: Counter[str] = Counter()
     results: Any = getattr(profiler.profiler, "kineto_results", None)
-    for event in results.events() if results else ():
-        name = event.name()
-        operators[name] += 1
-        if name in MATMULS:
+    events = results.events() if results else []
+    run.observation = Observation(Counter(event.name() for event in events), matmul_dtypes(events))
+
+
+def matmul_dtypes(events: Iterable[Any]) -> Counter[str]:
+    """The dtype of the first matrix of each product that ran -> number of products, from the `events` of torch's profiler.
+
+    Autocast records a product twice: with the dtype that it was called with, and inside that call with the one it is cast to.
+    So a call that contains another one does not count.
+    """
+    calls: dict[int, list[Any]] = {}
+    for event in events:
+        if event.name() in MATMULS:
+            calls.setdefault(event.start_thread_id(), []).append(event)
+    found: Counter[str] = Counter()
+    for thread in calls.values():
+        thread.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
+        for event, following in zip_longest(thread, thread[1:]):
+            if following is not None and following.start_ns() < event.start_ns() + event.duration_ns():
+                continue
             dtypes = event.dtypes()
-            matmul_dtypes[dtypes[1 if name in ("aten::addmm", "aten::baddbmm") else 0] if dtypes else "?"] += 1
-    run.observation = Observation(operators, matmul_dtypes)
+            found[dtypes[1 if event.name() in ("aten::addmm", "aten::baddbmm") else 0] if dtypes else "?"] += 1
+    return found
 
 
 @contextmanager
@@ -65,7 +82,7 @@ def silenced() -> Iterator[None]:
         os.close(null)
 
 
-def collect(run: Run) -> list[tuple[PluginDecision, Evidence]]:
+def collect(run: Run) -> Collected:
     """(decision, evidence) of every applied plugin, in the plan's order."""
     skipped = bool(run.engine.found_inf.item())  # often so with a loss scaler, whose scale starts too high
     collected = []
@@ -80,16 +97,27 @@ def collect(run: Run) -> list[tuple[PluginDecision, Evidence]]:
 def evidence_of(decision: PluginDecision, run: Run) -> Evidence:
     """The evidence of one plugin. Raises PluginError if evidence() raises or returns something else."""
     with plugin_guard(decision.who, "evidence()"):
-        evidence = decision.plugin.evidence(run)
+        evidence = decision.plugin.verify(run)
     valid = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
     if not valid:
         raise PluginError(f"{decision.who}: evidence() returned {truncate(evidence)} instead of an Evidence")
     return evidence
 
 
-def to_dict(collected: list[tuple[PluginDecision, Evidence]], observation: Observation) -> dict[str, Any]:
-    """The content of `evidence.json`."""
+def ceased(first: Collected, last: Collected) -> list[str]:
+    """A warning for each plugin that was active in the evidence `first` and is inactive in `last`."""
+    before = {decision.name: evidence.status for decision, evidence in first}
+    return [
+        f"plugin {decision.name!r} was active after the first step and is not any more: {evidence.seen}"
+        for decision, evidence in last
+        if evidence.status == "inactive" and before.get(decision.name) == "active"
+    ]
+
+
+def to_dict(collected: Collected, observation: Observation, step: int) -> dict[str, Any]:
+    """The content of `evidence.json`, from the evidence after `step`."""
     return {
+        "step": step,
         "plugins": [
             {"name": decision.name, "status": evidence.status, "seen": evidence.seen} for decision, evidence in collected
         ],

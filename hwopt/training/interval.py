@@ -61,3 +61,17 @@ class Interval:
     """What each micro-batch adds to its step's mean loss."""
     weights: list[float] = field(default_factory=list)
     """The part of its step that each micro-batch is."""
+    unmeasured: Counts = field(default_factory=Counts)
+    """The part of `counts` whose time does not count: steps under the profiler."""
+    unmeasured_seconds: float = 0.0
+
+    def measured(self, seconds: float) -> tuple[Counts, float]:
+        """The counts and the time of the steps from which speeds are computed, of an interval of `seconds`.
+
+        These are all steps if each of them was profiled.
+        """
+        counts, left = self.counts, self.unmeasured
+        if counts.steps <= left.steps:
+            return counts, max(seconds, 1e-9)
+        rest = Counts(counts.steps - left.steps, counts.samples - left.samples, counts.tokens - left.tokens, counts.wait)
+        return rest, max(seconds - self.unmeasured_seconds, 1e-9)

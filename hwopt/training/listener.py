@@ -31,7 +31,10 @@ class Listener:
         """No step of this process follows."""
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
-        """After the first step: (plugin decision, evidence) of every applied plugin."""
+        """After the first step of this process: (plugin decision, evidence) of every applied plugin."""
+
+    def on_final_evidence(self, run: Run, found: list[Any]) -> None:
+        """After the last step of the run: the evidence of every applied plugin once more."""
 
     def on_log(self, run: Run, row: Row) -> None:
         """A log point, or an evaluation (its keys begin with `eval_`)."""
@@ -80,6 +83,10 @@ class Listeners(Listener):
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         for listener in self.listeners:
             listener.on_evidence(run, found)
+
+    def on_final_evidence(self, run: Run, found: list[Any]) -> None:
+        for listener in self.listeners:
+            listener.on_final_evidence(run, found)
 
     def on_log(self, run: Run, row: Row) -> None:
         for listener in self.listeners:

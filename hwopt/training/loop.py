@@ -63,6 +63,8 @@ class Loop:
         self.memory_pressure = MemoryPressure(run.device)
         self.best = BestModel(run, writer, *best_metric(run))
         self.early_stopping = EarlyStopping(run, self.best)
+        self.evidence: evidence.Collected = []
+        """The evidence after the first step of this process."""
         parts: dict[str, Stateful] = {
             "early_stopping": self.early_stopping,
             "telemetry": self.telemetry,
@@ -111,17 +113,28 @@ class Loop:
         return action
 
     def step(self, batch: StepBatch) -> None:
-        """One optimizer step over all samples of `batch`; the first one of this process is observed for the evidence."""
-        if self.telemetry.steps_here:
-            self.update(batch)
+        """One optimizer step over all samples of `batch`; the first and the last one are observed for the evidence."""
+        if not self.telemetry.steps_here or self.run.step + 1 == self.run.total_steps:
+            self.observed_step(batch)
         else:
-            with self.telemetry.paused(), evidence.observing(self.run):
-                self.update(batch)
-            self.run.listener.on_evidence(self.run, evidence.collect(self.run))
+            self.update(batch)
         if row := self.telemetry.stepped(batch):
             self.report(row)
             if self.run.engine.accumulates and (pressure := self.memory_pressure.message()):
                 self.backoff.on_pressure(batch.finest_rung, f"after step {self.run.step}", pressure)
+
+    def observed_step(self, batch: StepBatch) -> None:
+        """One optimizer step that torch's profiler records, and the evidence of the plugins after it."""
+        with self.telemetry.unmeasured(batch), evidence.observing(self.run):
+            self.update(batch)
+        found = evidence.collect(self.run)
+        if not self.telemetry.steps_here:
+            self.evidence = found
+            self.run.listener.on_evidence(self.run, found)
+        if self.run.step == self.run.total_steps:
+            self.run.listener.on_final_evidence(self.run, found)
+            for warning in evidence.ceased(self.evidence, found):
+                self.run.warn(warning)
 
     def update(self, batch: StepBatch) -> None:
         """Accumulate the gradients of `batch` and update the weights."""

@@ -131,6 +131,12 @@ class Run:
         return self.step / self.steps_per_epoch
 
     @property
+    def parts(self) -> list[Any]:
+        """The objects whose methods are the recipe's events, and the recipe's states."""
+        events = [event for each in self.recipe.events.values() for event in each]
+        return [getattr(event, "__self__", event) for event in events] + list(self.recipe.state)
+
+    @property
     def extras(self) -> Path:
         """The folder for files that belong into `final/` beside the model; `final_steps` write there."""
         return self.folder / ".extras"

@@ -70,12 +70,22 @@ class Telemetry:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block from the speeds: evaluations, saves, the profiled first step."""
+        """Exclude the time of the block from the speeds: evaluations and saves."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self.logged += time.perf_counter() - began
+
+    @contextmanager
+    def unmeasured(self, batch: StepBatch) -> Iterator[None]:
+        """Exclude the step of `batch` and the time of the block from the speeds: the profiler slows the step down."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.interval.unmeasured.add(Counts(1, batch.rows, batch.tokens))
+            self.interval.unmeasured_seconds += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
         """Count `seconds` that the loop waited for data."""
@@ -143,7 +153,7 @@ class Telemetry:
     def start_row(self) -> None:
         """Start the row of this log point: compute its values on the device, copy them without waiting, reset the counters."""
         run, counts, now = self.run, self.interval.counts, time.perf_counter()
-        seconds = max(now - self.logged, 1e-9)
+        measured, seconds = self.interval.measured(now - self.logged)
         scale, world = run.engine.loss_scale(), run.world_size
         scales = [] if scale is None else [scale.double().reshape(1)]
         values = torch.cat([self.sums(), self.interval.norms.values(run.device), *scales])
@@ -152,9 +162,9 @@ class Telemetry:
             "epoch": round(run.epoch, 4),
             "time": round(now - self.started, 3),
             "learning_rate": float(run.scheduler.get_last_lr()[0]),
-            "steps_per_second": counts.steps / seconds,
-            "samples_per_second": counts.samples * world / seconds,
-            "tokens_per_second": counts.tokens * world / seconds,
+            "steps_per_second": measured.steps / seconds,
+            "samples_per_second": measured.samples * world / seconds,
+            "tokens_per_second": measured.tokens * world / seconds,
             "data_wait": counts.wait / seconds,
             "peak_memory_gib": peak_memory_gib(run.device),
         }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -86,16 +87,17 @@ class LengthBatching(Plugin):
         return price.overhead_tokens, price.host_tokens
 
     def evidence(self, run: RunView) -> Evidence:
-        step, rows = run.last_step_batch, run.batch.train
-        lengths = [padded_width(length, run.batch.widths, run.batch.pad_to_multiple_of) for length in step.lengths]
+        step = run.last_step_batch
+        lengths, rows = list(step.lengths), [count for count, _ in step.sizes]
+        ends = list(accumulate(rows, initial=0))
+        groups = [range(*bounds) for bounds in pairwise(ends)]
+        by_length = padded_tokens(lengths, groups)
         random.Random(0).shuffle(lengths)  # they are in the order of the split
-        unsorted_groups = [range(start, min(start + rows, len(lengths))) for start in range(0, len(lengths), rows)]
-        unsorted_tokens = padded_tokens(lengths, unsorted_groups)
-        computed = sum(count * width for count, width in step.sizes)
-        seen = f"{computed} tokens in {len(step.sizes)} micro-batch(es); unsorted micro-batches of {rows} about {unsorted_tokens}"
-        seen += f" ({unsorted_tokens / computed:.2f}x)"
-        if computed < unsorted_tokens:
+        at_random = padded_tokens(lengths, groups)
+        seen = f"{by_length} tokens in micro-batches of {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} rows; "
+        seen += f"with rows at random about {at_random} ({at_random / by_length:.2f}x)"
+        if by_length < at_random:
             return Evidence.active(seen)
-        if len(lengths) <= rows or min(lengths) == max(lengths):
+        if len(rows) == 1 or min(lengths) == max(lengths):
             return Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
         return Evidence.inactive(seen)

@@ -272,31 +272,39 @@ class Optimizer(Plugin):
         return [SpeedOption(cls.Options(name="adamw_torch_fused"), "32-bit states, all parameters in one kernel")]
 
     def evidence(self, run: RunView) -> Evidence:
-        optimizer, name = run.optimizer, self.options.name
+        optimizer = run.optimizer
+        states = [value for state in optimizer.state.values() for value in state.values() if getattr(value, "ndim", 0) > 0]
         kinds: dict[str, int] = {}  # dtype or class of the state tensors -> number of elements
-        for value in (value for state in optimizer.state.values() for value in state.values()):
-            if getattr(value, "ndim", 0) > 0:
-                cls_name = type(value).__name__  # the states of torchao are tensor subclasses
-                kind = cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")
-                kinds[kind] = kinds.get(kind, 0) + value.numel()
+        for value in states:
+            cls_name = type(value).__name__  # the states of torchao are tensor subclasses
+            kind = cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")
+            kinds[kind] = kinds.get(kind, 0) + value.numel()
         fused = run.observation.calls("_fused_adamw")
-        found = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
-        seen = f"{found}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
+        paged = sum(bool(getattr(value, "is_paged", False)) for value in states)
+        cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
+        seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
+        seen += f"; {fused} call(s) of the fused kernel in step 1"
+        quantized = any(kind == "uint8" or "OptimState" in kind for kind in kinds)
+        seen += f"; {paged} paged state(s)" if paged else ""
+        seen += (
+            "" if quantized or not cls.endswith("bit") else "; no state is quantized (tensors under 4,096 elements are too small)"
+        )
+        rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if bf16 := sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16"):
+            seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
+        found = {"class": cls, "quantized": quantized, "paged": paged > 0, "stochastic_rounding": rounding}
+        if not run.observation.operators and cls == "torch.AdamW":
+            return Evidence.unknown(f"{seen}; no operators were recorded", **found)
+        return Evidence.active(seen, **found, fused=fused > 0)
+
+    def expects(self) -> Mapping[str, Any]:
+        name = self.options.name
         module, cls = CLASSES[name]
-        if found != f"{module.split('.')[0]}.{cls}":
-            return Evidence.inactive(f"{seen}; expected {module}.{cls}")
-        if name == "adamw_torch_fused":
-            seen += f"; {fused} call(s) of the fused kernel in step 1"
-            if not run.observation.operators:
-                return Evidence.unknown(f"{seen}; no operators were recorded")
-            return Evidence.active(seen) if fused else Evidence.inactive(seen)
-        if name in TORCHAO_BITS:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
-            how = "stochastically" if optimizer.bf16_stochastic_round else "to the nearest value"
-            seen += f"; {bf16:,} bf16 weights, rounded {how}" if bf16 else ""
-            if optimizer.bf16_stochastic_round != bool(self.options.stochastic_rounding):
-                return Evidence.inactive(seen)
-        if name.endswith(("8bit", "4bit")) and not any(kind == "uint8" or "OptimState" in kind for kind in kinds):
-            return Evidence.inactive(f"{seen}; every tensor is too small to be quantized (under 4,096 elements)")
-        return Evidence.active(seen)
+        expected: dict[str, Any] = {
+            "class": f"{module.split('.')[0]}.{cls}",
+            "quantized": name.endswith(("8bit", "4bit")),
+            "paged": name.startswith("paged"),
+            "stochastic_rounding": bool(self.options.stochastic_rounding),
+        }
+        return expected | ({"fused": True} if name == "adamw_torch_fused" else {})

@@ -90,11 +90,11 @@ class InBackwardEngine(Engine):
 
     def finish(self) -> None:
         """Update what still has a gradient, one that was not computed by a backward pass, and step the schedule."""
-        self.in_step = True
+        self.in_step, in_backward = True, self.updated
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.update(number, parameter)
-        self.in_step = False
+        self.in_step, self.updated = False, in_backward
         if self.norms:
             self.norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in sorted(self.norms.items())]))
         self.scheduler.step()

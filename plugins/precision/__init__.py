@@ -213,22 +213,34 @@ class Precision(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         import torch
 
-        dtype, matmuls = self.options.dtype, run.observation.matmul_dtypes
+        dtypes = run.observation.matmul_dtypes
+        matmuls = {name: dtypes.get(recorded, 0) for name, recorded in PROFILER_NAMES.items()}
         weights = count_dtypes(run.inner_model.parameters())
         stepped = count_dtypes(run.engine.parameters)
         scale = run.engine.loss_scale()
-        in_dtype = matmuls.get(PROFILER_NAMES[dtype], 0)
-        seen = f"{in_dtype} of {sum(matmuls.values())} matmuls in {dtype}; weights {weights}; the optimizer steps on {stepped}"
-        if dtype == "fp16":
-            seen += "; no loss scale" if scale is None else f"; loss scale {scale.item():g}"
-        if not matmuls:
+        counted = ", ".join(f"{count} in {name}" for name, count in matmuls.items() if count) or "none in fp16, bf16 or fp32"
+        seen = f"{sum(dtypes.values())} matmuls: {counted}; weights {weights}; the optimizer steps on {stepped}; "
+        seen += "no loss scale" if scale is None else f"loss scale {scale.item():g}"
+        if not dtypes:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
-        has_half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
-        expects_half_weights = dtype != "fp32" and (self.options.level != "O1" or run.engine.keeps_masters)
-        expected = "bfloat16" if dtype != "fp32" and self.options.level == "pure" else "float32"
-        weights_agree = has_half_weights == expects_half_weights and set(stepped) == {expected}
-        scaler_agrees = (scale is not None) == (dtype == "fp16")
-        return Evidence.active(seen) if in_dtype and weights_agree and scaler_agrees else Evidence.inactive(seen)
+        half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
+        return Evidence.active(
+            seen,
+            **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
+            half_weights=half_weights and not run.engine.keeps_masters,
+            updated="/".join(sorted(stepped)),
+            loss_scale=scale is not None,
+        )
+
+    def expects(self) -> Mapping[str, Any]:
+        dtype, level = self.options.dtype, self.options.level
+        half = dtype != "fp32"
+        return {
+            f"{dtype}_matmuls": True,
+            "half_weights": half and level != "O1",
+            "updated": "bfloat16" if half and level == "pure" else "float32",
+            "loss_scale": dtype == "fp16",
+        }
 
 
 def count_dtypes(parameters: Any) -> dict[str, int]:

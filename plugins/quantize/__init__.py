@@ -248,5 +248,8 @@ class Quantize(Plugin):
         )
         if others := frozen_matrices(run.inner_model):
             seen += f"; {sum(p.nbytes for p in others):,} bytes in {len(others)} matrices outside of linear layers not quantized"
-        packed = size <= elements * self.options.bits / 8 * 1.01
-        return Evidence.active(seen) if layers and packed and not missed else Evidence.inactive(seen)
+        bits = round(8 * size / elements) if elements else 32
+        return Evidence("active" if layers and not missed else "inactive", seen, {"bits": bits})
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"bits": self.options.bits}

@@ -243,20 +243,35 @@ class Zero(Plugin):
         return [option for combination, option in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
 
     def evidence(self, run: RunView) -> Evidence:
-        stage, engine = self.options.stage, run.model
-        if stage == 0:
-            kind = type(run.engine).__name__
-            return Evidence.active(f"stage 0: the plan fits without ZeRO; the engine is {kind}")
-        kind = type(engine).__name__
+        kind = type(run.model).__name__
         if kind != "DeepSpeedEngine":
-            return Evidence.inactive(f"the model runs in {kind} instead of DeepSpeedEngine")
-        found = engine.zero_optimization_stage()
-        local, total = run.engine.sizes()
+            return Evidence.active(f"the model runs in {kind} with {type(run.engine).__name__}", stage=0)
+        optimizer, (local, total) = run.model.optimizer, run.engine.sizes()
+        stage = stage_of(optimizer)
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
-        seen = f"DeepSpeedEngine, stage {found}; this rank updates {local:,} of {total:,} trained elements on {'/'.join(devices)}"
-        offloaded = self.options.offload == "none" or devices == ["cpu"]
-        sharded = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
-        return Evidence.active(seen) if found == stage and offloaded and sharded else Evidence.inactive(seen)
+        sharded = sum(hasattr(p, "ds_tensor") for p in run.inner_model.parameters())
+        seen = (
+            f"{type(optimizer).__name__} of DeepSpeed, stage {stage}; this rank updates {local:,} of {total:,} trained elements "
+            f"on {'/'.join(devices)}; {sharded} weights are partitioned"
+        )
+        shares = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
+        found = {"stage": stage, "optimizer_on": "/".join(devices)}
+        return Evidence.active(seen, **found) if shares else Evidence.inactive(seen, **found)
+
+    def expects(self) -> Mapping[str, Any]:
+        if self.options.stage == 0:
+            return {"stage": 0}
+        on_host = {} if self.options.offload == "none" else {"optimizer_on": "cpu"}
+        return {"stage": self.options.stage, **on_host}
+
+
+def stage_of(optimizer: Any) -> int:
+    """The ZeRO stage of DeepSpeed's `optimizer`, from what it does with gradients and weights; 0 for another optimizer."""
+    if getattr(optimizer, "fp32_partitioned_groups_flat", None) is not None:
+        return 3
+    if getattr(optimizer, "single_partition_of_fp32_groups", None) is None:
+        return 0
+    return 2 if optimizer.partition_gradients else 1
 
 
 def combinations(stage: Any, offload: Any) -> list[tuple[Level, Offload]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda.counters import on_pretend_card
-from pretend_cuda.profile_cases import READS_GRADIENTS
+from pretend_cuda.profile_cases import MAY_BE_INACTIVE
 
 from hwopt import api
 from hwopt.hardware.device import GIB
@@ -73,7 +73,7 @@ def test_large_decoder_fits_as_forecast(
     assert peak <= gib
     assert plan.memory is None or peak <= 1.1 * plan.memory.peak_gib
     found = {entry.name: evidence for entry, evidence in heard.found}
-    unread = READS_GRADIENTS if on_pretend_card() else set()
+    unread = MAY_BE_INACTIVE if on_pretend_card() else {"tf32"}
     assert {name for name, evidence in found.items() if evidence.status == "inactive"} <= unread
     assert {"zero" if "zero" in profile else "quantize", "precision", "checkpointing"} <= {
         name for name, evidence in found.items() if evidence.status == "active"

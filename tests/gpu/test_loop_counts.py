@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pretend_cuda.profile_cases import CASES, READS_GRADIENTS
+from pretend_cuda.profile_cases import CASES, MAY_BE_INACTIVE
 from pretend_cuda.profile_runs import measure
 
 pytestmark = [pytest.mark.device("pretend"), pytest.mark.integration]
@@ -31,7 +31,7 @@ def test_step_waits_and_launches_no_more_than_a_bare_loop(profile: str) -> None:
     assert own["launches"] <= MOST_LAUNCHES * bare["launches"]
     assert own["products"] <= bare["products"]
     assert own["waits"] < found["trainer"]["waits"]
-    assert inactive(found) <= READS_GRADIENTS
+    assert inactive(found) <= MAY_BE_INACTIVE
 
 
 @pytest.mark.parametrize("profile", [name for name in CASES if name.endswith("_zero")])
@@ -39,4 +39,4 @@ def test_step_with_zero_computes_no_more_than_a_bare_loop(profile: str) -> None:
     """DeepSpeed waits for the norm and the overflow, and moves gradients and weights in buckets: only its products compare."""
     found = measure(profile)
     assert found["uncut"]["products"] <= found["bare"]["products"]
-    assert inactive(found) <= READS_GRADIENTS
+    assert inactive(found) <= MAY_BE_INACTIVE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hwopt_plugins.fsdp import Fsdp, engine
 # Accelerate's check for a CUDA device is patched, so that it shards on CPUs
 
 
-def on_hosts(half: bool) -> None:
+def on_hosts(half: bool = False) -> None:
     """Make this rank shard on the CPU."""
     by_accelerate = engine.shard_model
 
@@ -43,6 +43,25 @@ def on_hosts(half: bool) -> None:
 
     engine.shard_model = shard_model
     Fsdp.probe = lambda self, context: Decision.apply("between CPUs")  # type: ignore[method-assign]
+
+
+def in_half() -> None:
+    on_hosts(half=True)
+
+
+def without_shards() -> None:
+    """torch's fully_shard keeps the whole tensor on each rank: it replicates over all ranks, and shards over one."""
+    import torch.distributed.fsdp as library
+    from torch.distributed.device_mesh import init_device_mesh
+
+    on_hosts()
+    real = library.fully_shard
+
+    def replicate(module: Any, **options: Any) -> Any:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+        return real(module, **{**options, "mesh": mesh})
+
+    library.fully_shard = replicate
 
 
 PROFILE = """name = "ranks"
@@ -76,13 +95,20 @@ class Folder:
         )
 
     def run(
-        self, name: str, ranks: int = 1, fsdp: str = "", code: int = 0, half: bool = False, resume: bool = False, **training: Any
+        self,
+        name: str,
+        ranks: int = 1,
+        fsdp: str = "",
+        code: int = 0,
+        prepare: Callable[[], None] = on_hosts,
+        resume: bool = False,
+        **training: Any,
     ) -> Path:
         (self.folder / "ranks.toml").write_text(self.profile + (f"[plugins.fsdp]\n{fsdp}" if ranks > 1 else ""))
         given = [part for key, value in training.items() for part in ("--set", f"training.{key}={value}")]
         output, resumed = self.folder / f"{name}.out", ["--resume"] if resume else []
         command = ["run", "job.toml", "--profile", "./ranks.toml", "--name", name, *given, *resumed]
-        codes = run_ranks(command, ranks, self.folder, output, partial(on_hosts, half) if ranks > 1 else lambda: None)
+        codes = run_ranks(command, ranks, self.folder, output, prepare if ranks > 1 else lambda: None)
         assert codes == [code] * ranks, output.read_text()[-3000:]
         folder = self.folder / "runs" / name
         assert json.loads((folder / "status.json").read_text())["exit_code"] == code
@@ -153,6 +179,13 @@ def test_non_finite_gradients_end_all_ranks(encoder: Folder) -> None:
     assert "not finite" in json.loads((folder / "status.json").read_text())["message"]
 
 
+def test_evidence_of_fsdp_is_inactive_if_torch_shards_nothing(encoder: Folder) -> None:
+    folder = encoder.run("whole-tensors", 2, prepare=without_shards, max_steps=1)
+    plugins = json.loads((folder / "evidence.json").read_text())["plugins"]
+    fsdp = next(row for row in plugins if row["name"] == "fsdp")
+    assert fsdp["status"] == "inactive", fsdp["seen"]
+
+
 @pytest.mark.soak
 def test_tied_weights_and_adapters(warm: None, tmp_path: Path) -> None:
     tied = Folder(tmp_path, "causal-lm", TINY_LLAMA | {"tie_word_embeddings": True}, adapter=DORA)
@@ -168,7 +201,7 @@ def test_tied_weights_and_adapters(warm: None, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_half_weights_under_a_loss_scaler_keep_fp32_shards(warm: None, tmp_path: Path) -> None:
     made = Folder(tmp_path, "causal-lm", TINY_LLAMA)
-    one, two = made.run("one", max_steps=6), made.run("two", 2, half=True, max_steps=6)
+    one, two = made.run("one", max_steps=6), made.run("two", 2, prepare=in_half, max_steps=6)
     assert 0 < apart(weights(two / "final"), weights(one / "final")) <= 3e-3
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-3)
     seen = {row["name"]: row["seen"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}

@@ -89,8 +89,8 @@ def test_only_adapter_and_head_train(build, heads, kind):
     plugin, _, model = classifier(build, kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     untouched = run_of(model, torch.optim.AdamW(model.parameters()))
-    assert plugin.evidence(untouched).status == "inactive", "no gradient yet"
-    assert plugin.evidence(trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
+    assert plugin.verify(untouched).status == "inactive", "no gradient yet"
+    assert plugin.verify(trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
     run = trained(model)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed
@@ -98,7 +98,7 @@ def test_only_adapter_and_head_train(build, heads, kind):
     for head in heads:
         assert any(f"{head}.modules_to_save" in name for name in changed)
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
-    evidence = plugin.evidence(run)
+    evidence = plugin.verify(run)
     assert evidence.status == "active", evidence.seen
     assert ("0 DoRA magnitudes" in evidence.seen) == (kind == "lora")
 
@@ -131,7 +131,7 @@ def test_language_models_keep_their_head_frozen():
     plugin.apply(recipe, context("causal-lm"))
     model = recipe.model_steps[0](language_model(), None)
     assert not any("lm_head" in name for name, p in model.named_parameters() if p.requires_grad)
-    assert plugin.evidence(trained(model)).status == "active"
+    assert plugin.verify(trained(model)).status == "active"
 
 
 def test_only_named_target_modules_get_adapters():
@@ -167,7 +167,7 @@ def test_evidence_is_inactive_if_other_weights_train():
     plugin, _, model = classifier(bert, "lora")
     run = trained(model)
     next(p for name, p in model.named_parameters() if "word_embeddings" in name).requires_grad_(True)
-    evidence = plugin.evidence(run)
+    evidence = plugin.verify(run)
     assert evidence.status == "inactive"
     assert "word_embeddings" in evidence.seen
 

@@ -43,4 +43,4 @@ def test_cpu_is_skipped():
 )
 def test_evidence_reads_the_allocator_segments(monkeypatch, segments, status):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
-    assert Allocator(Allocator.Options()).evidence(SimpleNamespace()).status == status
+    assert Allocator(Allocator.Options()).verify(SimpleNamespace()).status == status

@@ -66,17 +66,24 @@ def test_invalid_options_are_refused(text):
         Batch.Options.model_validate_json(text)
 
 
+def after(batch, world_size=1, last_of_epoch=False):
+    sampler = SimpleNamespace(steps_per_epoch=1 if last_of_epoch else 9)
+    batch.step = SimpleNamespace(index=0)
+    return SimpleNamespace(last_step_batch=batch, world_size=world_size, train_loader=SimpleNamespace(sampler=sampler))
+
+
 def test_evidence_compares_micro_batches_with_the_options():
     plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2))
-    assert plugin.evidence(SimpleNamespace(last_step_batch=step(32, [(20, 8), (12, 30)]), world_size=1)).status == "active"
-    assert plugin.evidence(SimpleNamespace(last_step_batch=step(9, [(9, 8)]), world_size=1)).status == "unknown"
-    assert plugin.evidence(SimpleNamespace(last_step_batch=step(64, [(64, 8)]), world_size=1)).status == "inactive"
+    assert plugin.verify(after(step(32, [(20, 8), (12, 30)]))).status == "active"
+    assert plugin.verify(after(step(9, [(9, 8)]))).status == "inactive"
+    assert plugin.verify(after(step(9, [(9, 8)]), last_of_epoch=True)).status == "unknown"
+    assert plugin.verify(after(step(64, [(64, 8)]))).status == "inactive"
 
 
 def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
     plugin = Batch(Batch.Options(train=16, effective=100))
-    assert plugin.evidence(SimpleNamespace(last_step_batch=step(34, [(16, 8), (16, 8), (2, 8)]), world_size=3)).status == "active"
-    assert plugin.evidence(SimpleNamespace(last_step_batch=step(100, [(16, 8)]), world_size=3)).status == "inactive"
+    assert plugin.verify(after(step(34, [(16, 8), (16, 8), (2, 8)]), 3)).status == "active"
+    assert plugin.verify(after(step(100, [(16, 8)]), 3)).status == "inactive"
 
 
 def test_effective_overrides_accumulation_with_a_reason():

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Observation, Recipe
+from hwopt.training.evidence import observing
 from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
 
 CPU = described("CPU", None, 32.0)
@@ -77,7 +78,7 @@ def compiled_run(scope):
     plugin = Compile(Compile.Options(scope=scope, widths=(4, 8)))
     plugin.apply(recipe, context(CPU))
     warnings = []
-    run = SimpleNamespace(inner_model=Tiny(), warn=warnings.append, warnings=warnings)
+    run = SimpleNamespace(inner_model=Tiny(), warn=warnings.append, warnings=warnings, observation=Observation({"aten::mm": 1}))
     return plugin, recipe, run
 
 
@@ -135,16 +136,17 @@ def test_recompile_limit_is_restored():
 def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     plugin, recipe, run = compiled_run("block")
     assert recipe.batch == {"widths": (4, 8)}
-    assert plugin.evidence(run).status == "inactive"
+    assert plugin.verify(run).status == "inactive"
     samples = [torch.randn(rows, width, 8) for width in (4, 8) for rows in (2, 3, 5, 7)]
     wanted = [run.inner_model(x).detach() for x in samples]
     with recipe.process[0]():
         recipe.prepared_steps[0](run)
         for x, y in zip(samples, wanted, strict=True):
-            out = run.inner_model(x)
-            torch.testing.assert_close(out.detach(), y)
-            out.sum().backward()
-    evidence = plugin.evidence(run)
+            with observing(run):
+                out = run.inner_model(x)
+                torch.testing.assert_close(out.detach(), y)
+                out.sum().backward()
+    evidence = plugin.verify(run)
     assert evidence.status == "active", (evidence.seen, run.warnings)
     assert "3 module(s) compiled (Block)" in evidence.seen
     # two graphs per width for any number of rows: only the first block's input needs no gradient
@@ -168,7 +170,7 @@ def test_failing_compiler_falls_back_to_eager_with_a_warning():
     assert torch.equal(out, wanted), "the failing step continues in eager mode"
     assert len(run.warnings) == 1
     assert "InductorError" in run.warnings[0]
-    assert plugin.evidence(run).status == "inactive"
+    assert plugin.verify(run).status == "inactive"
 
 
 def test_error_of_the_model_is_raised():

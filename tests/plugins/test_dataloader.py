@@ -84,20 +84,21 @@ def test_no_worker_settings_without_workers():
 def test_real_loader_accepts_the_settings(start):
     options = Dataloader.Options(num_workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
     loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))
-    run = SimpleNamespace(train_loader=loader)
-    assert Dataloader(options).evidence(run).status == "inactive", "no worker is alive yet"
+    run = SimpleNamespace(train_loader=loader, last_step_batch=SimpleNamespace(pinned=False))
+    assert Dataloader(options).verify(run).status == "inactive", "no worker is alive yet"
     assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
-    evidence = Dataloader(options).evidence(run)
+    evidence = Dataloader(options).verify(run)
     assert evidence.status == "active"
     assert "1 alive" in evidence.seen
     loader._iterator._shutdown_workers()
-    assert Dataloader(options).evidence(run).status == "inactive"
+    assert Dataloader(options).verify(run).status == "inactive"
 
 
 def test_evidence_is_inactive_for_another_loader():
-    run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0))
-    assert Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)).evidence(run).status == "inactive"
-    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)).evidence(run).status == "active"
+    run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0), last_step_batch=SimpleNamespace(pinned=False))
+    assert Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)).verify(run).status == "inactive"
+    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)).verify(run).status == "active"
+    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=True)).verify(run).status == "inactive"
 
 
 @pytest.mark.parametrize(

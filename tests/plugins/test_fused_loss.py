@@ -338,21 +338,21 @@ def test_evidence_counts_fused_and_whole_losses():
     run.last_step_batch = SimpleNamespace(sizes=[(4, 32), (4, 20)])
     ran = {"FusedLinearCrossEntropy": 2, "aten::scatter_add_": 20}
     run.observation = Observation(operators=ran)
-    evidence = plugin.evidence(run)
+    evidence = plugin.verify(run)
     assert evidence.status == "active"
     assert "128 tokens in 10 chunks, so logits of 13 tokens at once" in evidence.seen
     run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
-    assert "liger chose" in plugin.evidence(run).seen
+    assert "liger chose" in plugin.verify(run).seen
     run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
-    assert plugin.evidence(run).status == "inactive", "a cross-entropy on whole logits also ran"
+    assert plugin.verify(run).status == "inactive", "a cross-entropy on whole logits also ran"
     run.observation = Observation(operators={"FusedLinearCrossEntropy": 1})
-    assert plugin.evidence(run).status == "inactive", "one micro-batch used another loss"
+    assert plugin.verify(run).status == "inactive", "one micro-batch used another loss"
     run.observation = Observation()
-    assert plugin.evidence(run).status == "unknown"
+    assert plugin.verify(run).status == "unknown"
     run.recipe.final_steps[0](run.inner_model, run)
-    assert plugin.evidence(run).status == "inactive"
+    assert plugin.verify(run).status == "inactive"
     run.loss = cross_entropy
-    assert plugin.evidence(run).status == "inactive"
+    assert plugin.verify(run).status == "inactive"
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])

@@ -161,20 +161,14 @@ def test_width_is_the_next_fixed_width_or_multiple():
 def test_evidence_compares_computed_tokens_with_the_plain_cut():
     lengths = [100, 100, 5, 5]
     cut = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 5)])
-    plain = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 100)])
+    plain = SimpleNamespace(lengths=[100, 5, 100, 5], sizes=[(2, 100), (2, 100)])
     equal = SimpleNamespace(lengths=[9] * 4, sizes=[(2, 9), (2, 9)])
-    batch = SimpleNamespace(train=2, widths=(), pad_to_multiple_of=1)
-    evidence = LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=cut, batch=batch))
+    evidence = LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=cut))
     assert evidence.status == "active"
     assert "210 tokens" in evidence.seen
-    assert "of 2 about 400" in evidence.seen
-    assert (
-        LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=plain, batch=batch)).status
-        == "inactive"
-    )
-    assert (
-        LengthBatching(LengthBatching.Options()).evidence(SimpleNamespace(last_step_batch=equal, batch=batch)).status == "unknown"
-    )
+    assert "with rows at random about 400 (1.90x)" in evidence.seen
+    assert LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=plain)).status == "inactive"
+    assert LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=equal)).status == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_evidence_is_inactive_with_the_usual_engine(tmp_path: Path) -> None:
     plan = plan_with(tmp_path, WITH)
     plugin = next(entry.plugin for entry in plan.entries if entry.name == "optimizer_in_backward")
     usual, _ = trained(tmp_path / "usual", {})
-    assert plugin.evidence(usual.run).status == "inactive"
+    assert plugin.verify(usual.run).status == "inactive"
 
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:

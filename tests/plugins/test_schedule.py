@@ -28,8 +28,7 @@ def run_after(step, total, ratio):
     for _ in range(step):
         optimizer.step()
         scheduler.step()
-    training = SimpleNamespace(warmup_ratio=ratio, warmup_steps=None, learning_rate=2e-5)
-    return SimpleNamespace(training=training, total_steps=total, optimizer=optimizer, scheduler=scheduler, step=step)
+    return SimpleNamespace(total_steps=total, optimizer=optimizer, scheduler=scheduler)
 
 
 def test_apply_sets_the_warmup_ratio():
@@ -54,14 +53,19 @@ def test_warmup_steps_round_up(ratio, total, steps):
 
 def test_evidence_compares_the_learning_rate_with_the_warmup():
     plugin = Schedule(Schedule.Options())
-    assert plugin.evidence(run_after(1, 100, 0.06)).status == "active"
-    assert plugin.evidence(run_after(1, 10, 0.06)).status == "unknown"
-    own = run_after(1, 100, 0.06)
-    own.training.warmup_steps = 50
-    assert "over 50 of 100 steps" in plugin.evidence(own).seen
+    assert plugin.verify(run_after(1, 100, 0.06)).status == "active"
+    assert "over 6 of 100 steps" in plugin.verify(run_after(40, 100, 0.06)).seen
+    assert plugin.verify(run_after(1, 10, 0.06)).status == "active", "the warm-up is over"
     flat = run_after(1, 100, 0.06)
     flat.optimizer.param_groups[0]["lr"] = 2e-5
-    assert plugin.evidence(flat).status == "inactive"
+    assert plugin.verify(flat).status == "inactive"
+
+
+def test_evidence_is_inactive_without_a_warmup():
+    run = run_after(0, 100, 0.06)
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda at: 1.0)
+    evidence = Schedule(Schedule.Options()).verify(run)
+    assert (evidence.status, "expected warmup True" in evidence.seen) == ("inactive", True)
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,11 @@ def test_eager_attention_calls_no_kernel(tmp_path):
     )
     ((entry, evidence),) = [each for each in recorder.found if each[0].name == "sdpa"]
     assert (entry.decision, evidence.status) == ("apply", "active")
-    assert evidence.seen == "attn_implementation eager; 0 calls of attention kernels in step 1"
+    assert evidence.seen == "attn_implementation eager; calls in step 1: no attention kernel"
 
 
 def test_evidence_of_a_kernel_in_place_of_eager_attention():
-    evidence = Sdpa(Sdpa.Options(prefer=("eager",))).evidence(observed(0.0, ("flash", "math")))
+    evidence = Sdpa(Sdpa.Options(prefer=("eager",))).verify(observed(0.0, ("flash", "math")))
     assert evidence.status == "inactive"
 
 
@@ -138,22 +138,22 @@ def test_kernel_order_is_restored_after_the_block():
 
 def test_evidence_from_real_kernels():
     plugin = Sdpa(Sdpa.Options(prefer=("flash", "math")))
-    evidence = plugin.evidence(observed(0.0, ("flash", "math")))
+    evidence = plugin.verify(observed(0.0, ("flash", "math")))
     assert evidence.status == "active"
     assert "flash 2" in evidence.seen, "two layers, backward not counted"
 
 
 def test_evidence_where_dropout_ruled_the_fused_kernel_out():
-    evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).evidence(observed(0.1, ("flash", "math")))
+    evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).verify(observed(0.1, ("flash", "math")))
     assert evidence.status == "inactive"
     assert "math 2" in evidence.seen
-    evidence = Sdpa(Sdpa.Options(prefer=("math", "flash"))).evidence(observed(0.1, ("math", "flash")))
+    evidence = Sdpa(Sdpa.Options(prefer=("math", "flash"))).verify(observed(0.1, ("math", "flash")))
     assert evidence.status == "active"
 
 
 def test_evidence_of_eager_attention_is_inactive():
     run = observed(0.0, ("flash", "math"))
-    run.inner_model.config._attn_implementation = "eager"
-    assert Sdpa(Sdpa.Options()).evidence(run).status == "inactive"
+    run.observation = Observation({"aten::mm": 4, "aten::_softmax": 2})
+    assert Sdpa(Sdpa.Options()).verify(run).status == "inactive"
     run.observation = Observation()
-    assert Sdpa(Sdpa.Options()).evidence(run).status == "unknown"
+    assert Sdpa(Sdpa.Options()).verify(run).status == "unknown"

@@ -67,10 +67,10 @@ def test_evidence_reads_the_live_setting():
     plugin, recipe = Tf32(Tf32.Options()), Recipe()
     plugin.apply(recipe, context((8, 0)))
     run = SimpleNamespace(observation=Observation(matmul_dtypes={"float": 3, "c10::BFloat16": 40}))
-    assert plugin.evidence(run).status == "inactive"
+    assert plugin.verify(run).status == "inactive"
     with recipe.process[0]():
-        evidence = plugin.evidence(run)
+        evidence = plugin.verify(run)
         assert evidence.status == "active"
         assert "3 of 43" in evidence.seen
         torch.backends.cudnn.conv.fp32_precision = "ieee"
-        assert plugin.evidence(run).status == "inactive"
+        assert plugin.verify(run).status == "inactive"

@@ -86,8 +86,9 @@ PLAIN = {
     "zero": "plugins.zero.enabled=false",
 }
 """Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, one device without DeepSpeed."""
-READS_GRADIENTS = {"adapter"}
-"""Plugins whose evidence reads gradients. A pretend card computes none of a large model, so that it reports "inactive"."""
+MAY_BE_INACTIVE = {"adapter", "tf32"}
+"""Plugins whose evidence may be inactive. That of `adapter` reads gradients, and a pretend card computes none of a large model.
+That of `tf32` needs a product in fp32, and with autocast or half weights there is none."""
 NO_CARD = {
     "cpu": "trains on the CPU",
     "v100_16gb": "the CUDA 13 build of torch has no kernels for Volta",

@@ -1,0 +1,55 @@
+"""What the profiler records of a step: operators, and the dtypes of the products that ran."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt.plugin import Evidence, Observation
+from hwopt.training.evidence import ceased, observing
+
+
+def observed(function: Any) -> Observation:
+    run: Any = SimpleNamespace()
+    with observing(run):
+        function()
+    found: Observation = run.observation
+    return found
+
+
+@pytest.mark.parametrize("product", [torch.nn.Linear(8, 8), lambda x: x @ x, lambda x: torch.bmm(x[None], x[None])])
+def test_a_product_under_autocast_counts_once_with_the_dtype_that_it_computes_in(product: Any) -> None:
+    x = torch.ones(8, 8)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product(x)
+
+    assert observed(step).matmul_dtypes == {"c10::BFloat16": 1}
+    assert observed(lambda: product(x)).matmul_dtypes == {"float": 1}
+
+
+def test_products_of_the_backward_pass_count() -> None:
+    layer, x = torch.nn.Linear(8, 8), torch.ones(8, 8, requires_grad=True)
+    assert observed(lambda: layer(x).sum().backward()).matmul_dtypes == {"float": 3}
+
+
+def test_a_plugin_that_stops_being_active_gives_a_warning() -> None:
+    first: Any = [(SimpleNamespace(name="a"), Evidence.active("on")), (SimpleNamespace(name="b"), Evidence.unknown("?"))]
+    last: Any = [(SimpleNamespace(name="a"), Evidence.inactive("off")), (SimpleNamespace(name="b"), Evidence.inactive("off"))]
+    assert ceased(first, last) == ["plugin 'a' was active after the first step and is not any more: off"]
+    assert ceased(first, first) == []
+
+
+def test_evidence_is_compared_with_what_the_options_ask_for() -> None:
+    seen = Evidence.active("seen", kind="lora", rows=range(7, 10))
+    assert seen.compared({"kind": "lora", "rows": 8}) is seen
+    assert seen.compared({"kind": frozenset({"lora", "dora"})}) is seen
+    assert seen.compared({"kind": "dora"}) == Evidence("inactive", "seen; expected kind dora, found lora", seen.found)
+    assert "rows 8" not in seen.compared({"rows": 12}).seen
+    missing = seen.compared({"bits": 4})
+    assert (missing.status, missing.seen) == ("inactive", "seen; bits was not observed, expected 4")
+    assert Evidence.unknown("no step").compared({"bits": 4}).status == "unknown"
