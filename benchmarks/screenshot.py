@@ -2,8 +2,8 @@
 
 python benchmarks/screenshot.py docs/run.svg [--columns 96] [--at 60] [-- run --profile auto]
 
-A terminal emulator (pyte) reads the output of the command; rich draws its screen. Needs the packages of `hwopt[test]`, and Linux or
-macOS. `--at`: the progress in percent at which the picture is taken; SIGTERM then ends the run.
+A terminal emulator (pyte) reads the output of the command; rich draws its screen. Needs the packages of `hwopt[test]`, and Linux
+or macOS. `--at`: the progress in percent at which the picture is taken; SIGTERM then ends the run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 from hwopt.check.contract import Facts
-from hwopt.config.profile import Card, Profile
+from hwopt.config.card import Card
+from hwopt.config.profile import Profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware, described
 from hwopt.interop.view import View

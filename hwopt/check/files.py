@@ -8,7 +8,7 @@ from pathlib import Path
 from hwopt.check.checker import CheckReport, check, invalid
 from hwopt.check.facts import Given, facts_of
 from hwopt.check.registry import installed_rules
-from hwopt.config.profile import Card
+from hwopt.config.card import Card
 from hwopt.errors import InputError
 from hwopt.interop.readers.hwopt_files import profile_view
 from hwopt.interop.recognise import view_of

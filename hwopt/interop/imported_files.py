@@ -12,8 +12,8 @@ from typing import Any
 import tomlkit
 from tomlkit.items import Table
 
+from hwopt.config.card import Card
 from hwopt.config.job import make_job
-from hwopt.config.profile import Card
 from hwopt.config.toml import parse_assignment, parse_toml
 from hwopt.errors import InputError, StorageError
 from hwopt.interop.recognise import read_view

@@ -13,7 +13,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from hwopt.config.aliases import INSTEAD, plugin_aliases
-from hwopt.config.job import Data, Model, Table, Task, Training
+from hwopt.config.job import Data, Task
+from hwopt.config.job_model import Model
+from hwopt.config.job_training import Training
+from hwopt.config.job_values import Table
 from hwopt.errors import HwoptError
 from hwopt.interop.view import Setting, Unread, View
 from hwopt.plugin.registry import Registry

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwopt.report.memory import gib
-from hwopt.report.screen import Speed, eval_line
+from hwopt.report.screen import Speed, metrics_of
 from hwopt.text import printable
 
 if TYPE_CHECKING:
@@ -73,7 +73,12 @@ def number(value: float | None, form: str) -> str:
 def eval_text(record: RunRecord) -> str:
     """The newest evaluation."""
     finite = {key: value for key, value in record.evaluations[-1].items() if value is not None}
-    return eval_line(finite).removeprefix("eval ")
+    return evaluation_line(finite)
+
+
+def evaluation_line(row: dict[str, Any], prefix: str = "eval") -> str:
+    """The metrics of an evaluation, or of the test, with its step."""
+    return f"at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metrics_of(row, prefix))}"
 
 
 def seconds_left(record: RunRecord) -> timedelta:
@@ -90,7 +95,7 @@ def plain_line(record: RunRecord, row: Any) -> str:
     finite = {key: value for key, value in row.items() if value is not None}
     for kind in ("eval", "test"):
         if any(key.startswith(f"{kind}_") for key in row):
-            return eval_line(finite, kind)
+            return f"{kind} {evaluation_line(finite, kind)}"
     parts = [
         f"step {int(row['step'])}/{record.total_steps or '?'}",
         f"loss {number(row.get('loss'), '.4f')}",

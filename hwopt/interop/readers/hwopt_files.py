@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.config.aliases import plugin_aliases
-from hwopt.config.job import JobFile, Training
+from hwopt.config.job import JobFile
+from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.errors import HwoptError
 from hwopt.interop.source_file import Entry, SourceFile
