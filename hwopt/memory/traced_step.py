@@ -60,7 +60,7 @@ def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iter
         tracker,
         dry_run_of(plan, fake_recipe(plan), labels, torch.device("cpu")) as run,
     ):
-        workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.cublas_workspaces(plan.hardware)]
+        workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.kept_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")
         tracker.expandable = card.expandable_segments()
         label_storages(run, tracker)
