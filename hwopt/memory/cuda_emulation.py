@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from hwopt.hardware.device import Hardware
+from hwopt.memory.column_sums import ColumnSum
+from hwopt.memory.tracker import Workspace
 
 aten = torch.ops.aten
 
@@ -52,9 +54,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 CUBLAS_LT_WORKSPACE = 1 << 20
 """Bytes of the workspace that torch gives to cuBLASLt, which adds a bias in the product's kernel."""
-
-THREADS = 128
-"""Threads of a block of the reduction kernel that sums 4 columns a thread."""
 
 PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default)
 BINARY_OPERATORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
@@ -267,33 +266,12 @@ def softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> int:
     return gradient.numel() * gradient.itemsize
 
 
-def threads_per_multiprocessor(hardware: Hardware) -> int:
-    """Return the most resident threads of a multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities")."""
-    fewer = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-    return fewer.get(hardware.compute_capability or (0, 0), 2048)
-
-
-def column_sum(hardware: Hardware, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
-    """Return the bytes that CUDA's reduction kernel needs to sum a tensor over all dimensions but the last (a bias's gradient).
-
-    Blocks of 32 x 4 threads sum 4 columns a thread. If a thread has many values, several blocks share a column and exchange
-    partial sums; torch reserves room for those of every thread. Source: torch's aten/src/ATen/native/cuda/Reduce.cuh.
-    """
+def column_sum(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> ColumnSum | int:
+    """Return the sum of columns that `x.sum(dim)` computes; 0 if it is another reduction, which needs no workspace."""
     reduced = {number % x.dim() for number in dim or ()}
-    columns = x.shape[-1] if x.dim() else 0
-    if not columns or columns % 4 or reduced != set(range(x.dim() - 1)) or not hardware.multiprocessors:
+    if not x.dim() or not x.numel() or reduced != set(range(x.dim() - 1)):
         return 0
-    width = min(32, 1 << (columns // 4).bit_length() - 1)
-    height = min(THREADS // width, 1 << max(x.numel() // columns, 1).bit_length() - 1)
-    values = ceil(x.numel() / columns / height)
-    blocks, wanted = (
-        ceil(columns / 4 / width),
-        hardware.multiprocessors * (threads_per_multiprocessor(hardware) // (width * height)),
-    )
-    if values < 256 or blocks > wanted:
-        return 0
-    shared_by = max(min(ceil(wanted / blocks), ceil(values / 16)), ceil(values / 256))
-    return 4 * columns * shared_by * width * 4 if shared_by > 1 else 0
+    return ColumnSum(x.shape[-1], x.numel() // x.shape[-1])
 
 
 def promotion_copies(one: Any, other: Any, **_: Any) -> int:
@@ -304,17 +282,17 @@ def promotion_copies(one: Any, other: Any, **_: Any) -> int:
     return sum(tensor.numel() * common.itemsize for tensor in (one, other) if tensor.dim() and tensor.dtype != common)
 
 
-def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
-    """Return functions for the bytes that kernels of `hardware` allocate internally, by operator."""
+def workspaces(hardware: Hardware) -> Mapping[Any, Workspace]:
+    """Return functions for the workspaces that kernels of `hardware` allocate internally, by operator."""
     if hardware.device_type != "cuda":
         return dict.fromkeys(BINARY_OPERATORS, promotion_copies)
-    products: dict[Any, Callable[..., int]] = {}
+    products: dict[Any, Workspace] = {}
     if TORCH >= (2, 15):
         products = dict.fromkeys(PRODUCTS, lambda *_, **__: cublas_workspace(hardware))
         products[aten.addmm.default] = partial(biased_product, hardware)
     return products | {
         aten._softmax_backward_data.default: softmax_backward,
-        aten.sum.dim_IntList: partial(column_sum, hardware),
+        aten.sum.dim_IntList: column_sum,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     }
