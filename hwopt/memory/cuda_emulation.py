@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from hwopt.hardware.device import Hardware
+from hwopt.memory.column_sums import ColumnSum
+from hwopt.memory.tracker import Workspace
 
 aten = torch.ops.aten
 
@@ -47,9 +49,13 @@ AUTOCAST_TO_FP32 = (
 REDUCED_IN_FP32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "linalg_vector_norm")
 """Operations to which autocast on CUDA passes `dtype=torch.float32`. Their kernels convert in registers (softmax only fp16)."""
 
-THREADS = 128
-"""Threads of a block of the reduction kernel that sums 4 columns a thread."""
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Version of torch; what its kernels allocate depends on it."""
 
+CUBLAS_LT_WORKSPACE = 1 << 20
+"""Bytes of the workspace that torch gives to cuBLASLt, which adds a bias in the product's kernel."""
+
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default)
 BINARY_OPERATORS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add_.Tensor, aten.mul_.Tensor)
 
 
@@ -58,14 +64,21 @@ def allocation_granularity(hardware: Hardware) -> int:
     return GRANULARITY if hardware.device_type == "cuda" else 1
 
 
-def cublas_workspaces(hardware: Hardware) -> list[int]:
-    """Return the bytes of each workspace that torch allocates for cuBLAS (documented default sizes).
-
-    torch keeps a workspace per handle, and each thread has its own handle: one for forward, one for backward.
-    """
+def cublas_workspace(hardware: Hardware) -> int:
+    """Return the bytes of the workspace that torch gives to cuBLAS (documented default sizes)."""
     if hardware.compute_capability is None:
-        return []
-    return [32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)] * 2
+        return 0
+    return 32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)
+
+
+def kept_workspaces(hardware: Hardware) -> list[int]:
+    """Return the bytes of each cuBLAS workspace that torch keeps.
+
+    Before torch 2.15 it keeps one per handle, and each thread has its own handle: one for forward, one for backward. Later
+    versions allocate a workspace for each product and free it (pytorch/pytorch#194311).
+    """
+    size = cublas_workspace(hardware)
+    return [size] * 2 if size and TORCH < (2, 15) else []
 
 
 def expandable_segments() -> bool:
@@ -207,7 +220,7 @@ def attention_kernel(hardware: Hardware, query: Tensor, key: Tensor, masked: boo
     wide = no_wide_heads and query.requires_grad and (192 < size <= 224 or (size > 224 and dropout_p > 0))
     supported = {
         SDPBackend.FLASH_ATTENTION: bool(hardware.can("flash_attention")) and half and not masked and size <= 256 and not wide,
-        SDPBackend.EFFICIENT_ATTENTION: bool(hardware.can("efficient_attention")) and not grouped,
+        SDPBackend.EFFICIENT_ATTENTION: bool(hardware.can("efficient_attention")) and (not grouped or TORCH >= (2, 15)),
     }
     names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
     for backend in _cur_sdpa_kernel_backends(with_priority=True):
@@ -218,23 +231,34 @@ def attention_kernel(hardware: Hardware, query: Tensor, key: Tensor, masked: boo
     return "math"
 
 
-def flash_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
-    """Return the bytes of the query's fp32 gradient accumulator and of the row sums."""
+def repeated_gradients(query: Tensor, key: Tensor) -> int:
+    """Return the bytes of the gradients of keys and values with a head per query head, before they are summed by group."""
+    return 2 * key.nbytes * query.shape[1] // key.shape[1] if query.shape[1] != key.shape[1] else 0
+
+
+def flash_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """Return the bytes of the query's fp32 gradient accumulator, of the row sums and of the repeated gradients."""
     rows, heads, length, size = query.shape
     rounded = ceil(length / 128) * 128
-    return rows * heads * rounded * (ceil(size / 32) * 32 + 1) * 4
+    return rows * heads * rounded * (ceil(size / 32) * 32 + 1) * 4 + repeated_gradients(query, key)
 
 
-def efficient_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
-    """Return the bytes of the row sums and, in half precision, of the fp32 gradient accumulators.
+def efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """Return the bytes of the row sums, of the repeated gradients and of the fp32 gradient accumulators.
 
-    Keys and values have an accumulator only for head sizes above 128.
+    Keys and values have an accumulator only for head sizes above 128. Before torch 2.15 fp32 needs no accumulator.
     """
     rows, heads, length, size = query.shape
-    sums = rows * heads * length * 4
-    if query.dtype == torch.float32:
+    sums = rows * heads * length * 4 + repeated_gradients(query, key)
+    if query.dtype == torch.float32 and TORCH < (2, 15):
         return sums
     return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
+
+
+def biased_product(hardware: Hardware, bias: Tensor, one: Tensor, other: Tensor, **factors: float) -> int:
+    """Return the bytes of the workspace of `addmm`, which cuBLASLt computes if the bias is one row."""
+    with_epilogue = bias.dim() == 1 and bias.is_contiguous() and factors.get("beta", 1) == 1 and min(other.shape) > 1
+    return CUBLAS_LT_WORKSPACE if with_epilogue else cublas_workspace(hardware)
 
 
 def softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> int:
@@ -242,33 +266,12 @@ def softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> int:
     return gradient.numel() * gradient.itemsize
 
 
-def threads_per_multiprocessor(hardware: Hardware) -> int:
-    """Return the most resident threads of a multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities")."""
-    fewer = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-    return fewer.get(hardware.compute_capability or (0, 0), 2048)
-
-
-def column_sum(hardware: Hardware, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
-    """Return the bytes that CUDA's reduction kernel needs to sum a tensor over all dimensions but the last (a bias's gradient).
-
-    Blocks of 32 x 4 threads sum 4 columns a thread. If a thread has many values, several blocks share a column and exchange
-    partial sums; torch reserves room for those of every thread. Source: torch's aten/src/ATen/native/cuda/Reduce.cuh.
-    """
+def column_sum(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> ColumnSum | int:
+    """Return the sum of columns that `x.sum(dim)` computes; 0 if it is another reduction, which needs no workspace."""
     reduced = {number % x.dim() for number in dim or ()}
-    columns = x.shape[-1] if x.dim() else 0
-    if not columns or columns % 4 or reduced != set(range(x.dim() - 1)) or not hardware.multiprocessors:
+    if not x.dim() or not x.numel() or reduced != set(range(x.dim() - 1)):
         return 0
-    width = min(32, 1 << (columns // 4).bit_length() - 1)
-    height = min(THREADS // width, 1 << max(x.numel() // columns, 1).bit_length() - 1)
-    values = ceil(x.numel() / columns / height)
-    blocks, wanted = (
-        ceil(columns / 4 / width),
-        hardware.multiprocessors * (threads_per_multiprocessor(hardware) // (width * height)),
-    )
-    if values < 256 or blocks > wanted:
-        return 0
-    shared_by = max(min(ceil(wanted / blocks), ceil(values / 16)), ceil(values / 256))
-    return 4 * columns * shared_by * width * 4 if shared_by > 1 else 0
+    return ColumnSum(x.shape[-1], x.numel() // x.shape[-1])
 
 
 def promotion_copies(one: Any, other: Any, **_: Any) -> int:
@@ -279,13 +282,17 @@ def promotion_copies(one: Any, other: Any, **_: Any) -> int:
     return sum(tensor.numel() * common.itemsize for tensor in (one, other) if tensor.dim() and tensor.dtype != common)
 
 
-def workspaces(hardware: Hardware) -> Mapping[Any, Callable[..., int]]:
-    """Return functions for the bytes that kernels of `hardware` allocate internally, by operator."""
+def workspaces(hardware: Hardware) -> Mapping[Any, Workspace]:
+    """Return functions for the workspaces that kernels of `hardware` allocate internally, by operator."""
     if hardware.device_type != "cuda":
         return dict.fromkeys(BINARY_OPERATORS, promotion_copies)
-    return {
+    products: dict[Any, Workspace] = {}
+    if TORCH >= (2, 15):
+        products = dict.fromkeys(PRODUCTS, lambda *_, **__: cublas_workspace(hardware))
+        products[aten.addmm.default] = partial(biased_product, hardware)
+    return products | {
         aten._softmax_backward_data.default: softmax_backward,
-        aten.sum.dim_IntList: partial(column_sum, hardware),
+        aten.sum.dim_IntList: column_sum,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     }

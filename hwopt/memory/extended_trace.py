@@ -234,6 +234,7 @@ class Extension:
             events=np.array(events, np.int64),
             sizes=short.sizes[self.sources],
             kinds=short.kinds[self.sources],
+            column_sums=short.column_sums[self.sources],
             operands=np.array(operands, np.int64),
             ends=np.array(ends, np.int64),
             flops=short.flops[operations],

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hwopt.memory.column_sums import workspace_bytes
+
 KINDS = ("weights", "gradients", "optimizer_state", "masters", "activations", "temporary")
 """What a storage is for. Temporary: allocated in the backward pass or the optimizer's step, except gradients."""
 
@@ -55,6 +57,10 @@ class Timeline:
     """Whether the caching allocator has expandable segments."""
     host_sizes: Numbers = field(default_factory=lambda: np.zeros(0))
     """(tensors,) bytes of each tensor that the step keeps in pinned host memory until its backward pass."""
+    column_sums: Numbers = field(default_factory=lambda: np.zeros((0, 2)))
+    """(storages, 2) columns and rows of the sum whose workspace the storage is; zeros for other storages."""
+    processors: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    """(2,) multiprocessors of the card, and threads of each."""
 
     def peak(self) -> Peak:
         """Return the peak of the tensors' rounded sizes, by kind; `hwopt.memory.playback` adds what the allocator does."""
@@ -124,20 +130,18 @@ class Scaled:
     width: int
     sizes: Powers
     flops: Powers
+    summed_rows: Powers
+    """Of the rows of column sums, which determine the size of their workspaces."""
 
     @classmethod
     def fit(cls, base: Timeline, rows: int, width: int, other: Timeline, other_rows: int, other_width: int) -> Scaled:
-        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second.
-
-        A workspace that only larger tensors need (the reduction of a bias's gradient) counts for all sizes: its size is constant
-        from the threshold on.
-        """
+        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
         if not base.same_program(other):
             raise ValueError("a second size runs other operations")
-        base = replace(base, sizes=np.where((base.sizes == 0) & (other.sizes > 0), other.sizes, base.sizes))
         ratios = other_rows / rows, other_width / width
         sizes = Powers.fit(base.sizes, other.sizes, *ratios)
-        scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios))
+        summed_rows = Powers.fit(base.column_sums[:, 1], other.column_sums[:, 1], *ratios)
+        scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios), summed_rows)
         if not np.isclose(scaled.at(other_rows, other_width).peak().bytes, other.peak().bytes, rtol=0.01):
             raise ValueError("the sizes are not powers of rows and width")
         return scaled
@@ -145,9 +149,15 @@ class Scaled:
     def at(self, rows: int, width: int) -> Timeline:
         """Return the timeline of a micro-batch of `rows` x `width` tokens."""
         ratios = rows / self.rows, width / self.width
+        sizes = self.base.sizes * self.sizes.factor(*ratios)
+        columns, summed = self.base.column_sums.T
+        found = columns > 0
+        if found.any():
+            summed = summed[found] * self.summed_rows.factor(*ratios)[found]
+            sizes[found] = workspace_bytes(columns[found], summed, *self.base.processors.tolist())
         return replace(
             self.base,
-            sizes=self.base.sizes * self.sizes.factor(*ratios),
+            sizes=sizes,
             flops=self.base.flops * self.flops.factor(*ratios),
             host_sizes=self.base.host_sizes * ratios[0] * ratios[1],  # activations: (rows, width, hidden size)
         )

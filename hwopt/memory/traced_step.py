@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from hwopt.memory import cuda_emulation as card
+from hwopt.memory.column_sums import threads_per_multiprocessor
 from hwopt.memory.dry_run import (
     Shape,
     accumulates_gradients,
@@ -53,14 +54,15 @@ class StepFunctions:
 @contextlib.contextmanager
 def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iterator[StepFunctions]:
     """Yield the functions for `plan`. With `whole` every layer is run. Changes torch for the whole process meanwhile."""
-    tracker = Tracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware))
+    processors = plan.hardware.multiprocessors, threads_per_multiprocessor(plan.hardware)
+    tracker = Tracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware), processors)
     with (
         card.emulated(plan.hardware),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         tracker,
         dry_run_of(plan, fake_recipe(plan), labels, torch.device("cpu")) as run,
     ):
-        workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.cublas_workspaces(plan.hardware)]
+        workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.kept_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")
         tracker.expandable = card.expandable_segments()
         label_storages(run, tracker)

@@ -26,7 +26,7 @@ from hwopt.memory.tracing_request import Request, UnknownCode
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 7
+FORMAT = 9
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""

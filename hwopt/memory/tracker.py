@@ -20,22 +20,26 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hwopt.memory.column_sums import ColumnSum, workspace_bytes
 from hwopt.memory.timeline import KINDS, Timeline
 
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 
-Workspace = Callable[..., int]
+Workspace = Callable[..., "int | ColumnSum"]
+"""Takes the arguments of an operator and returns the bytes that its kernel allocates and frees, or the sum that needs them."""
 
 
 class Tracker(FakeTensorMode):
     """Records one timeline; `reset` starts a new one."""
 
-    def __init__(self, workspaces: Mapping[Any, Workspace] | None = None, granularity: int = 1) -> None:
-        """`workspaces`: operator -> function of its arguments that returns the bytes that its kernel allocates and frees."""
+    def __init__(
+        self, workspaces: Mapping[Any, Workspace] | None = None, granularity: int = 1, processors: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`workspaces`: by operator. `processors`: multiprocessors of the card, and threads of each."""
         super().__init__(allow_non_fake_inputs=True)
         self.workspaces = workspaces or {}
-        self.granularity = granularity
+        self.granularity, self.processors = granularity, processors
         self.kind = "weights"
         self.zeros: list[Tensor] = []
         self.events: list[int] = []
@@ -46,6 +50,7 @@ class Tracker(FakeTensorMode):
         self.flops: list[float] = []
         self.dtypes: list[str] = []
         self.host_sizes: list[int] = []
+        self.column_sums: dict[int, ColumnSum] = {}
         self.update = self.before = 0
         self.phases = [0, 0]
         self.expandable = False
@@ -102,9 +107,13 @@ class Tracker(FakeTensorMode):
         """Return the number of the storage of `tensor`; None if it is not counted."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
-    def add_workspace(self, size: int) -> None:
-        """Record a workspace of `size` bytes that is allocated and freed at once."""
-        number = self._new(size)
+    def add_workspace(self, found: int | ColumnSum) -> None:
+        """Record a workspace, of so many bytes or for a sum of columns, that is allocated and freed at once."""
+        if isinstance(found, ColumnSum):
+            number = self._new(int(workspace_bytes(*found, *self.processors)))
+            self.column_sums[number] = found
+        else:
+            number = self._new(found)
         self.kinds[number] = KINDS.index("temporary")
         self.events.append(-number - 1)
 
@@ -139,6 +148,7 @@ class Tracker(FakeTensorMode):
             for number, storage in storages.items()
         }
         self.operands, self.ends, self.flops, self.dtypes, self.host_sizes = [], [], [], [], []
+        self.column_sums = {}
         self.before = len(alive)
 
     def begin_update(self) -> None:
@@ -168,6 +178,8 @@ class Tracker(FakeTensorMode):
             self.granularity > 1,
             self.expandable,
             np.array(self.host_sizes, np.float64),
+            np.array([self.column_sums.get(number, (0, 0)) for number in range(len(self.sizes))], np.float64).reshape(-1, 2),
+            np.array(self.processors, np.int64),
         )
 
     def _new(self, size: int) -> int:

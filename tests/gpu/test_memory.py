@@ -68,7 +68,13 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
     plan = plan_for(tiny_profile(**tables), job)
     trace, rows = trace_plan(plan, width, 2), max(1, 8192 // width)
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        predicted, real = played(scaled.at(rows, width)), measure(plan, Shape(rows, width), 2, what)
+        predicted = played(scaled.at(rows, width))
+        available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        try:
+            real = measure(plan, Shape(rows, width), 2, what)
+        except torch.OutOfMemoryError:  # score matrices of 2,048 tokens on a card of 8 GiB
+            assert predicted.reserved > available
+            continue
         assert predicted.peak.bytes == pytest.approx(real.peak, rel=0.005), what
         if what == "train":  # an evaluation alone is measured after the optimizer's state was created, which leaves free blocks
             assert predicted.reserved == pytest.approx(real.reserved, rel=0.05)

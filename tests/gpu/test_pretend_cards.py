@@ -14,7 +14,7 @@ def test_read_of_the_device_counts_as_one_wait() -> None:
     with counting(stacks=True) as counts:
         assert value.item() == 2
     assert counts.waits == 1
-    assert any("test_a_read_of_the_device" in stack for stack in counts.stacks)
+    assert any("test_read_of_the_device" in stack for stack in counts.stacks)
 
 
 def test_launches_and_products_are_counted_and_do_not_wait() -> None:

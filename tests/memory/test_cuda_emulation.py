@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory import cuda_emulation as card
+from hwopt.memory.column_sums import ColumnSum, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.dry_run import Shape, dry_run_of, fake_recipe
+from hwopt.memory.timeline import Scaled
 from hwopt.memory.traced_step import fake_step_functions
 from hwopt.memory.tracker import Tracker
-from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
 MIB = 1 << 20
 T4, H100 = described("a T4", (7, 5), 14.56), described("an H100", (9, 0), 79.2)
@@ -26,7 +28,8 @@ class Emulated:
     """Fake tensors of a card; `peak` returns the MiB that a function needs beyond what is allocated before it."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.tracker = Tracker(card.workspaces(hardware), card.allocation_granularity(hardware))
+        processors = hardware.multiprocessors, threads_per_multiprocessor(hardware)
+        self.tracker = Tracker(card.workspaces(hardware), card.allocation_granularity(hardware), processors)
 
     def peak(self, function: Callable[[], Any]) -> tuple[int, Any]:
         gc.collect()
@@ -74,7 +77,9 @@ COLUMN_SUMS = [  # rows, columns, MiB of torch's reduction kernel on 46 multipro
 def test_gradient_of_a_bias_needs_room_for_partial_sums(rows: int, columns: int, mib: float) -> None:
     hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
     assert hardware.multiprocessors == 46
-    assert card.column_sum(hardware, torch.empty(rows, columns, device="meta"), [0]) == mib * MIB
+    summed = card.column_sum(torch.empty(rows, columns, device="meta"), [0])
+    assert isinstance(summed, ColumnSum)
+    assert workspace_bytes(*summed, hardware.multiprocessors, threads_per_multiprocessor(hardware)) == mib * MIB
 
 
 OPERATIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
@@ -99,8 +104,39 @@ def test_autocast_converts_as_on_cuda(on_t4: Emulated, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_thread_has_a_cublas_workspace(tmp_path: Path) -> None:
-    """torch allocates one for the thread of the forward pass and one for autograd's."""
+def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> None:
+    """The trace of few rows is scaled to many, for which more blocks share a column; at last the card has no more threads."""
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path, config=TINY_BERT | {"intermediate_size": 512}), hardware=hardware)
+    with fake_step_functions(plan, 2, whole=True) as functions:
+        small, other, large = (functions.train(Shape(rows, 64)) for rows in (8, 56, 1024))
+    scaled = Scaled.fit(small, 8, 64, other, 56, 64)
+    sums = large.column_sums[:, 0] > 0
+    assert large.sizes[sums].max() == 32 * MIB
+    assert scaled.at(1024, 64).sizes[sums].tolist() == large.sizes[sums].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hardware", [T4, H100], ids=["T4", "H100"])
+def test_each_product_has_a_cublas_workspace(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 allocates it for the product and frees it."""
+    monkeypatch.setattr(card, "TORCH", (2, 15))
+    assert card.kept_workspaces(hardware) == []
+    with Emulated(hardware).tracker as tracker:
+        left, bias = torch.empty(256, 128), torch.empty(64)
+        for product, size in (
+            (lambda: left @ torch.empty(128, 64), card.cublas_workspace(hardware)),
+            (lambda: torch.addmm(bias, left, torch.empty(128, 64)), 1 << 20),
+        ):
+            tracker.reset()
+            product()
+            assert max(tracker.sizes[tracker.before :]) == size
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_thread_has_a_cublas_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.15 it allocates one for the thread of the forward pass and one for autograd's."""
+    monkeypatch.setattr(card, "TORCH", (2, 14))
     for hardware, each in ((T4, 8519680), (H100, 32 << 20)):
         plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=hardware)
         with fake_step_functions(plan, 2, whole=True) as functions:
