@@ -25,8 +25,11 @@ from hwopt.plugin.recipe import Recipe
 from hwopt.training.accumulation import Accumulation
 from hwopt.training.listener import Listener
 from hwopt.training.loop import Loop
+from hwopt.training.memory_pressure import MemoryPressure
+from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Progress
 from hwopt.training.telemetry import Telemetry
+from hwopt.training.use import UseMeter
 
 ROWS = 32
 
@@ -91,19 +94,25 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
         loss=lambda outputs, targets: (torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"), ROWS),
         heartbeat=lambda: None,
         listener=Listener(),
+        train_loader=None,
     )
     run.engine = Engine(run)
     loop = Loop.__new__(Loop)  # without the parts that save and evaluate
-    loop.run, loop.telemetry = run, Telemetry(run)
+    loop.run, loop.use = run, UseMeter(run, MemoryPressure(run.device))
+    loop.telemetry = Telemetry(run, loop.use)
     loop.backoff = OomBackoff("Training", "plugins.batch.train", print)
+    loop.reseed_update = reseeder(run.device, 0, UPDATE)
     loop.accumulation = Accumulation(run, loop.telemetry, loop.backoff)
 
     def train() -> None:
-        for _ in range(steps):
-            loop.telemetry.waited(0.0)
-            moved = batch.to(run.device)
-            loop.update(moved)
-            loop.telemetry.stepped(moved)
+        with loop.use.running():
+            for _ in range(steps):
+                loop.telemetry.waited(0.0)
+                moved = batch.to(run.device)
+                loop.use.timer.begin_step()
+                loop.update(moved)
+                loop.use.timer.end_step()
+                loop.telemetry.stepped(moved)
 
     return train
 

@@ -97,6 +97,8 @@ class Screen(Listener):
             show_classes(self.console, details, title)
         self.console.print()
         self.console.print(table(("summary", ""), summary_rows(summary)))
+        if verdict := summary.get("verdict"):
+            say(self.console, "verdict", f"{verdict['limit']}: {verdict['figure']}. Next: {verdict['next']}")
         self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
 
@@ -196,6 +198,10 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield key, f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
         elif key == "data_wait":
             yield key, f"{value:.1%}"
+        elif key == "peak_memory_gib":
+            yield key, f"{value:.2f} GiB"
+        elif key == "gpu_utilization":
+            yield key, f"{value:.0f} %"
         elif key in ("step", "best_step"):
             yield key, f"{int(value):,}"
         elif isinstance(value, int) or key == "epoch":

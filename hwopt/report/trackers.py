@@ -92,7 +92,7 @@ class Tracker(Listener):
     def on_log(self, run: Run, row: Row) -> None:
         prefixes = {"eval": "eval/", "test": "test/"}
         values = {}
-        for key, value in row.items():
+        for key, value in flat(row).items():
             first, _, rest = key.partition("_")
             values[f"{prefixes[first]}{rest}" if first in prefixes else f"train/{key}"] = value
         self.send(run, "log", values, step=int(row["step"]))
@@ -109,6 +109,17 @@ class Tracker(Listener):
         except Exception as error:
             self.tracker = None
             run.warn(f"The tracker {self.name} failed ({first_line(error)}) and gets nothing more; the run continues")
+
+
+def flat(row: Row) -> dict[str, float]:
+    """`row` with the numbers of a nested dict as "outer/inner"."""
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{key}/{name}": number for name, number in flat(value).items()}
+        else:
+            found[key] = value
+    return found
 
 
 def plain(value: Any) -> bool | int | float | str:

@@ -60,13 +60,19 @@ class Journal(Listener):
     def on_log(self, run: Run, row: Row) -> None:
         try:
             with open(run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-                file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+                file.write(json.dumps(finite(row)) + "\n")
         except OSError as error:
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 
     def on_finish(self, run: Run, summary: Summary) -> None:
         write_json(run.folder / SUMMARY, summary)
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def drop_rows_after(path: Path, step: int, evaluated: int) -> None:

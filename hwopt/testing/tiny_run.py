@@ -32,7 +32,7 @@ from hwopt.plugin import Evidence
 from hwopt.plugin.registry import Registry
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.saving import reader as resume
-from hwopt.training.listener import Listener, Row
+from hwopt.training.listener import Listener, Row, Summary
 
 COLOURS = ("red", "green", "blue")
 WORDS = (*COLOURS, "one", "two", "three", "four", "five", "up", "down", "left", "right", "hot", "cold", "old", "new", "big")
@@ -121,13 +121,15 @@ def plan_for(
 
 @dataclass
 class Recorder(Listener):
-    """A listener that keeps the metrics, evidence and warnings of a run."""
+    """A listener that keeps the metrics, evidence, notes, warnings and summary of a run."""
 
     def __post_init__(self) -> None:
         self.rows: list[Row] = []
         self.found: list[tuple[Any, Evidence]] = []
         self.found_at_end: list[tuple[Any, Evidence]] = []
         self.warnings: list[str] = []
+        self.messages: list[str] = []
+        self.summary: Summary = {}
         self.run: Any = None
 
     def on_start(self, run: Any) -> None:
@@ -141,6 +143,12 @@ class Recorder(Listener):
 
     def on_log(self, run: Any, row: Row) -> None:
         self.rows.append(row)
+
+    def on_message(self, run: Any, message: str) -> None:
+        self.messages.append(message)
+
+    def on_finish(self, run: Any, summary: Summary) -> None:
+        self.summary = summary
 
     def on_warning(self, run: Any, message: str) -> None:
         self.warnings.append(message)

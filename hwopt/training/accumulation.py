@@ -42,7 +42,9 @@ class Accumulation:
         """Return None, or the out-of-memory error's message; then no gradient of the attempt is left."""
         mark = self.telemetry.mark()
         try:
-            forward_and_backward(self.run, batch, self.backoff.rung, self.reseed, self.telemetry.add_loss)
+            forward_and_backward(
+                self.run, batch, self.backoff.rung, self.reseed, self.telemetry.add_loss, self.telemetry.mark_time
+            )
             return None
         except torch.OutOfMemoryError as error:
             if not self.run.engine.supports_retry:
@@ -61,13 +63,23 @@ def forward_and_backward(
     rung: int,
     reseed: Callable[[int, int], None],
     add_loss: Callable[[Tensor, MicroBatch], None],
+    mark_time: Callable[[str], None] = lambda part: None,
 ) -> None:
-    """Accumulate the gradients of `batch`. The summed loss of each micro-batch is divided by the count of the whole step."""
+    """Accumulate the gradients of `batch`. The summed loss of each micro-batch is divided by the count of the whole step.
+
+    `mark_time` gets the name of each part of the last micro-batch when the host has issued it.
+    """
     engine, step, loss_function = run.engine, run.step, run.loss
     for micro_batch, last in engine.micro_batches(batch, rung):
         run.heartbeat()
         engine.set_gradient_sync(last)
         reseed(step, micro_batch.first_sample)
+        if last:
+            mark_time("micro_batch")
         loss, _ = loss_function(run.model(**micro_batch.inputs), micro_batch.targets)
+        if last:
+            mark_time("forward")
         engine.backward(loss, micro_batch.loss_weight)
+        if last:
+            mark_time("backward")
         add_loss(loss.detach(), micro_batch)

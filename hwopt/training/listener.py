@@ -8,8 +8,8 @@ from typing import Any
 Run = Any
 """hwopt.training.run.Run, which imports this module."""
 
-Row = dict[str, float]
-"""Metric name (as in Hugging Face's Trainer) -> value."""
+Row = dict[str, Any]
+"""Metric name (as in Hugging Face's Trainer) -> number. `use` is a dict of how well the device is used."""
 
 Summary = dict[str, Any]
 """A row of totals, and results that are not one number, such as the metrics of each class."""

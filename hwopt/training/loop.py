@@ -35,6 +35,7 @@ from hwopt.training.run import Run
 from hwopt.training.samples import Samples
 from hwopt.training.summary import summarize
 from hwopt.training.telemetry import Telemetry
+from hwopt.training.use import UseMeter
 
 
 def train(run: Run) -> Summary:
@@ -54,13 +55,14 @@ def train(run: Run) -> Summary:
 class Loop:
     def __init__(self, run: Run, writer: AsyncWriter) -> None:
         self.run, self.writer = run, writer
-        self.telemetry = Telemetry(run)
+        self.memory_pressure = MemoryPressure(run.device)
+        self.use = UseMeter(run, self.memory_pressure)
+        self.telemetry = Telemetry(run, self.use)
         self.backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
         self.accumulation = Accumulation(run, self.telemetry, self.backoff)
         self.reseed_update = reseeder(run.device, run.training.seed, UPDATE)
         self.evaluation = Evaluation(run)
         self.samples = Samples(run)
-        self.memory_pressure = MemoryPressure(run.device)
         self.best = BestModel(run, writer, *best_metric(run))
         self.early_stopping = EarlyStopping(run, self.best)
         self.evidence: evidence.Collected = []
@@ -78,7 +80,8 @@ class Loop:
         self.run.listener.on_start(self.run)
         preflight(self.run, self.accumulation, self.evaluation)
         with signals_acknowledged(self.run), save_on_failure(self.run, self.telemetry, self.checkpoints):
-            action = self.steps()
+            with self.use.running():
+                action = self.steps()
             if action > SAVE:
                 stop(self.run, action, self.checkpoints)
             return self.finish()
@@ -117,7 +120,9 @@ class Loop:
         if not self.telemetry.steps_here or self.run.step + 1 == self.run.total_steps:
             self.observed_step(batch)
         else:
+            self.use.timer.begin_step()
             self.update(batch)
+            self.use.timer.end_step()
         if row := self.telemetry.stepped(batch):
             self.report(row)
             if self.run.engine.accumulates and (pressure := self.memory_pressure.message()):
@@ -200,7 +205,7 @@ class Loop:
         if run.eval_loader is None:
             self.samples.show()
         tested = self.test()
-        summary = summarize(run, self.telemetry, seconds, self.best) | self.early_stopping.summary() | tested
+        summary = summarize(run, self.telemetry, self.use, seconds, self.best) | self.early_stopping.summary() | tested
         save_final(run, self.writer, model_card(run, summary, self.best.metrics) if run.is_main else "")
         self.checkpoints.prune(best_is_final=True)
         run.listener.on_finish(run, summary)

@@ -19,7 +19,14 @@ class MemoryPressure:
         self.device = device
         self.retries = 0
         self.signs = 0
+        self.log_points = self.short = 0
+        """Log points so far, and those with a sign."""
         self.may_spill = platform.system() == "Windows" or "microsoft" in platform.release().lower()
+
+    @property
+    def share(self) -> float:
+        """The part of the log points at which memory was short."""
+        return self.short / max(1, self.log_points)
 
     def message(self) -> str | None:
         """What to tell the user after two signs in a row, else None."""
@@ -33,7 +40,9 @@ class MemoryPressure:
         """`message` for the allocator's retries so far, its reserved bytes and the device's bytes."""
         spills = self.may_spill and reserved > total
         sign = "the driver moved memory to the host" if spills else "the allocator had to free its cache"
-        self.signs = self.signs + 1 if spills or retries > self.retries else 0
+        short = spills or retries > self.retries
+        self.log_points, self.short = self.log_points + 1, self.short + short
+        self.signs = self.signs + 1 if short else 0
         self.retries = retries
         if self.signs < 2:
             return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.saving.best_model import BestModel
 from hwopt.training.listener import Summary
 from hwopt.training.run import Run
 from hwopt.training.telemetry import Telemetry
+from hwopt.training.use import UseMeter
 
 
-def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -> Summary:
+def summarize(run: Run, telemetry: Telemetry, use: UseMeter, seconds: float, best: BestModel) -> Summary:
     """The totals over all ranks, of `seconds` of training, with the last metrics, the best one and the details of the best."""
     total, world = telemetry.total, run.world_size
     totals = {
@@ -20,9 +22,13 @@ def summarize(run: Run, telemetry: Telemetry, seconds: float, best: BestModel) -
         "train_samples_per_second": total.samples * world / seconds,
         "train_tokens_per_second": total.tokens * world / seconds,
         "data_wait": total.wait / seconds,
+        "peak_memory_gib": peak_memory_gib(run.device),
     }
+    used, verdict = use.whole(), use.verdict()
+    gpu = {"gpu_utilization": used["gpu_percent"]} if "gpu_percent" in used else {}
+    judged = {} if verdict is None else {"verdict": verdict.to_dict()}
     best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
     details = {} if best.value is None else {f"best_eval_{name}": value for name, value in best.details.items()}
     mixture = run.prepared.train.mixture
     shares = {} if mixture is None else {"mixture": list(mixture.rows())}
-    return totals | shares | best.latest | best_values | details
+    return totals | gpu | shares | best.latest | best_values | details | {"use": used} | judged

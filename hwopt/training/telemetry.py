@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ from hwopt.training.interval import Counts, Interval
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
     from hwopt.training.run import Run
-from hwopt.hardware.monitor import gpu_utilization_reader, peak_memory_gib
+    from hwopt.training.use import UseMeter
+    from hwopt.training.verdict import Verdict
+from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.training.listener import Row
 
 
@@ -45,6 +47,8 @@ class Telemetry:
     """Counts between two log points and the totals of the run. Saved with checkpoints."""
 
     run: Run
+    use: UseMeter | None = None
+    """Measures how well the device is used; None measures nothing."""
     interval: Interval = field(default_factory=Interval)
     total: Counts = field(default_factory=Counts)
     loss_total: float = 0.0
@@ -59,7 +63,9 @@ class Telemetry:
         self.started = self.logged = time.perf_counter()
         self.messages: list[str] = []
         self.stop_error: NonFiniteError | None = None
-        self.monitor = gpu_utilization_reader(self.run.device)
+        self.verdict: Verdict | None = None
+        """The verdict on the last log interval, if it is a new one."""
+        self.mark_time: Callable[[str], None] = (lambda part: None) if self.use is None else self.use.timer.mark
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
 
@@ -157,7 +163,7 @@ class Telemetry:
         scale, world = run.engine.loss_scale(), run.world_size
         scales = [] if scale is None else [scale.double().reshape(1)]
         values = torch.cat([self.sums(), self.interval.norms.values(run.device), *scales])
-        row = {
+        row: Row = {
             "step": run.step,
             "epoch": round(run.epoch, 4),
             "time": round(now - self.started, 3),
@@ -168,8 +174,11 @@ class Telemetry:
             "data_wait": counts.wait / seconds,
             "peak_memory_gib": peak_memory_gib(run.device),
         }
-        if self.monitor is not None:
-            row["gpu_utilization"] = self.monitor()
+        if self.use is not None:
+            row["use"] = use = self.use.window(measured, seconds)
+            self.verdict = self.use.new_verdict(use, seconds)
+            if "gpu_percent" in use:
+                row["gpu_utilization"] = use["gpu_percent"]
         ready = None
         if run.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -214,7 +223,10 @@ class Telemetry:
         return self.flush()
 
     def judge(self) -> None:
-        """Show the warnings of the last row. Raises NonFiniteError if the run must stop."""
+        """Show the warnings and a new verdict of the last row. Raises NonFiniteError if the run must stop."""
+        if self.verdict is not None:
+            self.run.say(str(self.verdict))
+            self.verdict = None
         for line in self.messages:
             self.run.warn(line)
         self.messages = []

@@ -13,6 +13,7 @@ import torch
 
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import plan_for, tiny_job, tiny_profile
+from hwopt.training import step_timer
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 
@@ -58,7 +59,10 @@ def test_sync_debug_mode_is_restored_after_a_wait() -> None:
         FUSED | {"length_batching": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
     ],
 )
-def test_step_does_not_wait_for_the_device(tables: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_step_does_not_wait_for_the_device(
+    tables: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_timer, "PERIOD", 0.0)  # every step is timed
     job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
     profile = tiny_profile(**tables, dataloader={"num_workers": 1})
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
@@ -68,7 +72,10 @@ def test_step_does_not_wait_for_the_device(tables: dict[str, Any], kind: str, tm
             for number, batch in enumerate(loop.batches()):
                 if number == 3:  # state and workspaces are made
                     stack.enter_context(waits_forbidden())
+                loop.use.timer.begin_step()
                 loop.update(batch)
+                loop.use.timer.end_step()
                 loop.telemetry.stepped(batch)
                 if number == 20:
                     break
+        assert len(loop.use.timer.take()) == 21
