@@ -38,7 +38,7 @@ def read_record(folder: Path) -> RunRecord:
             read_lines(folder / PROCESSES),
             [row for line in read_lines(folder / "metrics.jsonl") if (row := numbers(line)).get("step") is not None],
             read_evidence(folder / "evidence.json"),
-            numbers(read_object(folder / "memory.json")),
+            {kind: size for kind, size in numbers(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),
             exit_code,
             message,
