@@ -14,9 +14,12 @@ PARTS = {
     "backward_share": "backward",
     "update_share": "update of the weights",
 }
-"""Parts of the time of training -> what they are called. The last three are parts of the steps that were timed."""
+"""What the time of training is spent on -> its name. The last three are shares of the steps that were timed."""
 STEP = {
-    **PARTS,
+    "data_wait_share": "waiting for data, of the training",
+    "forward_share": "forward, of a timed step",
+    "backward_share": "backward, of a timed step",
+    "update_share": "update of the weights, of a timed step",
     "host_ms_per_micro_batch": "host time per micro-batch",
     "device_ms_per_micro_batch": "device time per micro-batch",
     "device_waits_share": "timed steps in which the device waited for the host",

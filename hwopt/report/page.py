@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.report import charts
 from hwopt.report.charts import Chart, Scale, Series, line_chart
-from hwopt.report.classes import CORNER, Sheet, class_sheets
+from hwopt.report.classes import CORNER, Limits, Sheet, class_sheets
 from hwopt.report.comparison import (
     Difference,
     describe_ratio,
@@ -33,8 +33,8 @@ from hwopt.text import cut, printable
 
 MAX_VALUE = 160
 """Characters of a value of a plan."""
-MAX_CLASSES, MAX_LABELS = 100, 20
-"""Classes in the table, and labels up to which the confusion matrix is shown in full. The numbers of all are in summary.json."""
+LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
+"""Of the tables of classes. The numbers of all classes are in summary.json."""
 
 CHARTS: Sequence[tuple[str, str, Scale, Sequence[tuple[str, str, str]]]] = (
     ("Loss", "", "logarithmic", (("loss", "training", "log"), ("eval_loss", "evaluation", "eval"))),
@@ -221,7 +221,7 @@ def class_tables(record: RunRecord) -> list[Table]:
     """The metrics of each class and the confusion matrix, of the best evaluation and of the test."""
     found = []
     for title, details in record.class_details():
-        for sheet in class_sheets(details, "label", MAX_CLASSES, MAX_LABELS):
+        for sheet in class_sheets(details, "label", LIMITS):
             what = "confusion matrix" if sheet.columns[0] == CORNER else "classes"
             found.append(from_sheet(sheet, f"{title}: {what}"))
     return found

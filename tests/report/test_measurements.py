@@ -35,10 +35,10 @@ def test_parts_of_a_step_add_up_with_the_wait_for_data() -> None:
 
 def test_figures_have_their_units() -> None:
     assert dict(step_rows(USE)) == {
-        "waiting for data": "20.0%",
-        "forward": "30.0%",
-        "backward": "60.0%",
-        "update of the weights": "10.0%",
+        "waiting for data, of the training": "20.0%",
+        "forward, of a timed step": "30.0%",
+        "backward, of a timed step": "60.0%",
+        "update of the weights, of a timed step": "10.0%",
         "host time per micro-batch": "12.35 ms",
         "device time per micro-batch": "30.1 ms",
         "timed steps in which the device waited for the host": "10.0%",

@@ -14,7 +14,7 @@ from report.browser import CHROMIUM, Browser, browser
 from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
 from report.test_measurements import USE
 
-from hwopt.report.page import MAX_CLASSES, MAX_LABELS, page_of
+from hwopt.report.page import LIMITS, page_of
 from hwopt.report.run_record import RunRecord
 
 MARKUP = "<script>window.hacked = true</script>"
@@ -176,8 +176,8 @@ def test_report_of_large_runs_is_below_a_megabyte(tmp_path: Path) -> None:
     page = page_of(records)
     assert len(page.encode()) < 1_000_000
     text = text_of(page_of(records[:1]))
-    assert f"the {MAX_CLASSES} classes with the lowest F1, of 200" in text
-    assert "most frequent of 39,800 confusions" in text, f"more than {MAX_LABELS} labels have no whole matrix"
+    assert f"the {LIMITS.classes} classes with the lowest F1, of 200" in text
+    assert "most frequent of 39,800 confusions" in text, f"more than {LIMITS.columns} labels have no whole matrix"
 
 
 def test_names_and_labels_with_markup_are_escaped(tmp_path: Path) -> None:
