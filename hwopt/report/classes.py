@@ -7,14 +7,24 @@ from typing import Any, NamedTuple
 
 from hwopt.text import cut
 
-MAX_CLASSES = 20
-"""Rows of a table; of more classes, those with the lowest F1."""
-MAX_COLUMNS = 5
-"""Labels up to which the whole confusion matrix is shown, so that it fits 80 columns; of more, the most frequent errors."""
 CORNER = "true \\ predicted"
 """The heading of the first column of a confusion matrix."""
-MAX_LABEL, MAX_HEADING = 24, 10
-"""Characters of a label in a row, and above a column of the confusion matrix."""
+
+
+class Limits(NamedTuple):
+    """How much of the results is shown."""
+
+    classes: int = 20
+    """Rows of a table; of more classes, those with the lowest F1."""
+    columns: int = 5
+    """Labels up to which the whole confusion matrix is shown; of more, the most frequent errors. Five fit 80 columns."""
+    label: int = 24
+    """Characters of a label in a row."""
+    heading: int = 10
+    """Characters of a label above a column of the confusion matrix."""
+
+
+SCREEN = Limits()
 
 
 class Sheet(NamedTuple):
@@ -25,25 +35,23 @@ class Sheet(NamedTuple):
     note: str = ""
 
 
-def class_sheets(
-    details: Mapping[str, Any], title: str, max_classes: int = MAX_CLASSES, max_columns: int = MAX_COLUMNS
-) -> Iterator[Sheet]:
+def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN) -> Iterator[Sheet]:
     """The tables of `details` (`Metrics.details`), which may have none. `title`: the heading of the first column."""
     if "classes" in details:
-        yield class_sheet(details["classes"], title, max_classes)
+        yield class_sheet(details["classes"], title, limits)
     if "confusion_matrix" in details:
-        yield confusion_sheet(**details["confusion_matrix"], max_columns=max_columns)
+        yield confusion_sheet(**details["confusion_matrix"], limits=limits)
 
 
-def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, max_classes: int = MAX_CLASSES) -> Sheet:
-    """Label, precision, recall, F1 and support of each class; of more than `max_classes`, the lowest F1 first."""
+def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, limits: Limits = SCREEN) -> Sheet:
+    """Label, precision, recall, F1 and support of each class; of more than `limits.classes`, the lowest F1 first."""
     note = ""
-    if len(classes) > max_classes:
-        note = f"the {max_classes} classes with the lowest F1, of {len(classes):,}"
-        classes = sorted(classes, key=lambda each: (each["f1"], -each["support"]))[:max_classes]
+    if len(classes) > limits.classes:
+        note = f"the {limits.classes} classes with the lowest F1, of {len(classes):,}"
+        classes = sorted(classes, key=lambda each: (each["f1"], -each["support"]))[: limits.classes]
     rows = [
         (
-            cut(each["label"], MAX_LABEL),
+            cut(each["label"], limits.label),
             *(f"{each[name]:.4f}" for name in ("precision", "recall", "f1")),
             f"{each['support']:,}",
         )
@@ -52,18 +60,18 @@ def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, max_classes: i
     return Sheet((title, "precision", "recall", "f1", "support"), rows, note)
 
 
-def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], max_columns: int = MAX_COLUMNS) -> Sheet:
-    """The confusion matrix of up to `max_columns` labels; of more, its most frequent errors."""
-    short = [cut(label, MAX_LABEL) for label in labels]
-    if len(labels) <= max_columns:
+def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits: Limits = SCREEN) -> Sheet:
+    """The confusion matrix of up to `limits.columns` labels; of more, its most frequent errors."""
+    short = [cut(label, limits.label) for label in labels]
+    if len(labels) <= limits.columns:
         cells = [(label, *(f"{count:,}" for count in row)) for label, row in zip(short, rows, strict=True)]
-        return Sheet((CORNER, *(cut(label, MAX_HEADING) for label in labels)), cells)
+        return Sheet((CORNER, *(cut(label, limits.heading) for label in labels)), cells)
     errors = sorted(
         (-count, true, predicted)
         for true, row in enumerate(rows)
         for predicted, count in enumerate(row)
         if count and true != predicted
     )
-    found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[:MAX_CLASSES]]
-    note = f"the {MAX_CLASSES} most frequent of {len(errors):,} confusions" if len(errors) > MAX_CLASSES else ""
+    found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[: limits.classes]]
+    note = f"the {limits.classes} most frequent of {len(errors):,} confusions" if len(errors) > limits.classes else ""
     return Sheet(("true label", "predicted label", "samples"), found, note)

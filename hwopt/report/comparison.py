@@ -53,6 +53,8 @@ def figures(record: RunRecord) -> dict[str, Any]:
         "windows": len(windows),
         "peak_memory_gib": record.peak_gib,
         "gpu_use_percent": record.gpu_use,
+        "mfu": record.use.get("mfu"),
+        "joules_per_sample": record.use.get("joules_per_sample"),
         "data_wait": record.data_wait,
         "best": {name: {"value": found.value, "step": found.step} for name, found in best.items() if found},
         "test": record.test_metrics(),
@@ -75,6 +77,8 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         row("real tokens/s", "tokens_per_second", ",.0f"),
         Quantity("peak memory", [ABSENT if each["peak_memory_gib"] is None else gib(each["peak_memory_gib"]) for each in found]),
         row("mean GPU use", "gpu_use_percent", ".0f", " %"),
+        row("MFU", "mfu", ".1%"),
+        row("energy per sample", "joules_per_sample", ".3g", " J"),
         row("waiting for data", "data_wait", ".1%"),
     ]
     for kind in ("best", "test"):

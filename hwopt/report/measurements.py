@@ -1,52 +1,95 @@
-"""Tables of the measurements in a summary: each of its tables of numbers, such as GPU use or the parts of a step, with units.
+"""How well a run used its device, as tables: the parts of a step, and the means of what was sampled.
 
-A name ends with its unit, as in `power_watts`. What is measured is the run's business; a report shows all of it.
+`summary.json` holds them under "use", and a row of metrics.jsonl those of its interval. A name ends with its unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+PARTS = {
+    "data_wait_share": "waiting for data",
+    "forward_share": "forward",
+    "backward_share": "backward",
+    "update_share": "update of the weights",
+}
+"""What the time of training is spent on -> its name. The last three are shares of the steps that were timed."""
+STEP = {
+    "data_wait_share": "waiting for data, of the training",
+    "forward_share": "forward, of a timed step",
+    "backward_share": "backward, of a timed step",
+    "update_share": "update of the weights, of a timed step",
+    "host_ms_per_micro_batch": "host time per micro-batch",
+    "device_ms_per_micro_batch": "device time per micro-batch",
+    "device_waits_share": "timed steps in which the device waited for the host",
+}
+NAMES = {
+    "gpu_percent": "GPU use, mean",
+    "memory_busy_percent": "memory of the GPU busy, mean",
+    "memory_gib": "memory in use on the GPU, by all processes, mean",
+    "power_watts": "power, mean",
+    "temperature_celsius": "temperature, mean",
+    "clock_mhz": "clock, mean",
+    "throttled_share": "samples with a lowered clock",
+    "cpu_percent": "CPU use of the process and its workers (100 %: one core)",
+    "mfu": "MFU: arithmetic for real tokens / dense peak",
+    "joules_per_sample": "energy per sample",
+}
 UNITS = {
     "percent": ("{:.0f}", " %"),
     "share": ("{:.1%}", ""),
+    "mfu": ("{:.1%}", ""),
     "gib": ("{:.2f}", " GiB"),
     "seconds": ("{:.4g}", " s"),
-    "milliseconds": ("{:.4g}", " ms"),
     "ms": ("{:.4g}", " ms"),
     "watts": ("{:.0f}", " W"),
     "celsius": ("{:.0f}", " °C"),
     "mhz": ("{:,.0f}", " MHz"),
-    "joules": ("{:.4g}", " J"),
+    "joules": ("{:.3g}", " J"),
 }
-"""The last word of a name -> (format, unit)."""
+"""The word of a name that is its unit -> (format, unit)."""
 
 
-def measurement_tables(summary: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(name, rows of label and value) of each table of numbers in `summary`."""
-    for name, value in summary.items():
-        if isinstance(value, Mapping) and (rows := list(figures_of(value))):
-            yield name.replace("_", " "), rows
+class Part(NamedTuple):
+    """A part of a step in the bar of the step's time."""
+
+    name: str
+    share: float
+    """Of the sum of all parts."""
 
 
-def figures_of(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """(label, value with its unit) of each number and text of a table, and of the tables in it."""
-    for name, value in values.items():
-        label = f"{above} {name}".strip()
+def step_parts(use: Mapping[str, Any]) -> list[Part]:
+    """What the time of training is spent on: waiting for data, and the parts of a step; [] if no step was timed."""
+    if not all(isinstance(use.get(key), float | int) for key in PARTS):
+        return []
+    wait, *computed = (float(use[key]) for key in PARTS)
+    shares = [wait, *((1 - wait) * part / max(sum(computed), 1e-9) for part in computed)]
+    return [Part(name, share) for name, share in zip(PARTS.values(), shares, strict=True)]
+
+
+def step_rows(use: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value with its unit) of what is known of the time of a step."""
+    return [(label, with_unit(key, use[key])) for key, label in STEP.items() if is_number(use.get(key))]
+
+
+def device_rows(use: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, value with its unit) of every other figure."""
+    for key, value in use.items():
         if isinstance(value, Mapping):
-            yield from figures_of(value, label)
-        elif isinstance(value, bool | str):
-            yield label.replace("_", " "), str(value)
-        elif isinstance(value, int | float):
-            yield with_unit(label, value)
+            for name, part in value.items():
+                if is_number(part):
+                    yield f"{key.replace('_', ' ')}: {name}", f"{part:.1%}"
+        elif key not in STEP and is_number(value):
+            yield NAMES.get(key, key.replace("_", " ")), with_unit(key, value)
 
 
-def with_unit(name: str, value: float) -> tuple[str, str]:
-    """The label without the unit, and the value with it."""
-    stem, _, last = name.rpartition("_")
-    if name.endswith("_per_second"):
-        unit = name.removesuffix("_per_second").rpartition("_")[2]
-        return name.replace("_", " "), f"{value:{',.0f' if value >= 1000 else '.4g'}} {unit}/s"
-    form, unit = UNITS.get(last, ("{:,.4g}", ""))
-    return (stem if unit or last == "share" else name).replace("_", " "), form.format(value) + unit
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def with_unit(name: str, value: float) -> str:
+    """A figure with the unit that its name ends with, or that stands before "per"."""
+    word = name.split("_per_")[0].rpartition("_")[2]
+    form, unit = UNITS.get(word, ("{:,.4g}", ""))
+    return form.format(value) + unit

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.report import charts
 from hwopt.report.charts import Chart, Scale, Series, line_chart
-from hwopt.report.classes import CORNER, Sheet, class_sheets
+from hwopt.report.classes import CORNER, Limits, Sheet, class_sheets
 from hwopt.report.comparison import (
     Difference,
     describe_ratio,
@@ -25,7 +25,7 @@ from hwopt.report.comparison import (
     speed_ratios,
     unique_names,
 )
-from hwopt.report.measurements import measurement_tables
+from hwopt.report.measurements import Part, device_rows, step_parts, step_rows
 from hwopt.report.memory import gib
 from hwopt.report.run_record import RunRecord
 from hwopt.report.verdicts import Line, verdict
@@ -33,8 +33,8 @@ from hwopt.text import cut, printable
 
 MAX_VALUE = 160
 """Characters of a value of a plan."""
-MAX_CLASSES, MAX_LABELS = 100, 20
-"""Classes in the table, and labels up to which the confusion matrix is shown in full. The numbers of all are in summary.json."""
+LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
+"""Of the tables of classes. The numbers of all classes are in summary.json."""
 
 CHARTS: Sequence[tuple[str, str, Scale, Sequence[tuple[str, str, str]]]] = (
     ("Loss", "", "logarithmic", (("loss", "training", "log"), ("eval_loss", "evaluation", "eval"))),
@@ -42,6 +42,8 @@ CHARTS: Sequence[tuple[str, str, Scale, Sequence[tuple[str, str, str]]]] = (
     ("Gradient norm", "before clipping", "logarithmic", (("grad_norm", "", "log"),)),
     ("Throughput", "real tokens/s", "zero", (("tokens_per_second", "", "log"),)),
     ("GPU use", "%", "zero", (("gpu_utilization", "", "log"),)),
+    ("Power", "W", "zero", (("use.power_watts", "", "log"),)),
+    ("Temperature", "°C", "range", (("use.temperature_celsius", "", "log"),)),
     ("Waiting for data", "part of the time", "zero", (("data_wait", "", "log"),)),
     ("Peak memory", "GiB", "zero", (("peak_memory_gib", "", "log"),)),
 )
@@ -75,6 +77,8 @@ class RunSection:
     """(heading, tables)."""
     commands: Sequence[tuple[str, str]]
     """(when and where, the command) of each process."""
+    step_parts: Sequence[Part]
+    """What the time of training is spent on, for a bar; empty if no step was timed."""
     notes: Sequence[str] = field(default=())
 
 
@@ -129,7 +133,8 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
     tables = [
         ("Plan", [plan_table(record)]),
         ("Memory", memory_tables(record)),
-        ("Measurements", [table(("measurement", "value"), rows, name) for name, rows in measurement_tables(record.summary)]),
+        ("Time of a step", [table(("part", "value"), step_rows(record.use), "Time of training and its parts")]),
+        ("Use of the device", [table(("figure", "value"), list(device_rows(record.use)), "Means over the run")]),
         ("Classes", class_tables(record)),
         ("Settings", [settings_table(record)]),
         ("Versions", [versions_table(record)]),
@@ -144,7 +149,17 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
     notes = [printable(note) for note in record.plan.get("notes", [])]
     facts = [(label, printable(value)) for label, value in facts_of(record)]
     shown_tables = [(heading, found) for heading, found in tables if any(table.rows for table in found)]
-    return RunSection(f"run-{number}", name, number % charts.COLOURS, verdict(record), facts, shown_tables, commands, notes)
+    return RunSection(
+        f"run-{number}",
+        name,
+        number % charts.COLOURS,
+        verdict(record),
+        facts,
+        shown_tables,
+        commands,
+        step_parts(record.use),
+        notes,
+    )
 
 
 def facts_of(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -206,7 +221,7 @@ def class_tables(record: RunRecord) -> list[Table]:
     """The metrics of each class and the confusion matrix, of the best evaluation and of the test."""
     found = []
     for title, details in record.class_details():
-        for sheet in class_sheets(details, "label", MAX_CLASSES, MAX_LABELS):
+        for sheet in class_sheets(details, "label", LIMITS):
             what = "confusion matrix" if sheet.columns[0] == CORNER else "classes"
             found.append(from_sheet(sheet, f"{title}: {what}"))
     return found

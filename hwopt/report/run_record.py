@@ -109,9 +109,16 @@ class RunRecord:
         return max(self.values("peak_memory_gib"), default=None)
 
     @property
+    def use(self) -> Mapping[str, Any]:
+        """How well the run used its device: the summary's "use"; {} for a run that is not complete."""
+        found = self.summary.get("use")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
     def gpu_use(self) -> float | None:
         """The mean GPU use in percent."""
-        return mean(self.values("gpu_utilization"))
+        found = self.use.get("gpu_percent")
+        return mean(self.values("gpu_utilization")) if found is None else float(found)
 
     @property
     def data_wait(self) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,9 @@ from hwopt.text import printable
 
 Grade = Literal["good", "bad", "open", "result"]
 """What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""
+
+USED_WELL = ("compute-bound", "memory-bound")
+"""The limits of a run that keeps its device busy."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def statements(record: RunRecord) -> Iterator[Line]:
     yield outcome(record)
     yield from fit(record)
     yield from proof(record)
+    yield from limit(record)
     yield from quality(record)
 
 
@@ -73,6 +77,14 @@ def proof(record: RunRecord) -> Iterator[Line]:
     text = f"{counts['active']} of {len(record.evidence)} plugins are active in the running process"
     grade: Grade = "bad" if counts["inactive"] else "open" if others else "good"
     yield Line("evidence", "; ".join([text, *others]), grade)
+
+
+def limit(record: RunRecord) -> Iterator[Line]:
+    """What limits the speed of the run, and the setting to change next."""
+    found = record.summary.get("verdict")
+    if isinstance(found, Mapping) and {"limit", "figure", "next"} <= found.keys():
+        grade: Grade = "good" if found["limit"] in USED_WELL else "bad"
+        yield Line("speed", f"{found['limit']}: {found['figure']}. Next: {found['next']}", grade)
 
 
 def quality(record: RunRecord) -> Iterator[Line]:

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hwopt.report.measurements import NAMES, with_unit
 from hwopt.report.memory import gib
 from hwopt.report.screen import Speed, metrics_of
 from hwopt.text import printable
@@ -56,6 +57,10 @@ def figures(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "peak memory", "-" if peak is None else f"{gib(peak)} of {memory} GiB"
     if "gpu_utilization" in row:
         yield "GPU use", f"{number(row['gpu_utilization'], '.0f')} %, mean {number(record.gpu_use, '.0f')} %"
+    for key in ("use.power_watts", "use.temperature_celsius", "use.throttled_share"):
+        if (value := row.get(key)) is not None:
+            name = key.removeprefix("use.")
+            yield NAMES[name].removesuffix(", mean"), with_unit(name, value)
     yield "waiting for data", number(row.get("data_wait"), ".1%")
     if row.get("skipped_updates"):
         yield "skipped updates", number(row["skipped_updates"], ".0f")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.report.run_record import Row, RunRecord
+from hwopt.report.run_record import RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
 from hwopt.runs.processes import PROCESSES, read_lines
 from hwopt.runs.status import read_status, read_summary
@@ -38,7 +38,7 @@ def read_record(folder: Path) -> RunRecord:
             read_lines(folder / PROCESSES),
             [row for line in read_lines(folder / "metrics.jsonl") if (row := numbers(line)).get("step") is not None],
             read_evidence(folder / "evidence.json"),
-            numbers(read_object(folder / "memory.json")),
+            {kind: size for kind, size in numbers(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),
             exit_code,
             message,
@@ -87,11 +87,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def numbers(line: dict[str, Any]) -> Any:
-    """The entries of `line` that are numbers, or None: a number that was not finite."""
-    row: Row = {
-        key: value
-        for key, value in line.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
-    return row
+def numbers(line: dict[str, Any]) -> dict[str, float | None]:
+    """The entries of `line` that are numbers, or None: a number that was not finite. Those of a table in it as "table.key"."""
+    found: dict[str, float | None] = {}
+    for key, value in line.items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": number for inner, number in numbers(value).items()}
+        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            found[key] = value
+    return found

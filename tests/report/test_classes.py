@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from hwopt.report.classes import MAX_CLASSES, MAX_COLUMNS, class_sheet, class_sheets, confusion_sheet
+from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet
 from hwopt.report.inference import show_classes
 from hwopt.report.terminal import Terminal
 
@@ -22,19 +22,19 @@ def test_classes_keep_their_order_if_all_fit() -> None:
 
 def test_of_many_classes_the_worst_are_shown_first() -> None:
     sheet = class_sheet([scores(f"class{number}", number / 100) for number in range(50, 0, -1)], "test")
-    assert [row[0] for row in sheet.rows] == [f"class{number}" for number in range(1, MAX_CLASSES + 1)]
+    assert [row[0] for row in sheet.rows] == [f"class{number}" for number in range(1, SCREEN.classes + 1)]
     assert sheet.note == "the 20 classes with the lowest F1, of 50"
 
 
 def test_a_wide_confusion_matrix_becomes_a_list_of_its_most_frequent_errors() -> None:
-    labels = [f"label{number}" for number in range(MAX_COLUMNS + 1)]
+    labels = [f"label{number}" for number in range(SCREEN.columns + 1)]
     rows = [[9 if true == predicted else 0 for predicted in range(len(labels))] for true in range(len(labels))]
     rows[2][3], rows[4][1] = 1, 5
     sheet = confusion_sheet(labels, rows)
     assert sheet.rows == [("label4", "label1", "5"), ("label2", "label3", "1")]
     assert sheet.note == ""
     many = confusion_sheet(labels, [[1] * len(labels) for _ in labels])
-    assert len(many.rows) == MAX_CLASSES
+    assert len(many.rows) == SCREEN.classes
     assert many.note == "the 20 most frequent of 30 confusions"
 
 
@@ -43,7 +43,7 @@ def test_results_without_classes_have_no_table() -> None:
 
 
 def test_the_widest_tables_fit_80_columns() -> None:
-    labels = ["a very long label number " + str(number) for number in range(MAX_COLUMNS)]
+    labels = ["a very long label number " + str(number) for number in range(SCREEN.columns)]
     details = {
         "classes": [scores(label, 0.5, 1_234_567) for label in labels],
         "confusion_matrix": {"labels": labels, "rows": [[99_999] * len(labels)] * len(labels)},

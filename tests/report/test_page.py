@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from report.browser import CHROMIUM, Browser, browser
 from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
+from report.test_measurements import USE
 
-from hwopt.report.page import MAX_CLASSES, MAX_LABELS, page_of
+from hwopt.report.page import LIMITS, page_of
 from hwopt.report.run_record import RunRecord
 
 MARKUP = "<script>window.hacked = true</script>"
@@ -25,6 +26,7 @@ DETAILS = {
     "best_eval_confusion_matrix": {"labels": NAMES, "rows": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
 }
 CUDA = changed(PLAN, hardware__device_type="cuda", hardware__name="NVIDIA GeForce RTX 3070", memory=None) | {"memory": MEMORY}
+VERDICT = {"limit": "input-bound", "figure": "the loop waited 20% of the time for data", "next": "num_workers = 4"}
 HELD = {"weights": 0.5, "gradients": 0.0, "optimizer_state": 1.0, "masters": 0.0}
 ROWS = [*log_rows(20), eval_row(50, loss=1.0, f1=0.5), eval_row(100, loss=0.9, f1=0.4)]
 
@@ -116,6 +118,26 @@ def test_page_has_plan_memory_classes_settings_versions_and_command(tmp_path: Pa
         assert part in text, part
 
 
+def test_page_shows_what_limits_the_speed_and_the_parts_of_a_step(tmp_path: Path) -> None:
+    rows = [row | {"use": {"power_watts": 180.0 + index}} for index, row in enumerate(log_rows(20))]
+    page = page_of([record_of(tmp_path / "run", rows, summary={"use": USE, "verdict": VERDICT})])
+    text = text_of(page)
+    for part in (
+        "speed ✗ problem input-bound: the loop waited 20% of the time for data. Next: num_workers = 4",
+        "mean GPU use 91 %",
+        "MFU 41.2%",
+        "energy per sample 0.568 J",
+        "waiting for data 20.0 % forward 24.0 % backward 48.0 % update of the weights 8.0 %",
+        "host time per micro-batch 12.35 ms",
+        "Power (W)",
+    ):
+        assert part in text, part
+    widths = [float(width) for width in re.findall(r'<rect class="f\d" x="[\d.]+" y="0" width="([\d.]+)"', page)]
+    assert sum(widths) == pytest.approx(460, abs=0.1)
+    well = page_of([record_of(tmp_path / "well", rows, summary={"verdict": VERDICT | {"limit": "compute-bound"}})])
+    assert "speed ✓ good compute-bound" in text_of(well)
+
+
 def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:
     text = text_of(page_of([one_run(tmp_path / "run", memory=HELD)]))
     assert "peak of the process (resident) - 3.50 GiB" in text
@@ -154,8 +176,8 @@ def test_report_of_large_runs_is_below_a_megabyte(tmp_path: Path) -> None:
     page = page_of(records)
     assert len(page.encode()) < 1_000_000
     text = text_of(page_of(records[:1]))
-    assert f"the {MAX_CLASSES} classes with the lowest F1, of 200" in text
-    assert "most frequent of 39,800 confusions" in text, f"more than {MAX_LABELS} labels have no whole matrix"
+    assert f"the {LIMITS.classes} classes with the lowest F1, of 200" in text
+    assert "most frequent of 39,800 confusions" in text, f"more than {LIMITS.columns} labels have no whole matrix"
 
 
 def test_names_and_labels_with_markup_are_escaped(tmp_path: Path) -> None:
@@ -184,7 +206,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of two runs, one of them with markup in its name."""
     folder = tmp_path_factory.mktemp("page")
-    first = one_run(folder / MARKUP.replace("/", "\u2215"), plan=CUDA, memory=HELD)
+    summary = DETAILS | {"use": USE, "verdict": VERDICT}
+    first = record_of(folder / MARKUP.replace("/", "\u2215"), ROWS, summary=summary, plan=CUDA, memory=HELD)
     second = record_of(folder / "second", [*log_rows(20, 150, seed=1), eval_row(100, loss=1.1, f1=0.6)], status=(5, MARKUP))
     path = folder / "report.html"
     path.write_text(page_of([first, second]), encoding="utf-8")
@@ -237,7 +260,7 @@ def test_screen_reader_gets_headings_tables_and_charts(chromium: Browser, page: 
     assert all(after <= before + 1 for before, after in pairwise(levels))
     charts = [name for role in ("image", "img", "graphics-document") for name in names.get(role, [])]
     assert "Loss over the steps" in charts
-    assert len(charts) == chromium.evaluate("document.querySelectorAll('svg.chart').length")
+    assert len(charts) == chromium.evaluate("document.querySelectorAll('svg.chart, svg.bar').length")
     assert all(names["table"]), "each table has a name"
     assert chromium.evaluate("[...document.querySelectorAll('th')].every(e => e.scope)")
     assert chromium.evaluate("document.documentElement.lang") == "en"
