@@ -51,7 +51,6 @@ def own_card(view: View, path: Path, inputs: Inputs) -> Card | None:
 
 
 def over_profile(view: View, name: str, inputs: Inputs) -> View:
-    """The view of a job with the profile's settings below its own."""
-    profile = inputs.profile(name)
-    below = profile_view(profile, None, inputs.registry)
-    return replace(view, settings={**below.settings, **view.settings}, parameters=view.parameters or below.parameters)
+    """The view of a job with the profile's settings below its own. The size of the model is the job's, not the profile's."""
+    below = profile_view(inputs.profile(name), None, inputs.registry)
+    return replace(view, settings={**below.settings, **view.settings})

@@ -68,6 +68,11 @@ def shown(value: Any, limit: int) -> str:
     return cut(json.dumps(value, ensure_ascii=False, default=str), limit)
 
 
+def plain(text: str) -> str:
+    """`text` on one line, as a comment must be."""
+    return printable(text).replace("\n", "\\n")
+
+
 def described(left: Left) -> str:
     return f"{left.place}: {left.key} = {shown(left.value, 40)}: {left.reason}"
 
@@ -179,7 +184,7 @@ def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str,
 def header(document: tomlkit.TOMLDocument, view: View, what: str) -> None:
     document.add(tomlkit.comment(f"{what} of {Path(view.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import."))
     for line in view.loose if what == "Profile" else ():
-        document.add(tomlkit.comment(printable(line)))
+        document.add(tomlkit.comment(plain(line)))
 
 
 def table_of(options: Iterable[Taken]) -> Table:
@@ -188,15 +193,15 @@ def table_of(options: Iterable[Taken]) -> Table:
     for taken in options:
         setting, key = taken.setting, taken.key[-1]
         for line in setting.above:
-            table.add(tomlkit.comment(printable(line)))
+            table.add(tomlkit.comment(plain(line)))
         if taken.note:
             table.add(tomlkit.comment(f"{setting.place}: {taken.note}"))
         value = inline(taken.value)
         if setting.comment:
-            value.comment(printable(setting.comment))
+            value.comment(plain(setting.comment))
         table.add(key, value)
         for line in setting.below:
-            table.add(tomlkit.comment(printable(line)))
+            table.add(tomlkit.comment(plain(line)))
     return table
 
 
@@ -221,6 +226,6 @@ def remainder(left: Sequence[Left]) -> str:
         if found := [each for each in left if each.kind == kind]:
             lines += ["", f"# {title}"]
             for each in found:
-                lines += [f"#   # {printable(comment)}" for comment in each.comments]
-                lines.append(f"#   {printable(each.key)}: {printable(shown(each.value, 100))}: {printable(each.reason)}")
-    return "\n".join([*lines, ""]).replace("\r", "") if lines else ""
+                lines += [f"#   # {plain(comment)}" for comment in each.comments]
+                lines.append(f"#   {plain(each.key)}: {plain(shown(each.value, 100))}: {plain(each.reason)}")
+    return "\n".join([*lines, ""]) if lines else ""

@@ -141,7 +141,17 @@ def from_json(text: str, name: str) -> SourceFile:
         raise InputError(f"{name}: cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(found, dict):
         raise InputError(f"{name}: expected keys and values, found a JSON {type(found).__name__}")
-    return from_yaml(text.replace("\t", " "), name, "JSON")  # in JSON a tab is white space between values only
+    text = text.replace("\t", " ")  # in JSON a tab is white space between values only
+    return from_yaml(SURROGATES.sub(joined, text), name, "JSON")
+
+
+SURROGATES = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89abAB]\w\w)\\u([dD][c-fC-F]\w\w)")
+"""A character outside of the basic plane, which JSON escapes as two and YAML reads as two."""
+
+
+def joined(found: re.Match[str]) -> str:
+    high, low = int(found[2], 16), int(found[3], 16)
+    return found[1] + chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
 
 
 def from_yaml(text: str, name: str, language: Language) -> SourceFile:
@@ -242,6 +252,8 @@ class Walk:
                 self.mapping(value, above)
         inherited = set(self.entries) if merged else set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise InputError(f"{self.name}:{key.start_mark.line + 1}: a key is a {key.id}; expected a name")
             if key.tag != "tag:yaml.org,2002:merge":
                 self.pair((*above, str(key.value)), key, value, inherited)
 

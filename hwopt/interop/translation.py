@@ -354,9 +354,19 @@ class Options:
         try:
             self.registry.plugin(plugin).Options.model_validate_json(TypeAdapter(dict[str, Any]).dump_json(both), strict=True)
         except ValidationError as error:
-            details = error.errors()[0]
-            where = ".".join(["plugins", plugin, *(str(part) for part in details["loc"][:1])])
-            return f"{where}: {details['msg'].removeprefix('Value error, ')}, got {truncate(details.get('input'))}"
+            return option_problem(plugin, error)
         except HwoptError as error:
             return first_line(error)
         return ""
+
+
+def option_problem(plugin: str, error: ValidationError) -> str:
+    """The first problem of a plugin's options, with what is accepted; pydantic reports one for each member of a union."""
+    found = error.errors()
+    option, given = found[0]["loc"][:1], found[0].get("input")
+    messages = [each["msg"] for each in found if each["loc"][:1] == option]
+    accepted = ", or ".join(dict.fromkeys(message.removeprefix("Input should be ") for message in messages))
+    where = ".".join(["plugins", plugin, *map(str, option)])
+    if not option:
+        return f"{where}: {messages[0].removeprefix('Value error, ')}"
+    return f"{where}: expected {accepted}, got {truncate(given)}"

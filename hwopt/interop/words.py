@@ -146,6 +146,12 @@ FORMER_NAMES = {
     "mp_parameters": Former("", "5"),
 }
 
+DEPRECATED_NAMES = {
+    "gradient_checkpointing": Former("activation_checkpointing", "6"),
+    "gradient_checkpointing_kwargs": Former("activation_checkpointing_kwargs", "6"),
+}
+"""Names that transformers 5 has under another name too."""
+
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | TEXTS | OTHER_ARGUMENTS
 """Every word."""
 TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")

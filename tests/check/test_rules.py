@@ -302,6 +302,14 @@ CASES = [
     ),
     Case("former-name", "evaluation_strategy: epoch\n", "eval_strategy: epoch\n", 1, "use eval_strategy"),
     Case("former-name", "half_precision_backend: auto\nfp16: true\n", "fp16: true\n", 1, "remove half_precision_backend"),
+    Case(
+        "deprecated-name",
+        "gradient_checkpointing: true\n",
+        "activation_checkpointing: true\n",
+        1,
+        "use activation_checkpointing",
+        "information",
+    ),
     Case("misspelled-name", "fp16: true\nlearning_rat: 1e-4\n", "fp16: true\nlearning_rate: 1e-4\n", 2, "use learning_rate"),
     Case(
         "not-a-value",

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from hwopt.check.contract import Facts, Finding, rule
 from hwopt.interop.view import Tool, Unread, View
-from hwopt.interop.words import ARGUMENTS, FORMER_NAMES
+from hwopt.interop.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
 from hwopt.text import truncate
 
 TRAINERS: tuple[Tool, ...] = ("transformers", "llama-factory")
@@ -34,6 +34,21 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
                 f"use {instead}" if instead else f"remove {name}",
                 place=place,
                 key=key,
+            )
+
+
+@rule("deprecated-name", "information", source="transformers 5.23, TrainingArguments", tools=TRAINERS)
+def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """A name that the next version of transformers will not have."""
+    for setting in view.settings.values():
+        name = next((part for part in setting.key.split(".") if part in DEPRECATED_NAMES), None)
+        if name is not None:
+            instead, gone = DEPRECATED_NAMES[name]
+            yield Finding(
+                setting.word,
+                f"transformers {gone} will have no {name}.",
+                "Version 5 accepts it with a warning; version 4 knows no other name.",
+                f"with version 5 use {instead}",
             )
 
 

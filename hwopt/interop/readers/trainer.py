@@ -52,6 +52,7 @@ def word_at(entry: Entry) -> str | None:
 
 def spelled(word: str, source: SourceFile) -> str:
     """`word` in the table in which the file has most of its arguments."""
-    tables = [entry.path[:-1] for entry in source.entries if word_at(entry)]
-    usual = max(set(tables), key=tables.count, default=())
+    arguments = [entry for entry in source.entries if entry.path[-1] in ARGUMENTS]
+    tables = [entry.path[:-1] for entry in arguments or source.entries if word_at(entry)]
+    usual = max(dict.fromkeys(tables), key=tables.count, default=())
     return ".".join((*usual, word))
