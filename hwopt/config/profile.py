@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from hwopt.config.card import Card, Positive, longest_match
+from hwopt.config.claim import Claim
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
 from hwopt.config.renames import TableRules, renamed, with_assignments
@@ -38,17 +39,12 @@ class TunedFor(Table):
     task: str = "text-classification"
     samples: int | None = Field(default=None, gt=0)
     """Training samples of an epoch, if the source states them."""
+    assumed: tuple[str, ...] = ()
+    """What the source of the claims does not state: "model", "length"."""
 
 
 class DataDefaults(Table):
     max_length: int | None = Field(default=None, ge=2)
-
-
-class Claim(Table):
-    what: str
-    against: str
-    expect: tuple[float, float]
-    source: str
 
 
 class Content(Table):

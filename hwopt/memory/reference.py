@@ -58,13 +58,13 @@ def reference_job(profile: Profile, assignments: Sequence[str] = ()) -> JobFile:
     return make_job(Document("tuned_for", document), assignments)
 
 
-def reference_memory(plan: Plan, cache: Path, *, with_largest: bool = False) -> MemoryPlan:
+def reference_memory(plan: Plan, cache: Path, *, samples: int | None = None, with_largest: bool = False) -> MemoryPlan:
     """The memory and the times of a plan that `reference_plan` made, with rows of the full length.
 
-    Times of an epoch need the number of samples; without it they are None.
+    Times of an epoch need the number of samples, by default that of `tuned_for`; without it they are None.
     """
     width = plan.job.data.max_length or DEFAULT_LENGTH
-    samples = plan.profile.content.tuned_for.samples
+    samples = samples or plan.profile.content.tuned_for.samples
     train = None if samples is None else np.full(samples, width, np.int32)
     lengths = Lengths(train, width, DEFAULT_LABELS, "padded rows")
     memory = plan_memory(plan, cache, lengths)

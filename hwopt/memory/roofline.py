@@ -77,15 +77,32 @@ def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> 
     return found
 
 
-def operation_seconds(plan: Plan, timeline: Timeline, update: bool) -> NDArray[np.float64]:
-    """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
-    part = slice(timeline.update, None) if update else slice(0, timeline.update)
-    flops, moved, dtypes = timeline.flops[part], timeline.bytes_moved()[part], timeline.dtypes[part]
-    assert plan.card is not None, "times are predicted for a known card"
+def update_seconds(plan: Plan, step: Timeline) -> tuple[float, float]:
+    """Return (fast, slow) seconds of the optimizer's update in a traced step."""
+    fast, slow = operation_seconds(plan, step, update=True)
+    return float(fast), float(slow)
+
+
+def product_seconds(plan: Plan, step: Timeline) -> tuple[float, float]:
+    """Return (fast, slow) seconds that the matrix products of a traced micro-batch compute, without memory and launches."""
+    flops, peak = step.flops[: step.update], operation_peaks(plan, step)[: step.update]
+    fast = float((flops / peak).sum())
+    return fast, fast / SLOW_COMPUTE
+
+
+def operation_peaks(plan: Plan, timeline: Timeline) -> NDArray[np.float64]:
+    """Return the card's FLOP/s for each operation, by its dtype."""
     peaks = card_peaks(plan.card)
     slowest = min(peaks.values())
     names = {"float16": "fp16", "bfloat16": "bf16", "float32": "tf32" if timeline.tf32 else "fp32"}
-    peak = np.array([peaks.get(names.get(str(dtype), "fp32"), slowest) for dtype in dtypes]) * 1e12
+    return np.array([peaks.get(names.get(str(dtype), "fp32"), slowest) for dtype in timeline.dtypes]) * 1e12
+
+
+def operation_seconds(plan: Plan, timeline: Timeline, update: bool) -> NDArray[np.float64]:
+    """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
+    part = slice(timeline.update, None) if update else slice(0, timeline.update)
+    flops, moved, peak = timeline.flops[part], timeline.bytes_moved()[part], operation_peaks(plan, timeline)[part]
+    assert plan.card is not None, "times are predicted for a known card"
     bandwidth = (plan.card.memory_bandwidth_gbps or 1.0) * 1e9
     fused = bool(plan.recipe.prepared_steps) and not update
     fast = (flops / peak if fused else np.maximum(flops / peak, moved / bandwidth)).sum() if len(flops) else 0.0
