@@ -5,13 +5,15 @@ Names decide first, as data sets of the hub use them; then the content: a label 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.chat import chat_columns
+from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.sources import locate
-from hwopt.data.tables import read_rows
+from hwopt.data.sources import expand, locate
+from hwopt.data.tables import flattened
 from hwopt.data.text_file import likely_encoding
 from hwopt.errors import DataError
 
@@ -38,9 +40,18 @@ HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("tes
 
 
 def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
-    """The rows of `source`, and the keys of `data` that are needed to read them: the encoding if it is not UTF-8."""
+    """The rows of `source`, and the keys of `data` that are needed to read them: the encoding if it is not UTF-8.
+
+    The fields of nested columns are columns of the table.
+    """
+    rows, keys = read_encoded(source)
+    return replace(rows, table=flattened(rows.table)), keys
+
+
+def read_encoded(source: str) -> tuple[Rows, dict[str, Any]]:
+    """`read_any` with nested columns as they are."""
     try:
-        rows = read_rows(source, options=ReadOptions(strict=False))
+        rows = read_all(source, None, ReadOptions(strict=False))
         rows.usable()
         if not rows.bad_rows.cells:
             return rows, {}
@@ -54,11 +65,11 @@ def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
 def read_recoded(source: str) -> tuple[Rows, dict[str, Any]] | None:
     """The rows of a text file in its likely encoding, and the key of `data` for it; None if they cannot be read so either."""
     try:
-        kind, path = locate(source)
-        name = likely_encoding(path) if kind == "file" and path.suffix.lower() != ".parquet" else None
+        files = [path for kind, path in map(locate, expand(source)) if kind == "file" and path.suffix.lower() != ".parquet"]
+        name = next(filter(None, map(likely_encoding, files)), None)
         if name is None:
             return None
-        rows = read_rows(source, options=ReadOptions(strict=False, encoding=name))
+        rows = read_all(source, None, ReadOptions(strict=False, encoding=name))
         rows.usable()
     except DataError:
         return None

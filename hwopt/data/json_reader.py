@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,11 @@ def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
         bad_rows.unit = "row"
         found = read_array(path, "".join(["\n" * (number - 1), first, *lines]), bad_rows)
     else:
-        found = read_objects(enumerate(chain([first], lines), number), bad_rows)
+        start = [first, *islice(lines, 1)]
+        if len(start) == 1 or json_object(first) is None:
+            start += lines
+            refuse_whole_object(path, "".join(start))
+        found = read_objects(enumerate(chain(start, lines), number), bad_rows)
     numbers, rows = [number for number, _ in found], [row for _, row in found]
     table, non_strings = to_table(rows)
     return Rows(table, Places(str(path), bad_rows.unit, numbers), bad_rows, non_strings)
@@ -69,6 +73,27 @@ def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tu
         else:
             bad_rows.add(number, not_an_object(row))
     return found
+
+
+def refuse_whole_object(path: Path, text: str) -> None:
+    """Raise DataError if `text` is one JSON object with many rows inside it, or one over several lines."""
+    whole = json_object(text)
+    if whole is None:
+        return
+    wanted = "hwopt reads a list of objects, or one object per line"
+    for key, value in whole.items():
+        rows = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+        if len(rows) > 1 and not {"role", "from"} & set(rows[0]):
+            raise DataError(f"{path}: is one object, with {len(rows):,} rows under {key!r}; {wanted}. Save that list as a file")
+    values = list(whole.values())
+    columns = len(values) > 1 and all(isinstance(value, list) and len(value) == len(values[0]) > 1 for value in values)
+    if columns or (len(values) > 1 and all(isinstance(value, dict) for value in values)):
+        raise DataError(
+            f"{path}: is one object with {len(values):,} {'columns' if columns else 'objects'} inside; {wanted}. "
+            'With pandas: to_json(orient="records", lines=True)'
+        )
+    if "\n" in text.strip():
+        raise DataError(f"{path}: is one object over several lines; {wanted}")
 
 
 def json_object(line: str) -> dict[str, Any] | None:

@@ -15,7 +15,10 @@ from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
-ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4")
+UNPACK = {".zip": "unzip", ".gz": "gunzip -k", ".tgz": "tar xf", ".tar": "tar xf", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+UNPACK |= {".zst": "unzstd", ".7z": "7z x", ".rar": "unrar x", ".lz4": "unlz4"}
+"""Extension of an archive -> the command that unpacks it."""
+SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 DATASETS_FILES = ("dataset_dict.json", "state.json")
 """Every folder made by save_to_disk() has one of these files."""
 
@@ -105,12 +108,20 @@ def names_in(folder: Path) -> list[str]:
 def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
     if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
-        files = sorted(name for name in names_in(path) if Path(name).suffix.lower() in EXTENSIONS)
-        kinds = Counter(Path(name).suffix for name in files).most_common()
-        hint = f"; give one of its files: {listing(files)}" if files else ""
-        if kinds and kinds[0][1] > 1:
-            hint += f"; or all of a kind: {str(path / f'*{kinds[0][0]}')!r} ({kinds[0][1]:,} files)"
-        raise DataError(f"{path}: is a folder, but not one made by save_to_disk() of `datasets`{hint}")
+        raise DataError(f"{path}: is a folder, but not one made by save_to_disk() of `datasets`{files_hint(path)}")
+
+
+def files_hint(folder: Path) -> str:
+    """What to give instead of `folder`: the files of a kind in it, or in its subfolders, or one of them."""
+    for pattern, names in (("", names_in(folder)), ("**", [str(path) for path in folder.glob("*/*")])):
+        files = sorted(name for name in names if Path(name).suffix.lower() in EXTENSIONS and not Path(name).name.startswith("."))
+        if len(files) == 1:
+            return f"; give its file: {str(folder / files[0])!r}"
+        kinds = Counter(Path(name).suffix for name in files).most_common(3)
+        if kinds:
+            globs = " or ".join(f"{str(folder / pattern / f'*{suffix}')!r} ({count:,} files)" for suffix, count in kinds)
+            return f"; give its files: {globs}"
+    return ""
 
 
 def refuse_other_files(path: Path) -> None:
@@ -124,10 +135,19 @@ def refuse_other_files(path: Path) -> None:
         )
     if path_kind(path, "data", DataError) != "file":
         raise DataError(f"{path}: is not a regular file; give a file ({listing(EXTENSIONS)})")
-    if suffix in ARCHIVES:
-        raise DataError(f"{path}: is an archive; unpack it and give a file ({listing(EXTENSIONS)})")
+    if suffix in UNPACK:
+        raise DataError(
+            f"{path}: is an archive; unpack it ({UNPACK[suffix]} {path.name}) and give a file ({listing(EXTENSIONS)})"
+        )
+    if suffix in SHEETS:
+        raise DataError(
+            f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
+        )
     if suffix not in EXTENSIONS:
-        raise DataError(f"{path}: unknown file extension {suffix!r}; hwopt reads {listing(EXTENSIONS)}")
+        raise DataError(
+            f"{path}: unknown file extension {suffix!r}; hwopt reads {listing(EXTENSIONS)}. "
+            "Rename the file if it has one of these formats"
+        )
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path}: is empty; give a file with at least one sample")

@@ -109,14 +109,29 @@ def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | 
 
 
 def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
-    """The column `name`. Raises DataError, with the nearest name and all names, if it is missing or not unique."""
+    """The column `name`, or the field "COLUMN.FIELD" of a nested one.
+
+    Raises DataError, with the nearest name and all names, if it is missing or not unique.
+    """
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
-    if name not in table.column_names:
-        raise DataError(
-            f"{source}: has no column {name!r}.{nearest(name, table.column_names)} It has: {listing(table.column_names, 30)}"
-        )
-    return table[name]
+    if name in table.column_names:
+        return table[name]
+    fields = flattened(table)
+    if fields.column_names.count(name) == 1:
+        return fields[name]
+    raise DataError(
+        f"{source}: has no column {name!r}.{nearest(name, fields.column_names)} It has: {listing(fields.column_names, 30)}"
+    )
+
+
+def flattened(table: pa.Table) -> pa.Table:
+    """`table` with the fields of nested columns as columns of their own: "review.body"."""
+    import pyarrow as pa
+
+    while any(map(pa.types.is_struct, table.schema.types)):
+        table = table.flatten()
+    return table
 
 
 def read_file(path: Path, options: ReadOptions) -> Rows:
