@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run in a Jupyter kernel: every cell but the one that installs hwopt, and every command exits with 0."""
+"""The notebooks of examples/ run in a Jupyter kernel, except for the cell that installs hwopt. Every command exits with 0."""
 
 from __future__ import annotations
 
