@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import termios
+from itertools import groupby
 from pathlib import Path
 
 import pyte
@@ -71,18 +72,21 @@ def has_reached(screen: pyte.Screen, percent: float) -> bool:
     return False
 
 
+def style_of(colour: str, bold: bool) -> Style:
+    """rich's style of a letter with pyte's `colour`, a name or six hexadecimal digits."""
+    name = COLOURS.get(colour, colour.replace("bright", "bright_"))
+    return Style(color=f"#{name}" if name and re.fullmatch(r"[0-9a-f]{6}", name) else name, bold=bold)
+
+
 def drawn(screen: pyte.Screen, title: str) -> str:
     """`screen` as an SVG, up to its last line that is not empty."""
     lines = [number for number, line in enumerate(screen.display) if line.strip()]
     console = Console(record=True, width=screen.columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for number in range(lines[-1] + 1):
         text = Text(no_wrap=True)
-        for column in range(screen.columns):
-            letter = screen.buffer[number][column]
-            colour = COLOURS.get(letter.fg, letter.fg)
-            if colour is not None and re.fullmatch(r"[0-9a-f]{6}", colour):
-                colour = f"#{colour}"
-            text.append(letter.data, Style(color=colour, bold=letter.bold))
+        letters = [screen.buffer[number][column] for column in range(screen.columns)]
+        for (colour, bold), group in groupby(letters, key=lambda letter: (letter.fg, letter.bold)):
+            text.append("".join(letter.data for letter in group), style_of(colour, bold))
         text.rstrip()
         console.print(text)
     return console.export_svg(title=title)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +38,13 @@ def counting(console: Console, unit: str) -> Iterator[Callable[[int, int], None]
         yield lambda done, total: None
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console, transient=True)
+
+        def show(done: int, total: int) -> None:
+            if not bar.task_ids:  # the model is loaded, and the number of rows is known
+                stack.enter_context(bar)
+                bar.add_task("")
+            bar.update(bar.task_ids[0], completed=done, total=total)
+
+        yield show

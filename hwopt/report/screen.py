@@ -26,6 +26,10 @@ SMOOTHING = 0.3
 """Weight of the last log point in the mean speed from which the remaining time is estimated."""
 
 
+STARTING = "starting"
+"""What the live line shows before the first step; then "training", and from the first log point on the metrics."""
+
+
 class Screen(Listener):
     def __init__(self, console: Console, verbose: bool = False) -> None:
         """`verbose`: evidence of every plugin, instead of those that are not active."""
@@ -45,7 +49,7 @@ class Screen(Listener):
         say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
         if self.console.is_terminal:
             self.progress = live_line(self.console)
-            self.progress.add_task("", total=run.total_steps, completed=run.step, step=progress_of(run), rest="starting")
+            self.progress.add_task("", total=run.total_steps, completed=run.step, step=progress_of(run), rest=STARTING)
             self.progress.start()
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
@@ -77,7 +81,9 @@ class Screen(Listener):
     def show_step(self, run: Run) -> None:
         """Update step and bar of the live line. Called for every micro-batch; the line is drawn four times a second."""
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=run.step, step=progress_of(run))
+            (task,) = self.progress.tasks
+            rest = "training" if run.step and task.fields["rest"] == STARTING else task.fields["rest"]
+            self.progress.update(task.id, completed=run.step, step=progress_of(run), rest=rest)
 
     def show_evaluation(self, row: Row, prefix: str) -> None:
         """Print the metrics of an evaluation ("eval"), or of the test ("test")."""

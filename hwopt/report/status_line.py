@@ -20,14 +20,14 @@ class StatusLine:
     """The last line of a terminal. There is one of a process: `status_line`."""
 
     def __init__(self) -> None:
-        self.shown = False
+        self.shown = ""
 
     def show(self, text: str) -> None:
         """Show `text` on a terminal, cut at its width."""
         if on_terminal():
-            width = shutil.get_terminal_size().columns
-            write(CLEAR_LINE + printable(f"{text} …")[: width - 1])
-            self.shown = True
+            before, width = self.blanks(), shutil.get_terminal_size().columns
+            self.shown = printable(f"{text} …")[: width - 1]
+            write(before + CLEAR_LINE + self.shown)
 
     def announce(self, text: str) -> None:
         """Show `text` on a terminal, or print it as a line."""
@@ -39,8 +39,12 @@ class StatusLine:
     def clear(self) -> None:
         """Remove the line. Call this before other output."""
         if self.shown:
-            self.shown = False
-            write(CLEAR_LINE)
+            write(self.blanks() + CLEAR_LINE)
+            self.shown = ""
+
+    def blanks(self) -> str:
+        """What overwrites the line in a notebook, which knows carriage returns but not the sequence that clears a line."""
+        return f"\r{' ' * len(self.shown)}" if self.shown else ""
 
 
 status_line = StatusLine()

@@ -191,8 +191,7 @@ def say_parts(console: Console, label: str, parts: Iterable[str]) -> None:
     for part in map(printable, parts):
         fits = cell_len(lines[-1]) + 2 + cell_len(part) <= console.width
         lines[-1:] = [f"{lines[-1]}  {part}"] if fits else [lines[-1], f"  {part}"]
-    for line in lines:
-        console.print(Text(line))
+    console.print(Text("\n".join(lines)))
 
 
 def short_path(path: Path) -> str:

@@ -30,7 +30,8 @@ def test_line_is_replaced_and_removed_once(monkeypatch: pytest.MonkeyPatch) -> N
     line.announce("two")
     line.clear()
     line.clear()
-    assert terminal.getvalue() == f"{CLEAR_LINE}one …{CLEAR_LINE}two …{CLEAR_LINE}"
+    blank = f"\r     {CLEAR_LINE}"
+    assert terminal.getvalue() == f"{CLEAR_LINE}one …{blank}two …{blank}"
 
 
 def test_line_is_cut_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

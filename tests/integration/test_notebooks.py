@@ -1,0 +1,70 @@
+"""The notebooks of examples/ run in a Jupyter kernel, except for the cell that installs hwopt. Every command exits with 0."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ["colab", "kaggle"]
+STEPS = ["detect", "init", "plan", "run", "evaluate", "predict"]
+CHECK = "assert _exit_code == 0, _exit_code  # added by the test"
+
+
+def read(name: str) -> Any:
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def install_cell(notebook: Any) -> Any:
+    (found,) = [cell for cell in code_cells(notebook) if "pip install" in cell.source]
+    return found
+
+
+def test_every_notebook_is_tested() -> None:
+    assert sorted(path.stem for path in EXAMPLES.rglob("*.ipynb")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_installs_the_clone_and_keeps_the_torch_of_the_service(name: str) -> None:
+    source = install_cell(read(name)).source
+    assert re.search(r"^!git clone .* hwopt\n%pip install --quiet \./hwopt$", source, re.MULTILINE)
+    assert "constraints" not in source
+    assert "torch" not in source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_has_no_output_and_all_steps_in_order(name: str) -> None:
+    cells = code_cells(read(name))
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    commands = re.findall(r"^!hwopt (\w+)", "\n".join(cell.source for cell in cells), re.MULTILINE)
+    assert commands == STEPS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = read(name)
+    install_cell(notebook).source = "pass"
+    for cell in code_cells(notebook):
+        cell.source = re.sub(r"^(!.*)$", rf"\1\n{CHECK}", cell.source, flags=re.MULTILINE)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # of the installed hwopt
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert (tmp_path / "runs" / "first" / "final" / "model.safetensors").is_file()
+    predictions = (tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    assert len(predictions) == 6
+    assert all(re.search(r",(positive|negative),", line) for line in predictions[1:])
+    if os.environ.get("HWOPT_TEST_OUTPUT"):
+        nbformat.write(notebook, os.environ["HWOPT_TEST_OUTPUT"])
