@@ -16,6 +16,9 @@ from hwopt.text import cut, nearest, printable
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
 
+COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
+"""Keys of `data` that name columns."""
+
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
 @click.argument("data", required=False)
@@ -82,7 +85,7 @@ class Questions:
         """`found` with the columns that the user names."""
         keys: dict[str, Any] = {}
         for key, value in found.keys.items():
-            if key == "encoding":
+            if key not in COLUMN_KEYS:
                 keys[key] = value
             elif isinstance(value, str):
                 keys[key] = self.choice(f"Column for data.{key}", value, found.names)

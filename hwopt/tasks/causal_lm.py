@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.chat import (
-    BadConversation,
-    ChatTemplate,
-    Conversation,
-    Turns,
-    chat_columns,
-    prompt_column,
-    read_conversations,
-    read_prompts,
-    set_template,
-)
+from hwopt.data.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
+from hwopt.data.chat_template import ChatTemplate, Turns, set_template
 from hwopt.data.columns import PROMPTS, is_text, text_of
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns

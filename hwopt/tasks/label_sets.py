@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hwopt.data.columns import is_scalar
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values
 from hwopt.errors import DataError
@@ -99,7 +100,7 @@ def is_list_of_labels(table: pa.Table, name: str) -> bool:
 
 def is_flag(table: pa.Table, name: str) -> bool:
     """Whether all values of the column are 0 or 1, and both occur."""
-    if table.column_names.count(name) != 1:
+    if not is_scalar(table, name):
         return False
     values = {FLAGS.get(str(value).strip().lower()) for value in table[name].unique().to_pylist()}
     return values == {False, True}

@@ -13,8 +13,8 @@ from hwopt.tasks.text_predictors import checked_length
 if TYPE_CHECKING:
     import torch
 
-WORDS = "words"
-"""The input that says which word a token begins; it does not go into the model."""
+WORDS, COUNT = "words", "word_count"
+"""Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
 
 
 class TagPredictor:
@@ -28,22 +28,24 @@ class TagPredictor:
         self.max_length, self.max_positions = trained.job.data.max_length, trained.max_positions
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
-        """The tokens of each sentence as in training; each token also has the word that it begins, plus 1, or 0."""
+        """The tokens of each sentence as in training; each token also has the word that it begins, from 1, or 0."""
         refuse_slow(self.tokenizer, self.max_length)
         if not inputs:
             return []
         found: list[ModelInput | str] = []
-        for tokens, words, _ in tokens_of_words(self.tokenizer, inputs, self.max_length):
-            row = {"input_ids": list(tokens), WORDS: [0 if word == IGNORED else word + 1 for word in words]}
+        encoded = tokens_of_words(self.tokenizer, inputs, self.max_length)
+        for sentence, (tokens, words, _) in zip(inputs, encoded, strict=True):
+            begins = [0 if word == IGNORED else word + 1 for word in words]
+            row = {"input_ids": list(tokens), WORDS: begins, COUNT: [len(sentence)]}
             found.append(checked_length(row, self.max_positions))
         return found
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         """(the tag of each word; None for a word without a token, or behind data.max_length) of each row."""
-        words = inputs.pop(WORDS).tolist()
+        words, counts = inputs.pop(WORDS).tolist(), inputs.pop(COUNT)[:, 0].tolist()
         numbers = self.model(**inputs).logits.argmax(-1).tolist()
         found = []
-        for own, tags in zip(words, numbers, strict=True):
+        for own, tags, count in zip(words, numbers, counts, strict=True):
             of_word = {word - 1: self.labels[tag] for word, tag in zip(own, tags, strict=True) if word}
-            found.append(([of_word.get(word) for word in range(max(of_word, default=-1) + 1)],))
+            found.append(([of_word.get(word) for word in range(count)],))
         return found

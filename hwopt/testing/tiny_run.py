@@ -21,6 +21,7 @@ from torch import Tensor
 from hwopt import api
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import Profile, make_profile
+from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.hardware.detect import detect, detect_software
@@ -83,7 +84,7 @@ def tiny_job(
     data: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> JobFile:
-    """A job of a few steps with a randomly initialized model; `config` is by default TINY_BERT, or TINY_LLAMA for "causal-lm".
+    """A job of a few steps with a randomly initialized model; `config` is by default TINY_BERT, or TINY_LLAMA for decoders.
 
     `data`: further keys of the table [data].
     """
@@ -94,7 +95,7 @@ def tiny_job(
         "max_length": 32,
     } | dict(data or {})
     settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
-    config = config or (TINY_BERT if kind == "text-classification" else TINY_LLAMA)
+    config = config or (TINY_LLAMA if task_facts(kind).decoder else TINY_BERT)
     return make_job(
         Document("a tiny job", {"model": {"config": dict(config)}, "data": table, "task": {"kind": kind}, "training": settings})
     )

@@ -11,7 +11,8 @@ import pytest
 from hwopt import api
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
-from hwopt.data.chat import CHATML, BadConversation, ChatTemplate, Conversation, conversation_of
+from hwopt.data.chat import BadConversation, Conversation, conversation_of
+from hwopt.data.chat_template import CHATML, ChatTemplate
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import IGNORED, Prepared

@@ -60,7 +60,7 @@ def rows_of(**columns: str) -> list[dict[str, Any]]:
         ),
         (rows_of(instruction="say {n}", input="", output="it is {n}"), "causal-lm", {}),
         (rows_of(text="some text {n}"), "causal-lm", {"text": ["text"]}),
-        (rows_of(text="some text {n}", score="0.{n}"), "causal-lm", {"text": ["text"]}),
+        (rows_of(text="some text {n}", score="0.{n}"), "regression", {"text": ["text"], "label": "score"}),
     ],
     ids=[
         "label",

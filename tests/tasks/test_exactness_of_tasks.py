@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from task_rows import LABELLED, write_rows
 
-from hwopt.testing import TINY_BERT, WORDS, apart, plan_for, tiny_job, tiny_profile, train_tiny
-
-TASKS: dict[str, dict[str, Any]] = {
-    "regression": {"label": ["score", "other"]},
-    "multi-label-classification": {"label": "labels"},
-    "token-classification": {"text": "tokens", "label": "tags"},
-}
-
-
-def write_rows(path: Path, number: int) -> Path:
-    draw = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(number):
-            words = draw.choices(WORDS, k=draw.randint(2, 24))
-            row = {"text": " ".join(words), "tokens": words, "tags": ["B-X" if len(word) > 3 else "O" for word in words]}
-            numbers = {"score": len(words) / 24, "other": draw.random()}
-            file.write(json.dumps(row | numbers | {"labels": sorted({word[0] for word in words if word[0] in "rgb"})}) + "\n")
-    return path
+from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, plan_for, tiny_job, tiny_profile, train_tiny
 
 
 def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[str, Any]:
     folder.mkdir()
-    data = {"train": str(write_rows(folder / "rows.jsonl", 24)), "eval": None, "eval_fraction": 0.2, **TASKS[kind]}
+    data = {"train": str(write_rows(folder / "rows.jsonl", 24)), "eval": None, "eval_fraction": 0.2, **LABELLED[kind]}
     job = tiny_job(folder, kind, config=TINY_BERT, data=data, max_steps=4)
     if weights is not None:
         table = job.job.task.model_copy(update={"class_weights": weights})
@@ -61,3 +43,18 @@ def test_split_and_packing_do_not_change_the_training(kind: str, weights: str | 
     assert apart(cut, whole) < 1e-5
     packed = train(tmp_path / "packed", kind, weights, batch={"train": 4, "effective": 8}, pack={})
     assert apart(packed, whole) < 1e-5
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_plugin_that_does_not_apply_says_why(kind: str, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", kind, data={"train": str(write_rows(tmp_path / "rows.jsonl", 24)), **LABELLED[kind]})
+    (entry,) = [entry for entry in plan_for(tiny_profile(fused_loss={}), job).entries if entry.name == "fused_loss"]
+    assert f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {kind}" in entry.reason
+    decoder = tiny_job(
+        tmp_path / "decoder",
+        kind,
+        config=TINY_LLAMA,
+        data={"train": str(tmp_path / "rows.jsonl"), **LABELLED[kind]},
+    )
+    (entry,) = [entry for entry in plan_for(tiny_profile(pack={}), decoder).entries if entry.name == "pack"]
+    assert ("classifies the last token of a row" in entry.reason) == (kind != "token-classification")

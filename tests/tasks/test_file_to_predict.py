@@ -129,6 +129,18 @@ def assert_right(kind: str, rows: list[dict[str, Any]]) -> None:
         assert sum(row["tags"] == row["predicted_tags"] for row in rows) > 30
 
 
+def test_truncated_rows_are_predicted_and_words_behind_the_end_have_no_tag(trained: tuple[Case, Path]) -> None:
+    case, folder = trained
+    source, changed = str(folder / case.name.replace("train", "dev")), ["data.max_length=5"]
+    found = api.predict(folder / "run", source, folder / "cut.jsonl", assignments=changed, cache=folder / "cache")
+    assert found.predicted == 60
+    rows = [json.loads(line) for line in (folder / "cut.jsonl").read_text().splitlines()]
+    for row in rows if case.kind == "token-classification" else []:
+        assert len(row["predicted_tags"]) == len(row["tokens"])
+        assert None not in row["predicted_tags"][:1]
+        assert set(row["predicted_tags"][3:]) == {None}
+
+
 def test_saved_model_opens_in_the_pipeline_that_its_card_names(trained: tuple[Case, Path]) -> None:
     from transformers import pipeline
 
