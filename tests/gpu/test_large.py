@@ -38,8 +38,8 @@ LLAMA_7B = LLAMA_1B | {  # as Llama-2-7B
     "intermediate_size": 11_008,
     "num_key_value_heads": 32,
 }
-ON_PRETEND_CARD = {"num_hidden_layers": 4}
-"""The host updates the weights for ZeRO and quantizes them: 18 bytes a parameter, and minutes."""
+ON_PRETEND_CARD = {"num_hidden_layers": 2, "vocab_size": 8000}
+"""The host updates the weights for ZeRO and quantizes them: 18 bytes a parameter and minutes, with a card of 8 GiB in its memory."""
 CARDS = {"rtx3070_8gb_zero": (8, LLAMA_1B), "t4_16gb_zero": (16, LLAMA_1B), "rtx3070_8gb_qlora": (8, LLAMA_7B)}
 
 
