@@ -1,4 +1,4 @@
-"""A classifier's results as tables for the screen: the metrics of each class, and the confusion matrix."""
+"""Results as tables for the screen: the metrics of each class or target, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -39,8 +39,20 @@ def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN
     """The tables of `details` (`Metrics.details`), which may have none. `title`: the heading of the first column."""
     if "classes" in details:
         yield class_sheet(details["classes"], title, limits)
+    if "targets" in details:
+        yield target_sheet(details["targets"], limits)
     if "confusion_matrix" in details:
         yield confusion_sheet(**details["confusion_matrix"], limits=limits)
+
+
+def target_sheet(targets: Sequence[Mapping[str, Any]], limits: Limits = SCREEN) -> Sheet:
+    """The metrics of each target of a regression; "-" for one that is not defined."""
+    names = [name for name in targets[0] if name != "target"]
+    rows = [
+        (cut(each["target"], limits.label), *("-" if each[name] is None else f"{each[name]:.4g}" for name in names))
+        for each in targets
+    ]
+    return Sheet(("target", *names), rows)
 
 
 def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, limits: Limits = SCREEN) -> Sheet:

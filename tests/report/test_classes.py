@@ -38,6 +38,13 @@ def test_a_wide_confusion_matrix_becomes_a_list_of_its_most_frequent_errors() ->
     assert many.note == "the 20 most frequent of 30 confusions"
 
 
+def test_each_target_of_a_regression_has_a_row() -> None:
+    targets = [{"target": "size", "mse": 0.25, "pearson": None}, {"target": "price", "mse": 12_345.0, "pearson": 0.5}]
+    (sheet,) = class_sheets({"targets": targets}, "test")
+    assert sheet.columns == ("target", "mse", "pearson")
+    assert sheet.rows == [("size", "0.25", "-"), ("price", "1.234e+04", "0.5")]
+
+
 def test_results_without_classes_have_no_table() -> None:
     assert list(class_sheets({}, "test")) == []
 
