@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +68,8 @@ def test_task_of_another_package_trains_and_predicts(shouted: Path) -> None:
     plan = api.with_memory(plan, lambda _: plan, cache=shouted / "cache")
     assert plan.memory is not None
     assert len(train_tiny(plan, shouted).losses) == 3
-    (shouted / "run" / "job.toml").write_text(plan_text(shouted))
     report = api.predict(shouted / "run", str(shouted / "data" / "eval.jsonl"), shouted / "out.jsonl", cache=shouted / "cache")
     assert (report.rows, report.predicted) == (12, 12)
-
-
-def plan_text(folder: Path) -> str:
-    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    return f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "{folder}/data/train.jsonl"\n[task]\nkind = "shouted"\n'
 
 
 def test_task_of_another_package_is_proposed_and_in_the_schema(shouted: Path) -> None:

@@ -1,7 +1,9 @@
-"""How a step is split, padded or packed does not change the training, for each task that labels samples or tokens."""
+"""Tasks that label samples or tokens: how a step is split, padded or packed does not change the training; decoders; plugins."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from task_rows import LABELLED, write_rows
 
+from hwopt import api
 from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, plan_for, tiny_job, tiny_profile, train_tiny
 
 
@@ -58,3 +61,27 @@ def test_plugin_that_does_not_apply_says_why(kind: str, tmp_path: Path) -> None:
     )
     (entry,) = [entry for entry in plan_for(tiny_profile(pack={}), decoder).entries if entry.name == "pack"]
     assert ("classifies the last token of a row" in entry.reason) == (kind != "token-classification")
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_decoder_is_trained_and_predicts(kind: str, tmp_path: Path) -> None:
+    data = {"train": str(write_rows(tmp_path / "rows.jsonl", 24)), "eval": None, "eval_fraction": 0.2, **LABELLED[kind]}
+    plan = plan_for(tiny_profile(length_batching={}), tiny_job(tmp_path / "data", kind, config=TINY_LLAMA, data=data))
+    recorder = train_tiny(plan, tmp_path)
+    assert all(map(math.isfinite, recorder.losses))
+    run, rows, cache = tmp_path / "run", str(tmp_path / "rows.jsonl"), tmp_path / "cache"
+    assert api.predict(run, rows, tmp_path / "out.jsonl", cache=cache).predicted == 24
+    assert api.evaluate(run, rows, cache=cache).samples == 24
+
+
+def test_summary_of_a_metric_that_is_not_defined_is_valid_json(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"up {n}", "score": float(n)}) + "\n" for n in range(8)))
+    held_out = tmp_path / "dev.jsonl"
+    held_out.write_text(json.dumps({"text": "down", "score": 1.0}) + "\n")
+    data = {"train": str(rows), "eval": str(held_out), "label": "score"}
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", "regression", data=data))
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    found = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert found["eval_pearson"] is None
+    assert found["eval_mse"] > 0
