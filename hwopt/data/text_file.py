@@ -12,6 +12,8 @@ from hwopt.errors import DataError
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 """Matches a byte that is not valid in the file's encoding, as decoded by the error handler "surrogateescape"."""
 
+LATIN = ("iso8859-1", "iso8859-15")
+"""Encodings in which Windows' quotes and euro sign would become control characters, without an error."""
 SAMPLE_BYTES = 1 << 18
 """Bytes of lines with other than ASCII characters from which the encoding is guessed."""
 
@@ -79,6 +81,8 @@ def likely_encoding(path: Path) -> str | None:
                 break
     guess = chardet.detect(sample)["encoding"] if sample else None
     name = None if guess is None else codecs.lookup(guess).name
+    if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace"):
+        return "cp1252"
     return None if name in ("utf-8", "ascii") else name
 
 
