@@ -16,7 +16,7 @@ from hwopt.errors import InputError, StorageError
 COMMENTS = {
     "model.name": "a hub name, or a folder made with save_pretrained()",
     "model.config": "random weights; trained weights need far less data",
-    "data.train": "csv, tsv, jsonl, json, parquet, txt, or a hub name",
+    "data.train": "a file, glob or list of files; or a hub name",
     "data.eval": "evaluated after each epoch",
     "data.test": "evaluated once, at the end",
     "data.eval_fraction": "held out for evaluation",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.chat import chat_columns
+from hwopt.data.decimal_comma import with_points
 from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.sources import expand, locate
@@ -144,7 +145,7 @@ def classes(table: pa.Table, name: str) -> int:
 def is_fractional(table: pa.Table, name: str) -> bool:
     """Whether the values of a column are numbers of which one has a fraction: a measurement."""
     fractional = False
-    for value in table[name].slice(0, EXAMINED).drop_null().to_pylist():
+    for value in with_points(table[name].slice(0, EXAMINED).drop_null().to_pylist()):
         try:
             fractional |= not float(value).is_integer()
         except (TypeError, ValueError, OverflowError):

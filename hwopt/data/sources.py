@@ -119,7 +119,10 @@ def files_hint(folder: Path) -> str:
             return f"; give its file: {str(folder / files[0])!r}"
         kinds = Counter(Path(name).suffix for name in files).most_common(3)
         if kinds:
-            globs = " or ".join(f"{str(folder / pattern / f'*{suffix}')!r} ({count:,} files)" for suffix, count in kinds)
+            globs = " or ".join(
+                f"{str(folder / pattern / f'*{suffix}')!r} ({count:,} {'file' if count == 1 else 'files'})"
+                for suffix, count in kinds
+            )
             return f"; give its files: {globs}"
     return ""
 
@@ -136,9 +139,7 @@ def refuse_other_files(path: Path) -> None:
     if path_kind(path, "data", DataError) != "file":
         raise DataError(f"{path}: is not a regular file; give a file ({listing(EXTENSIONS)})")
     if suffix in UNPACK:
-        raise DataError(
-            f"{path}: is an archive; unpack it ({UNPACK[suffix]} {path.name}) and give a file ({listing(EXTENSIONS)})"
-        )
+        raise DataError(f"{path}: is an archive; unpack it, such as with `{UNPACK[suffix]} {path}`, and give the file in it")
     if suffix in SHEETS:
         raise DataError(
             f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"

@@ -12,6 +12,8 @@ from hwopt.errors import DataError
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 """Matches a byte that is not valid in the file's encoding, as decoded by the error handler "surrogateescape"."""
 
+LATIN = ("iso8859-1", "iso8859-15")
+"""Encodings in which Windows' quotes and euro sign would become control characters, without an error."""
 SAMPLE_BYTES = 1 << 18
 """Bytes of lines with other than ASCII characters from which the encoding is guessed."""
 
@@ -66,6 +68,24 @@ def replace_invalid(text: str) -> str:
     return INVALID_BYTE.sub("\ufffd", text)
 
 
+WESTERN_LETTERS = frozenset("äöüßåæøéèêëàâáãçíìîïñóòôõœúùûÄÖÜÅÆØÉÈÊËÀÂÁÃÇÍÌÎÏÑÓÒÔÕŒÚÙÛ")
+WESTERN = WESTERN_LETTERS | frozenset("€£§°·•™®©«»„“”‚‘’–—…¿¡")
+
+
+def is_western(sample: bytes) -> bool:
+    """Whether `sample` reads as text of Western Europe in cp1252: some of its letters have accents, and little else is not ASCII.
+
+    chardet takes short ones with quotes of Windows or a euro sign for an encoding of DOS or of old Macs.
+    """
+    try:
+        text = sample.decode("cp1252")
+    except UnicodeDecodeError:
+        return False
+    marks = [letter for letter in text if not letter.isascii()]
+    known, letters = (sum(mark in group for mark in marks) for group in (WESTERN, WESTERN_LETTERS))
+    return known >= 0.98 * len(marks) and 2 * letters >= len(marks) and 3 * letters <= sum(map(str.isalpha, text))
+
+
 def likely_encoding(path: Path) -> str | None:
     """The likely encoding of a file that is not UTF-8; None if it cannot be guessed."""
     import chardet
@@ -79,6 +99,10 @@ def likely_encoding(path: Path) -> str | None:
                 break
     guess = chardet.detect(sample)["encoding"] if sample else None
     name = None if guess is None else codecs.lookup(guess).name
+    if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace"):
+        return "cp1252"
+    if name is not None and not name.startswith("cp125") and is_western(sample):
+        return "cp1252"
     return None if name in ("utf-8", "ascii") else name
 
 

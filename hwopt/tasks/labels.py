@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
+from hwopt.data.decimal_comma import with_points
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values
 from hwopt.errors import DataError, InputError
@@ -41,7 +42,8 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     if not known:
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers")
     classes = class_names(table, name)
-    values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
+    given: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
+    values = with_points(given)
     for row, value in enumerate(values):
         original = rows.non_strings.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
@@ -58,10 +60,10 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         for row in fractional:
             if len(fractional) > MAX_FRACTIONAL * len(present) or rows.bad_rows.strict:
                 raise DataError(
-                    f"{rows.places.at(row)}: {name!r} is {truncate(values[row])}, a measurement; expected classes. "
-                    "Choose another column with data.label"
+                    f"{rows.places.at(row)}: {name!r} is {truncate(given[row])}, a measurement; expected classes. "
+                    "Choose another column with data.label, or set task.kind = 'regression'"
                 )
-            rows.mark_bad(row, f"{name!r} is a measurement, not a class: {truncate(values[row])}")
+            rows.mark_bad(row, f"{name!r} is a measurement, not a class: {truncate(given[row])}")
             values[row] = None
         return ["" if value is None else integer_text(value) for value in values]
     return ["" if value is None else str(value) for value in values]
@@ -100,6 +102,24 @@ def label_order(labels: list[str], classes: list[str] | None, config: Pretrained
     if all(map(INTEGER.fullmatch, found)):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
+
+
+IMBALANCED = 20
+"""With so many times more samples of the most frequent label than of the rarest one, the screen warns."""
+
+
+def imbalance(names: tuple[str, ...], labels: NDArray[np.int64]) -> list[str]:
+    """A warning if one label is much rarer than another one in the training data."""
+    import numpy as np
+
+    counts = np.bincount(labels, minlength=len(names))
+    rarest = int(counts.argmin())
+    if counts.max() < IMBALANCED * max(int(counts[rarest]), 1):
+        return []
+    return [
+        f"imbalanced labels: {truncate(names[rarest])} has {counts[rarest]:,} of {len(labels):,} training samples "
+        f"({counts[rarest] / len(labels):.1%}). Judge by f1 instead of accuracy; task.class_weights = 'balanced' may help"
+    ]
 
 
 def label_weights(

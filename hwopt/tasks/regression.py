@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.columns import LABELS, is_fractional, text_of
+from hwopt.data.decimal_comma import with_points
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column
 from hwopt.errors import DataError
@@ -126,7 +127,7 @@ SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
 def is_number(table: pa.Table, name: str) -> bool:
     """Whether all values of the column are numbers."""
     try:
-        values = [float(value) for value in table[name].slice(0, 2_000).drop_null().to_pylist() if value != ""]
+        values = [float(value) for value in with_points(table[name].slice(0, 2_000).drop_null().to_pylist()) if value != ""]
     except (TypeError, ValueError, KeyError):
         return False
     return bool(values) and table.column_names.count(name) == 1
@@ -146,7 +147,7 @@ def read_numbers(rows: Rows, name: str) -> list[float]:
     if not (text or numeric or pa.types.is_null(kind)):
         raise DataError(f"{rows.source}: column {name!r} holds {kind}, not numbers; choose another column with data.label")
     found = []
-    for row, value in enumerate(column.to_pylist()):
+    for row, value in enumerate(with_points(column.to_pylist())):
         try:
             number = float(value)
         except (TypeError, ValueError):

@@ -16,7 +16,7 @@ from hwopt.data.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import LossFunction, Metrics, Prepared
 from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples, uses_two_types
-from hwopt.tasks.labels import class_names, label_order, label_weights, one_label_column, read_labels
+from hwopt.tasks.labels import class_names, imbalance, label_order, label_weights, one_label_column, read_labels
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing, nearest, truncate
@@ -96,10 +96,11 @@ class TextClassification(LabelledTexts):
         return [f"the evaluation data has no sample of {shown}"] if absent else []
 
     def finish(self, prepared: Prepared, job: Job) -> Prepared:
-        """`prepared` with the class weights of the job."""
-        if job.task.class_weights is None:
-            return prepared
+        """`prepared` with the class weights of the job, or with a warning if its labels are imbalanced."""
         names = prepared.label_names or ()
+        if job.task.class_weights is None:
+            prepared.warnings.extend(imbalance(names, prepared.train.array("labels")))
+            return prepared
         weights = label_weights(job.task.class_weights, names, prepared.train.array("labels"))
         shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
         prepared.notes.append(f"class weights: {listing(shown)}")

@@ -183,7 +183,7 @@ JOB = '[model]\nname = "."\n[data]\n'
         ('train = "no-such/rows.jsonl"', "the folder 'no-such' does not exist"),
         ('train = "rows.jsonl"\neval = "evaluation.csv"', r"evaluation\.csv: no such file"),
         ('train = "rows.zip"', "archive"),
-        ('train = "."', r"give one of its files: rows\.jsonl"),
+        ('train = "."', r"give its file: .rows\.jsonl"),
         ('train = "rows.jsonl"\nsplit = "train"', "applies to hub names and .datasets. folders, not to files"),
     ],
     ids=["a typo", "a folder", "evaluation", "an archive", "not made by datasets", "a split of a file"],
