@@ -114,9 +114,10 @@ class Batch(Plugin):
         steps = micro_batches(step_rows, train, world)
         overridden = effective is not None and self.options.gradient_accumulation_steps is not None
         instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if overridden else ""
+        ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
         return Decision.apply(
-            f"{step_rows} rows per step{instead} over {world} rank(s): "
-            f"{steps} micro-batch(es) of up to {min(train, -(-step_rows // world))} each; {evaluation} rows in evaluation"
+            f"{step_rows} rows per step{instead}{ranks}: {steps} micro-batch{'es' if steps > 1 else ''} of up to "
+            f"{min(train, -(-step_rows // world))}{each}; {evaluation} rows in evaluation"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:

@@ -72,9 +72,10 @@ class Dataloader(Plugin):
         if self.options.pin_memory == "auto":
             changed["pin_memory"] = cuda
         pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
-        text = f"{workers} worker(s) for {cores} core(s) a rank, {pinned}"
+        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a rank, {pinned}"
         if workers > cores and context.hardware.source == "described":
-            text = f"{workers} worker(s), {pinned}; they need {workers} cores a rank, which this machine does not have ({cores})"
+            found = f"they need {workers} cores a rank, which this machine does not have ({cores})"
+            text = f"{named(workers, 'worker')}, {pinned}; {found}"
         elif workers > cores:
             changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
@@ -86,7 +87,7 @@ class Dataloader(Plugin):
             reasons.append(f"Windows cannot start processes by {self.options.multiprocessing_context!r}, only by 'spawn'")
         to = self.options.model_copy(update=changed)
         if reasons:
-            return Decision.fallback(to, f"{'; '.join(reasons)}; {to.num_workers} worker(s)")
+            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(to.num_workers, 'worker')}")
         return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -113,3 +114,8 @@ class Dataloader(Plugin):
 
     def expects(self) -> Mapping[str, Any]:
         return {"num_workers": self.options.num_workers, "pinned": self.options.pin_memory}
+
+
+def named(number: int, word: str) -> str:
+    """`number` with `word` in the singular or the plural."""
+    return f"{number} {word}{'' if number == 1 else 's'}"

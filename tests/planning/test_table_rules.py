@@ -140,7 +140,7 @@ def test_changing_one_size_keeps_the_rows_of_a_step(changes: list[str], train: i
 def test_kept_rows_per_step_are_shown_with_their_place(tmp_path: Path) -> None:
     plan = plan_of(profile_of(tmp_path, BASE, "plugins.batch.train=8"))
     (batch,) = plan.entries
-    assert batch.reason.startswith("128 rows per step over 1 rank(s): 16 micro-batch(es) of up to 8 each")
+    assert batch.reason.startswith("128 rows per step: 16 micro-batches of up to 8; ")
     assert batch.provenance["effective"] == f"kept ({tmp_path / 'mine.toml'}:2)"
     assert batch.provenance["train"] == "--set"
 

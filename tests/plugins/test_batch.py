@@ -40,10 +40,10 @@ def test_micro_batches_per_step_divide_the_effective_batch(effective, train, ran
 
 def test_reasons_hold_the_numbers():
     reason = Batch(Batch.Options(train=64, gradient_accumulation_steps=2)).probe(context(2)).reason
-    assert reason.startswith("128 rows per step over 2 rank(s): 1 micro-batch(es) of up to 64 each")
+    assert reason.startswith("128 rows per step over 2 ranks: 1 micro-batch of up to 64 on each; ")
     reason = Batch(Batch.Options(train=64)).probe(context(4)).reason
-    assert reason.startswith("64 rows per step over 4 rank(s): 1 micro-batch(es) of up to 16 each")
-    assert "7 micro-batch(es) of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
+    assert reason.startswith("64 rows per step over 4 ranks: 1 micro-batch of up to 16 on each; ")
+    assert "7 micro-batches of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
 
 
 def test_fewer_samples_than_ranks_are_refused():
