@@ -27,9 +27,10 @@ def planned_figures(profile: str, inputs: Inputs, cache: Path) -> str:
     plan = reference_plan(profile, inputs, cache)
     memory = reference_memory(plan, cache, with_largest=True)
     name = NAMES[plan.profile.content.tuned_for.config["model_type"]]
+    fits = "" if memory.fits else ", which does not fit"
     return (
         f"# Planned, not measured (`hwopt plan`): {name}, {memory.rows} x {memory.width} tokens, takes {memory.highest_gib:.1f} "
-        f"GiB; {memory.largest_train:,} rows would fit."
+        f"GiB{fits}; {memory.largest_train:,} rows would fit."
     )
 
 

@@ -34,8 +34,9 @@ def reference_plan(spec: str, inputs: Inputs, cache: Path, assignments: Sequence
     profile = inputs.profile(spec, [text for text in assignments if text.startswith("plugins.")])
     job_file = reference_job(profile, [text for text in assignments if not text.startswith("plugins.")])
     model = job_file.job.model
-    config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
-    facts = model_facts(config, job_file.job.task.kind, model.label, cache / "models")
+    with job_file.placing():
+        config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
+        facts = model_facts(config, job_file.job.task.kind, model.label, cache / "models")
     hardware, software = hardware_of_card(profile), detect_software()
 
     def resolved(choices: Mapping[str, int]) -> Plan:

@@ -202,6 +202,15 @@ def test_strict_makes_skips_and_fallbacks_errors() -> None:
     assert "no CUDA device" in str(caught.value)
 
 
+def test_strict_plan_for_another_machine_ignores_the_cores_of_this_one() -> None:
+    """4 workers on a laptop with two cores: the card is in another machine."""
+    laptop = described("NVIDIA GeForce RTX 3070", (8, 6), 7.78, replace(HOST, cpu_cores=2))
+    plan = plan_of(load_profile("rtx3070_8gb", profile_files()), laptop, strict=True)
+    loader = next(entry for entry in plan.entries if entry.name == "dataloader")
+    assert loader.options.num_workers == 4  # type: ignore[attr-defined]
+    assert "this machine does not have (2)" in loader.reason
+
+
 def test_job_overrides_the_profile() -> None:
     profile = load_profile("rtx3070_8gb_batch32", profile_files())
     plan = plan_of(profile, CARDS["rtx3070"], job_file=job(learning_rate=1e-3, warmup_steps=7))

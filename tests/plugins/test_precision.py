@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hwopt import api
+from hwopt.config.aliases import instead_of
 from hwopt.distributed.engine import Engine
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
@@ -390,6 +391,11 @@ def test_message_about_full_eval_names_the_option():
         Precision.Options.model_validate_json('{"full_eval": true}')
     assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
     assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "full_eval needs half weights"
+
+
+@pytest.mark.parametrize("word", ["fp16_full_eval", "bf16_full_eval"])
+def test_words_of_the_trainer_for_half_evaluation_are_known(word):
+    assert instead_of(word).startswith("plugins.precision.full_eval")
 
 
 def test_evaluation_uses_the_masters():
