@@ -2,6 +2,7 @@
 
 `hwopt.interop` reads and translates the formats of other tools and knows no rule. Rules are a package of their own: third parties
 import only this one, and a new format needs no change here.
+
 A third-party rule imports from here: `from hwopt.check import Facts, Finding, View, rule`.
 """
 

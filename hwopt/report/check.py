@@ -28,7 +28,7 @@ def show_report(console: Console, report: CheckReport) -> None:
     for rules in report.waiting:
         say(console, f"not checked: {rules}")
     counts = [counted(report.count(level), NAMES[level]) for level in LEVELS]
-    say(console, f"{', '.join(counts)}; {counted(report.rules, 'rule')} applied")
+    say(console, ", ".join(counts))
 
 
 def counted(number: int, what: str) -> str:
