@@ -50,9 +50,14 @@ def command_line(words: list[str]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines. An incomplete line, as a killed process leaves it, is left out."""
+    """The objects of a file of JSON lines; [] without a file."""
+    return objects(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+
+
+def objects(lines: str) -> list[dict[str, Any]]:
+    """The objects of JSON lines. An incomplete line, as a killed process leaves it, is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in lines.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.report.run_record import RunRecord
+from hwopt.report.run_record import Row, RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
 from hwopt.runs.processes import PROCESSES, read_lines
 from hwopt.runs.status import read_status, read_summary
 from hwopt.text import cut, printable
 
+METRICS = "metrics.jsonl"
 PLAN_KEYS = {"profile": str, "hardware": dict, "software": dict, "model": dict, "job": dict, "training": dict, "batch": dict}
 
 
@@ -21,8 +23,11 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def read_record(folder: Path) -> RunRecord:
-    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read."""
+def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
+    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read.
+
+    `rows`: those of its metrics.jsonl, if they are read already.
+    """
     if folder.name in ("final", "plan.json") and is_run_folder(folder.parent):
         folder = folder.parent
     if not folder.is_dir():
@@ -36,7 +41,7 @@ def read_record(folder: Path) -> RunRecord:
             folder,
             plan,
             read_lines(folder / PROCESSES),
-            [row for line in read_lines(folder / "metrics.jsonl") if (row := numbers(line)).get("step") is not None],
+            metric_rows(read_lines(folder / METRICS)) if rows is None else rows,
             read_evidence(folder / "evidence.json"),
             {kind: size for kind, size in numbers(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),
@@ -46,6 +51,11 @@ def read_record(folder: Path) -> RunRecord:
         )
     except OSError as error:
         raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def metric_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
+    """The rows of metrics.jsonl that have a step."""
+    return [row for line in lines if (row := numbers(line)).get("step") is not None]
 
 
 def process_alive(folder: Path) -> bool | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hwopt.report.run_record import RunRecord
-from hwopt.runs.record import is_run_folder, process_alive, read_record
+from hwopt.report.run_record import Row, RunRecord
+from hwopt.runs.processes import objects
+from hwopt.runs.record import METRICS, is_run_folder, metric_rows, process_alive, read_record
 from hwopt.runs.run_log import LOG
 
 GRACE = 3.0
 """Seconds without a process and without an exit code after which a run counts as ended: a launcher may start its ranks anew."""
-MAX_WARNINGS = 3
+MAX_WARNINGS, LOG_BYTES = 3, 1 << 16
 
 
 def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Iterator[RunRecord]:
@@ -20,11 +21,11 @@ def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Ite
 
     Waits for the plan of a process that prepares its data. Raises InputError if `folder` is no run folder.
     """
-    missing = 0.0
+    missing, tail = 0.0, MetricsTail(folder / METRICS)
     while not is_run_folder(folder) and process_alive(folder):
         sleep(interval)
     while True:
-        record = read_record(folder)
+        record = read_record(folder, tail.read())
         missing = missing + interval if record.lost else 0.0
         yield record
         if missing > GRACE or (record.exit_code is not None and not record.alive):
@@ -32,10 +33,41 @@ def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Ite
         sleep(interval)
 
 
+class MetricsTail:
+    """Reads a growing metrics.jsonl.
+
+    Each call parses only what was added. A resumed run writes the file anew, with fewer rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.file = 0
+        """The number of the file in its file system."""
+        self.offset = 0
+
+    def read(self) -> list[Row]:
+        """All complete rows so far."""
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self.file or found.st_size < self.offset:
+                    self.file, self.offset, self.rows = found.st_ino, 0, []
+                file.seek(self.offset)
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return self.rows
+        self.offset += len(complete) + len(newline)
+        self.rows = [*self.rows, *metric_rows(objects(complete.decode("utf-8", errors="replace")))]
+        return self.rows
+
+
 def last_warnings(folder: Path) -> list[str]:
-    """The last MAX_WARNINGS warnings of run.log."""
-    path = folder / LOG
-    if not path.exists():
+    """The last MAX_WARNINGS warnings in the end of run.log, as far as its last LOG_BYTES hold them."""
+    try:
+        with open(folder / LOG, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in deque((line for line in file if line.startswith("WARNING")), maxlen=MAX_WARNINGS)]
+    return [line for line in lines if line.startswith("WARNING")][-MAX_WARNINGS:]

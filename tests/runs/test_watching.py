@@ -15,9 +15,11 @@ from runs.test_record import owned
 
 from hwopt.errors import InputError
 from hwopt.report.watch_screen import panel, plain_line
+from hwopt.runs import watching
 from hwopt.runs.folder import OWNER
+from hwopt.runs.processes import objects
 from hwopt.runs.record import read_record
-from hwopt.runs.watching import follow, last_warnings
+from hwopt.runs.watching import MetricsTail, follow, last_warnings
 
 
 def steps(*actions: Callable[[], object]) -> Callable[[float], None]:
@@ -70,11 +72,40 @@ def test_folder_that_is_no_run_is_not_watched(tmp_path: Path) -> None:
         next(follow(tmp_path, 1.0, steps()))
 
 
+def test_tail_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parsed = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(watching, "objects", lambda lines: parsed.append(lines.count("\n") + 1) or objects(lines))
+    tail = MetricsTail(path)
+    assert tail.read() == [], "no log point yet"
+    path.write_text("".join(json.dumps(log_row(step)) + "\n" for step in (1, 2)) + '{"step": 3')
+    assert [row["step"] for row in tail.read()] == [1, 2], "the third line is incomplete"
+    with open(path, "a") as file:
+        file.write(', "loss": 1.0}\n')
+    assert [row["step"] for row in tail.read()] == [1, 2, 3]
+    assert parsed == [2, 1]
+
+
+def test_tail_starts_again_if_a_resumed_run_writes_the_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    path.write_text("".join(json.dumps(log_row(step)) + "\n" for step in range(1, 6)))
+    assert len(tail.read()) == 5
+    staging = tmp_path / "metrics.partial"
+    staging.write_text("".join(json.dumps(log_row(step)) + "\n" for step in (1, 2, *range(103, 110))))
+    staging.replace(path)
+    assert [row["step"] for row in tail.read()] == [1, 2, *range(103, 110)]
+    path.write_text(json.dumps(log_row(1)) + "\n")
+    assert [row["step"] for row in tail.read()] == [1]
+
+
 def test_last_warnings_of_the_log_are_shown(tmp_path: Path) -> None:
     assert last_warnings(tmp_path) == []
     lines = ["note: x", *(f"WARNING: {number}" for number in range(5)), "step 5"]
     (tmp_path / "run.log").write_text("\n".join(lines))
     assert last_warnings(tmp_path) == ["WARNING: 2", "WARNING: 3", "WARNING: 4"]
+    with open(tmp_path / "run.log", "a") as file:
+        file.write("\nstep" * 20_000 + "\nWARNING: new")
+    assert last_warnings(tmp_path) == ["WARNING: new"], "a long log is read from its end"
 
 
 @pytest.mark.parametrize("width", [80, 120])
