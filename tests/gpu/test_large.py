@@ -39,7 +39,7 @@ LLAMA_7B = LLAMA_1B | {  # as Llama-2-7B
     "num_key_value_heads": 32,
 }
 ON_PRETEND_CARD = {"num_hidden_layers": 2, "vocab_size": 8000}
-"""The host updates the weights for ZeRO and quantizes them: 18 bytes a parameter and minutes, with a card of 8 GiB in its memory."""
+"""The host holds the card's memory, and updates the weights for ZeRO: 18 bytes a parameter, and minutes."""
 CARDS = {"rtx3070_8gb_zero": (8, LLAMA_1B), "t4_16gb_zero": (16, LLAMA_1B), "rtx3070_8gb_qlora": (8, LLAMA_7B)}
 
 
