@@ -15,7 +15,7 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory import cuda_emulation as card
 from hwopt.memory.column_sums import ColumnSum, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.dry_run import Shape, dry_run_of, fake_recipe
-from hwopt.memory.timeline import Scaled
+from hwopt.memory.timeline import Scaled, Timeline
 from hwopt.memory.traced_step import fake_step_functions
 from hwopt.memory.tracker import Tracker
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
@@ -108,11 +108,15 @@ def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> N
     """The trace of few rows is scaled to many, for which more blocks share a column; at last the card has no more threads."""
     hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
     plan = plan_for(tiny_profile(), tiny_job(tmp_path, config=TINY_BERT | {"intermediate_size": 512}), hardware=hardware)
-    with fake_step_functions(plan, 2, whole=True) as functions:
-        small, other, large = (functions.train(Shape(rows, 64)) for rows in (8, 56, 1024))
+
+    def traced(rows: int) -> Timeline:
+        with fake_step_functions(plan, 2, whole=True) as functions:
+            return functions.train(Shape(rows, 64))
+
+    small, other, large = (traced(rows) for rows in (8, 56, 1024))
     scaled = Scaled.fit(small, 8, 64, other, 56, 64)
     sums = large.column_sums[:, 0] > 0
-    assert large.sizes[sums].max() == 32 * MIB
+    assert large.sizes[sums].max() == 34.5 * MIB
     assert scaled.at(1024, 64).sizes[sums].tolist() == large.sizes[sums].tolist()
 
 

@@ -316,7 +316,7 @@ def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path, monkeypatch: p
     parts = memory["parts"]
     assert sum(parts.values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
     shown = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb"], catch_exceptions=False).output
-    assert "fits: 8.00 GiB free" in shown
+    assert "fits: 7.78 GiB free" in shown
     assert "predicted, roofline" in shown
 
 
