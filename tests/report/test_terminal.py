@@ -95,6 +95,7 @@ def test_plan_lists_all_values_on_request_only(
     plan = tiny_plan(tmp_path)
     monkeypatch.setattr(api, "resolve", lambda *_, **__: plan)
     monkeypatch.setattr(api, "with_memory", lambda found, *_, listener, **__: listener.on_memory(found) or found)
+    monkeypatch.setattr(api, "with_gains", lambda found, *_, **__: found)
     monkeypatch.setattr("hwopt.cli.plan.start_early", lambda: None)
     shown: list[Any] = []
     monkeypatch.setattr(planning_report, "show_memory", lambda console, found: shown.append(found))
