@@ -87,7 +87,7 @@ class Dataloader(Plugin):
             reasons.append(f"Windows cannot start processes by {self.options.multiprocessing_context!r}, only by 'spawn'")
         to = self.options.model_copy(update=changed)
         if reasons:
-            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(to.num_workers, 'worker')}")
+            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(changed.get('num_workers', workers), 'worker')}")
         return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
