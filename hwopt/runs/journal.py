@@ -65,7 +65,7 @@ class Journal(Listener):
             raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
 
     def on_finish(self, run: Run, summary: Summary) -> None:
-        write_json(run.folder / SUMMARY, summary)
+        write_json(run.folder / SUMMARY, finite(summary))
 
 
 def finite(value: Any) -> Any:
