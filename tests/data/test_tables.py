@@ -103,7 +103,7 @@ def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
         ("a.json", '[{"text": "x"},\n{"text"}]', r"a\.json:2: is not valid JSON"),
         ("a.json", "[[1]]", r"a\.json: row 1: is not an object with the columns as keys: \[1\]"),
         ("a.parquet", "PAR1", r"a\.parquet: is not a valid parquet file"),
-        ("a.xlsx", "x", r"a\.xlsx: unknown file extension '\.xlsx'; hwopt reads \.csv, \.tsv"),
+        ("a.xlsx", "x", r"a\.xlsx: is a spreadsheet; save the sheet as 'CSV UTF-8'"),
     ],
 )
 def test_broken_file_is_refused_with_its_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
