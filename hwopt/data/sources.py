@@ -119,11 +119,8 @@ def files_hint(folder: Path) -> str:
             return f"; give its file: {str(folder / files[0])!r}"
         kinds = Counter(Path(name).suffix for name in files).most_common(3)
         if kinds:
-            globs = " or ".join(
-                f"{str(folder / pattern / f'*{suffix}')!r} ({count:,} {'file' if count == 1 else 'files'})"
-                for suffix, count in kinds
-            )
-            return f"; give its files: {globs}"
+            counts = {str(folder / pattern / f"*{suffix}"): f"{count:,} file{'s' * (count > 1)}" for suffix, count in kinds}
+            return "; give its files: " + " or ".join(f"{name!r} ({count})" for name, count in counts.items())
     return ""
 
 
