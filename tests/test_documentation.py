@@ -35,6 +35,7 @@ NOT_RUN = {
     "accelerate launch --config_file F --machine_rank 1 --main_process_ip 10.0.0.1 -m hwopt run '…'": "needs two machines",
     "accelerate launch --config_file two_zero.yaml -m hwopt run job.toml --profile t4_16gb_zero": "DeepSpeed: test_zero.py",
     "hwopt run --processes N": "names the option; README.md has a whole command",
+    "hwopt claims": "takes minutes for all claims; tests/cli/test_claims.py and tests/memory/test_claims.py run parts",
     "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
 }
 """Commands that the tests do not run -> why."""
