@@ -29,12 +29,12 @@ def check_file(path: Path, given: Given, inputs: Inputs | None = None) -> CheckR
         view = view_of(source, inputs)
         if view.tool == "hwopt-profile":
             given_options(inputs.profile(str(path)), inputs.registry)
+        if view.tool == "hwopt-job" and given.profile is not None:
+            view = over_profile(view, path, given.profile, inputs)
     except InputError as error:
         if source.language == "TOML" and (tool := tool_of(source)):
             return invalid(str(path), tool, error)
         raise
-    if view.tool == "hwopt-job" and given.profile is not None:
-        view = over_profile(view, given.profile, inputs)
     facts, card = facts_of(view, given, inputs, own_card(view, path, inputs))
     return check(view, facts, installed_rules(), card)
 
@@ -50,7 +50,13 @@ def own_card(view: View, path: Path, inputs: Inputs) -> Card | None:
     return inputs.profile(str(path)).card if view.tool == "hwopt-profile" else None
 
 
-def over_profile(view: View, name: str, inputs: Inputs) -> View:
-    """The view of a job with the profile's settings below its own. The size of the model is the job's, not the profile's."""
-    below = profile_view(inputs.profile(name), None, inputs.registry)
-    return replace(view, settings={**below.settings, **view.settings})
+def over_profile(view: View, path: Path, name: str, inputs: Inputs) -> View:
+    """The view of a job with the profile's settings below its own. The size of the model is the job's, not the profile's.
+
+    Raises InputError for plugin options of the job that are not valid.
+    """
+    profile = inputs.profile(name, (), inputs.job(path, ()))
+    given_options(profile, inputs.registry)
+    merged = profile_view(profile, None, inputs.registry).settings
+    own = {word: setting for word, setting in view.settings.items() if word not in merged or setting.key.startswith("training.")}
+    return replace(view, settings={**merged, **own})

@@ -212,7 +212,7 @@ CASES = [
         "use_peft: true\ngradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n",
         4,
         "gradient_checkpointing_kwargs.use_reentrant: false",
-        "error",
+        "warning",
     ),
     Case("dora-dropout", "use_dora: true\nlora_dropout: 0.05\n", "use_dora: true\nlora_dropout: 0\n", 2, "lora_dropout: 0"),
     Case(
@@ -330,14 +330,6 @@ CASES = [
         "error",
     ),
     Case(
-        "deepspeed-on-cpu",
-        "compute_environment: LOCAL_MACHINE\nuse_cpu: true\ndistributed_type: DEEPSPEED\n",
-        "compute_environment: LOCAL_MACHINE\nuse_cpu: false\ndistributed_type: DEEPSPEED\n",
-        2,
-        "use_cpu: false",
-        "error",
-    ),
-    Case(
         "offload-stage",
         '{"zero_optimization": {"stage": 2,\n"offload_param": {"device": "cpu"}}}',
         '{"zero_optimization": {"stage": 3,\n"offload_param": {"device": "cpu"}}}',
@@ -422,3 +414,17 @@ def test_job_is_checked_together_with_a_profile(tmp_path: Path) -> None:
     together = check_file(path, Given(profile="t4_16gb"), INPUTS)
     assert "learning-rate" not in {each.rule for each in alone.findings}
     assert "learning-rate" in {each.rule for each in together.findings}
+
+
+def test_plugin_options_of_a_job_are_merged_with_the_profile_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    text = '[model]\nname = "m"\n[data]\ntrain = "t.csv"\nmax_length = 64\n[plugins.batch]\n'
+    path.write_text(f"{text}eval = 100\n")
+    (found,) = [each for each in check_file(path, Given(profile="t4_16gb"), INPUTS).findings if each.rule == "eval-batch"]
+    assert found.place == f"{path}:7"
+    assert "100, 6.25 times the training batch of 16" in found.what
+    path.write_text(f"{text}evil = 100\n")
+    report = check_file(path, Given(profile="t4_16gb"), Inputs())
+    assert report.exit_code() == 2
+    assert report.findings[0].place == f"{path}:7"
+    assert "Did you mean 'eval'" in report.findings[0].what

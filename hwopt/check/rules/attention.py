@@ -38,14 +38,14 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("reentrant-adapter", "error", words=(REENTRANT,), source="transformers#21381", tools=TRAINERS)
+@rule("reentrant-adapter", "warning", words=(REENTRANT,), source="transformers#21381", tools=TRAINERS)
 def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
-    """Reentrant checkpointing with frozen weights, which get no gradients."""
+    """Reentrant checkpointing with frozen weights, through which no gradient flows."""
     if view.is_on(REENTRANT) and view.is_on("use_peft") and view.is_on("gradient_checkpointing"):
         yield Finding(
             REENTRANT,
             "Checkpointing is reentrant, and the adapter freezes the weights below it.",
-            "Frozen inputs give reentrant layers no gradient: the adapter does not train, with a warning only.",
+            "Without enable_input_require_grads() the layers get no gradient: the adapter does not train, with a warning only.",
             view.line(REENTRANT, False),
         )
 
@@ -72,11 +72,11 @@ def compile_widths(view: View, facts: Facts) -> Iterator[Finding]:
     why = (
         "CUDA graphs are recorded again for each width."
         if graphs
-        else "After 8 widths torch runs in eager mode, without a message."
+        else "At the recompile limit of 8 torch runs in eager mode, without a message."
     )
     yield Finding(
         "torch_compile_mode" if graphs else "torch_compile",
-        f"torch.compile{' with reduce-overhead' if graphs else ''} compiles anew for each width of a batch.",
+        f"torch.compile{' with reduce-overhead' if graphs else ''} compiles anew for new widths of a batch.",
         why,
         "pad to a few fixed widths, as a hwopt profile does"
         + (f"; {view.line('torch_compile_mode', 'default')}" if graphs else ""),

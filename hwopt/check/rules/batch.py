@@ -49,12 +49,15 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     smallest = UNKNOWN_DATA_ROWS if rows is None else next(least for size, least in ROWS_OF_A_STEP if rows >= size)
     if effective < smallest:
         data = f"{rows:,} rows of data" if rows is not None else "fine-tuning"
-        steps = ceil(smallest * train / effective / train * (view.number(ACCUMULATION) or 1))
+        steps = ceil(smallest / effective * (view.number(ACCUMULATION) or 1))
+        fix = view.line(ACCUMULATION, steps)
+        if "effective_batch_size" in view and not view.is_hwopt:
+            fix += f" and {view.line('effective_batch_size', steps * train * view.ranks)}"
         yield Finding(
             ACCUMULATION,
             f"An optimizer step has {effective} rows; {smallest} or more are usual for {data}.",
             "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory.",
-            view.line(ACCUMULATION, steps),
+            fix,
         )
 
 

@@ -26,24 +26,6 @@ def cpu_ranks(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "deepspeed-on-cpu",
-    "error",
-    words=("distributed_type",),
-    source="accelerate: ACCELERATE_USE_CPU with a DeepSpeedPlugin",
-    tools=("accelerate",),
-)
-def deepspeed_on_cpu(view: View, facts: Facts) -> Iterator[Finding]:
-    """DeepSpeed on a CPU, which becomes plain data parallelism."""
-    if view.is_on("use_cpu") and view.value("distributed_type") == "DEEPSPEED":
-        yield Finding(
-            "use_cpu",
-            "use_cpu is true with DeepSpeed.",
-            "Accelerate then trains with plain data parallelism, without a warning.",
-            view.line("use_cpu", False),
-        )
-
-
 @rule("offload-stage", "error", words=("zero_offload",), source="DeepSpeed: offload_param needs stage 3")
 def offload_stage(view: View, facts: Facts) -> Iterator[Finding]:
     """Offloading that the ZeRO stage does not support."""
