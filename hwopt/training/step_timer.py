@@ -10,6 +10,8 @@ import torch
 
 PERIOD = 0.5
 """Seconds between two sampled steps, at least: the events of a step cost the host about 20 us."""
+UNREAD = 64
+"""Sampled steps that are kept at most; a run may log rarely."""
 SLOWER = 1.15
 """A device that needs this much longer than the host for the same part of a step is not waiting for the host."""
 
@@ -55,7 +57,7 @@ class StepTimer:
     def begin_step(self) -> None:
         """A step begins. It is sampled if PERIOD seconds have passed since the last sampled one."""
         now = time.perf_counter()
-        self.sampling = now >= self.next_sample
+        self.sampling = now >= self.next_sample and len(self.recorded) < UNREAD
         if self.sampling:
             self.next_sample = now + PERIOD
             self.device, self.host = {}, {}

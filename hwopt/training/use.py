@@ -33,7 +33,8 @@ class UseMeter:
         self.run, self.memory_pressure = run, memory_pressure
         self.sampler = Sampler(gpu_reader(run.device), self.worker_ids)
         self.timer = StepTimer(run.device)
-        self.times: list[StepTimes] = []
+        self.timed, self.times = 0, dict[str, float]()
+        """Number of timed steps, and their means."""
         self.counts, self.seconds = Counts(), 0.0
         """Of the whole run in this process, without profiled steps, evaluations and saves."""
         self.spoken: str = "compute-bound"
@@ -54,19 +55,27 @@ class UseMeter:
 
     def window(self, counts: Counts, seconds: float) -> dict[str, Any]:
         """The figures of a log interval of `seconds`, in which `counts` were trained."""
-        times = self.timer.take()
-        self.times += times
         self.counts.add(counts)
         self.seconds += seconds
-        return self.figures(counts, seconds, self.sampler.take(), times)
+        return self.figures(counts, seconds, self.sampler.take() | self.mean_times())
 
     def whole(self) -> dict[str, Any]:
         """The figures of the whole run in this process."""
-        self.times += self.timer.take()
-        return self.figures(self.counts, self.seconds, self.sampler.total.to_dict(), self.times)
+        self.mean_times()
+        return self.figures(self.counts, self.seconds, self.sampler.total.to_dict() | self.times)
 
-    def figures(self, counts: Counts, seconds: float, sampled: dict[str, Any], times: list[StepTimes]) -> dict[str, Any]:
-        found: dict[str, Any] = {"data_wait_share": counts.wait / max(seconds, 1e-9)} | sampled | StepTimes.mean(times)
+    def mean_times(self) -> dict[str, float]:
+        """The means of the steps that were timed since the last call. Adds them to those of the run."""
+        taken = self.timer.take()
+        means = StepTimes.mean(taken)
+        self.timed += len(taken)
+        for name, mean in means.items():
+            before = self.times.get(name, 0.0)
+            self.times[name] = before + (mean - before) * len(taken) / self.timed
+        return means
+
+    def figures(self, counts: Counts, seconds: float, sampled: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"data_wait_share": counts.wait / max(seconds, 1e-9)} | sampled
         if (reached := self.mfu(counts.tokens / max(seconds, 1e-9))) is not None:
             found["mfu"] = reached
         if "power_watts" in found and counts.samples:

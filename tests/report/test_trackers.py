@@ -38,7 +38,7 @@ def test_tensorboard_gets_metrics_settings_and_evidence(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=3))
     api.execute(plan, tmp_path / "run", Listeners(listener), cache=tmp_path / "cache")
     written = b"".join(path.read_bytes() for path in (tmp_path / "run" / "tensorboard").rglob("*tfevents*"))
-    for part in (b"train/loss", b"eval/f1", b"evidence", b"batch: active"):
+    for part in (b"train/loss", b"train/use/data_wait_share", b"eval/f1", b"evidence", b"batch: active"):
         assert part in written
     settings = next((tmp_path / "run" / "tensorboard").rglob("hparams.yml")).read_text()
     assert "training.max_steps: 3" in settings

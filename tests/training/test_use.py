@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,9 +89,7 @@ def test_figures_are_in_the_log_and_in_the_summary(tmp_path: Path) -> None:
     assert summary["verdict"].keys() == {"limit", "figure", "next"}
 
 
-def test_mfu_counts_real_tokens_and_what_is_trained(tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
+def test_mfu_counts_real_tokens_and_what_is_trained() -> None:
     card = SimpleNamespace(dense_tflops=SimpleNamespace(bf16=100.0, fp16=None))
     model = torch.nn.Linear(10, 10, bias=False)
     run: Any = SimpleNamespace(
@@ -118,3 +117,23 @@ def test_only_sampled_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(timer.take()) == 1
     assert timer.take() == []
     assert StepTimes.mean([]) == {}
+
+
+def test_a_run_that_logs_rarely_keeps_few_timed_steps() -> None:
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(2 * step_timer.UNREAD):
+        timer.begin_step()
+        for part in ("micro_batch", "forward", "backward"):
+            timer.mark(part)
+        timer.end_step()
+    assert len(timer.take()) == step_timer.UNREAD
+
+
+def test_times_of_the_run_are_means_over_its_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=None)
+    meter = use.UseMeter(run, SimpleNamespace(share=0.0))  # type: ignore[arg-type]
+    windows = iter([[StepTimes(10.0, 1.0, 0.0, 0.3, 0.5, 0.2)], [], [StepTimes(40.0, 1.0, 0.0, 0.3, 0.5, 0.2)] * 2])
+    monkeypatch.setattr(meter.timer, "take", lambda: next(windows))
+    shown = [meter.mean_times().get("host_ms_per_micro_batch") for _ in range(3)]
+    assert shown == [10.0, None, 40.0]
+    assert meter.times["host_ms_per_micro_batch"] == pytest.approx(30.0)
