@@ -80,10 +80,23 @@ def read_plan(path: Path) -> Any:
 
 
 def read_evidence(path: Path) -> list[dict[str, Any]]:
-    """name, status and what was seen of each plugin, after the last step if the run got there, else after the first one."""
+    """name, status and what was seen of each plugin, after the first and the last step of a process.
+
+    Inactive evidence of either step counts. Active evidence counts more than unknown one: the last step may be too small to tell.
+    """
     first = read_object(path)
     at_end = first.get("at_end")
-    plugins = (at_end if isinstance(at_end, dict) else first).get("plugins")
+    last = {entry["name"]: entry for entry in evidence_entries(at_end if isinstance(at_end, dict) else {})}
+    found = []
+    for entry in evidence_entries(first):
+        both = [last.pop(entry["name"], entry), entry]
+        found.append(next((each for status in ("inactive", "active") for each in both if each["status"] == status), both[0]))
+    return [*found, *last.values()]
+
+
+def evidence_entries(collected: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of evidence.json, of one step."""
+    plugins = collected.get("plugins")
     entries = plugins if isinstance(plugins, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and {"name", "status", "seen"} <= entry.keys()]
 

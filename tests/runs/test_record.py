@@ -117,3 +117,25 @@ def test_command_is_what_a_shell_takes(words: list[str], command: str) -> None:
 def test_newest_process_has_the_steps(tmp_path: Path) -> None:
     processes = [PROCESS, PROCESS | {"step": 50, "total_steps": 200}]
     assert read_record(write_run(tmp_path / "run", [log_row(5)], processes=processes)).total_steps == 200
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "status"),
+    [
+        ("active", "active", "active"),
+        ("active", "unknown", "active"),
+        ("unknown", "active", "active"),
+        ("active", "inactive", "inactive"),
+        ("inactive", "active", "inactive"),
+        ("unknown", "unknown", "unknown"),
+    ],
+)
+def test_evidence_of_the_first_and_the_last_step_is_one(first: str, last: str, status: str, tmp_path: Path) -> None:
+    def entries(status: str, when: str) -> dict[str, object]:
+        return {"plugins": [{"name": "batch", "status": status, "seen": f"{status} in the {when} step"}]}
+
+    evidence = entries(first, "first") | {"at_end": entries(last, "last")}
+    (found,) = read_record(write_run(tmp_path / "run", [log_row(5)], evidence=evidence)).evidence
+    assert found["status"] == status
+    when = "last" if last == status else "first"
+    assert found["seen"] == f"{status} in the {when} step"
