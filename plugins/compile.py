@@ -130,6 +130,8 @@ class Compile(Plugin):
             return Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
             return Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
+        if context.task.inputs == "images":
+            return Decision.apply(f"{self.options.scope}, mode {self.options.mode}, images of one size")
         limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
         limit, what = min(limits, default=None), f"{self.options.scope}, mode {self.options.mode}"
         if self.options.widths == "auto":
@@ -144,9 +146,10 @@ class Compile(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         widths, mode, scope = self.options.widths, self.options.mode, self.options.scope
-        assert widths != "auto", "probe() replaces it"
-        recipe.batch["widths"] = widths
-        recipe.process.append(partial(compiler_limits, len(widths)))
+        if context.task.inputs == "tokens":
+            assert widths != "auto", "probe() replaces it"
+            recipe.batch["widths"] = widths
+        recipe.process.append(partial(compiler_limits, 1 if widths == "auto" else len(widths)))
 
         def compile_model(run: RunView) -> None:
             blocks = repeated_blocks(run.inner_model) if scope == "block" else []

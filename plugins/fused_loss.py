@@ -255,7 +255,7 @@ class FusedLoss(Plugin):
     def probe(self, context: Context) -> Decision:
         model, options = context.model, self.options
         if not context.task.decoder:
-            return Decision.skip(f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {context.task.kind}")
+            return Decision.skip(f"needs a decoder without an encoder (task.kind = 'causal-lm'), found {context.task.kind}")
         if model.logit_transform:
             return Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
         liger = liger_capability(context)

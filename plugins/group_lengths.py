@@ -56,6 +56,8 @@ class GroupLengths(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
+        if context.task.inputs == "images":
+            return Decision.skip("images of one size need no padding")
         return Decision.apply(f"samples with lengths within about {self.options.noise:.0%} share a step; steps in random order")
 
     def apply(self, recipe: Recipe, context: Context) -> None:

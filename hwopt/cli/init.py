@@ -31,8 +31,8 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
         raise InputError("hwopt init asks questions, but its input is no terminal; add --yes to take every proposal")
     if data is None and yes:
-        raise InputError("hwopt init --yes needs the data file: hwopt init train.csv --yes")
-    data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, or a hub name")
+        raise InputError("hwopt init --yes needs the data: hwopt init train.csv --yes")
+    data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, a folder of images, or a hub name")
     quiet_libraries()
     announce_loading()
     from hwopt import api
@@ -49,8 +49,9 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     proposal = api.propose(columns)
     say(console, "machine", proposal.profile_why)
     say(console, "model", f"{proposal.model.name or 'a small one'}: {proposal.model.why}")
+    length = proposal.max_length
     proposal = proposal.with_answers(
-        max_length=questions.number("Maximum length in tokens", proposal.max_length),
+        max_length=length and questions.number("Maximum length in tokens", length),
         model=questions.text("Model", proposal.model.name),
         profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
     )

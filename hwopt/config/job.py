@@ -47,6 +47,12 @@ class Data(Table):
     """The column with the labels; several ones for regression and multi-label classification."""
     label_delimiter: str = Field(default=",", min_length=1)
     """Multi-label classification: what separates the labels of a text."""
+    image: str = "image"
+    """Image classification: column with paths or images."""
+    augmentation: Annotated[tuple[Literal["crop", "flip"], ...], BeforeValidator(as_tuple)] = ("crop", "flip")
+    """Image classification: random changes of training images; [] for none."""
+    max_target_length: int = Field(default=128, ge=2)
+    """Sequence-to-sequence: in tokens; longer targets are cut."""
     prompt: str | None = None
     """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
     completion: str | None = None
@@ -124,6 +130,8 @@ class Task(Table):
         Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen)
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
+    rouge: bool = False
+    """Sequence-to-sequence: generate a text for each evaluation sample and compare it with the target, by ROUGE."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
 
@@ -149,7 +157,7 @@ class Job(Table):
 
 SPECIAL_KEYS = (
     *("data.prompt", "data.completion", "data.messages", "data.chat_template", "data.assistant_turns", "data.sample_prompts"),
-    *("data.label_delimiter", "task.class_weights"),
+    *("data.label_delimiter", "data.max_target_length", "data.image", "data.augmentation", "task.class_weights", "task.rouge"),
 )
 """Keys that only some tasks read; `TaskFacts.keys` names those of a task."""
 TABLES = tuple(Job.model_fields)

@@ -26,10 +26,14 @@ class TaskFacts:
     """The value of task.kind, and the name of the entry point."""
     auto_class: str
     """The class of transformers that builds the model with the task's head."""
+    inputs: Literal["tokens", "images"] = "tokens"
+    """What a sample is made of."""
     target: Literal["sample", "token", "next_token"] = "sample"
     """What has a label: each sample, each token, or each token the one that follows it."""
     decoder: bool = False
     """Needs a model whose tokens attend only to the tokens before them."""
+    encoder_decoder: bool = False
+    """Needs an encoder-decoder: a sample has an input and a target."""
     adapter: str = "SEQ_CLS"
     """The TaskType of peft."""
     keys: frozenset[str] = frozenset()

@@ -39,6 +39,10 @@ class Places:
         """The places of some of the samples."""
         return Places(self.source, self.unit, [self.numbers[sample] for sample in samples])
 
+    def source_of(self, sample: int) -> str:
+        """The source of a sample."""
+        return self.source
+
     def mixture(self) -> Mixture | None:
         """The sources of the samples with their weights; None if the data is no mixture."""
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from hwopt.data.step_batch import Groups, Part, Step, StepBatch, Widths
 
 if TYPE_CHECKING:
-    from hwopt.data.token_store import TokenStore
+    from hwopt.data.store import Store
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,8 @@ class Collate:
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[float]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
-        groups = self.cut([self.widths.of(length) for length in lengths], self.max_rows)
+        groups = self.groups([self.widths.of(length) for length in lengths])
         order = [row for group in groups for row in group]
-        assert sorted(order) == list(range(len(samples))), "cut must use every row once"
         parts: list[Part] = []
         start = first_row = 0
         for group in groups:
@@ -52,7 +51,18 @@ class Collate:
             samples=tuple(step.samples[row] for row in order),
             units=tuple(counts[row] for row in order),
             widths=self.widths,
+            target_lengths=self.target_lengths([samples[row] for row in order]),
         )
+
+    def target_lengths(self, samples: Sequence[Mapping[str, np.ndarray]]) -> tuple[int, ...]:
+        """Tokens of each sample's target; () for samples without one."""
+        return ()
+
+    def groups(self, widths: Sequence[int]) -> Groups:
+        """The rows of each micro-batch, by the width of each row."""
+        groups = self.cut(widths, self.max_rows)
+        assert sorted(row for group in groups for row in group) == list(range(len(widths))), "cut must use every row once"
+        return groups
 
     def _fill(
         self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
@@ -89,7 +99,7 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
     `counts`: what the loss counts for each sample; default: its labels.
     """
 
-    def __init__(self, store: TokenStore, collate: Callable[..., StepBatch], counts: np.ndarray | None = None) -> None:
+    def __init__(self, store: Store, collate: Callable[..., StepBatch], counts: np.ndarray | None = None) -> None:
         self.store, self.collate, self.counts = store, collate, counts
 
     def __len__(self) -> int:
@@ -97,7 +107,8 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
 
     def __getitem__(self, step: Any) -> StepBatch:
         counts = self.store.counts if self.counts is None else self.counts
-        return self.collate(step, [self.store.row(i) for i in step.samples], [counts[i].item() for i in step.samples])
+        samples = [self.store.row(i, step.epoch) for i in step.samples]
+        return self.collate(step, samples, [counts[i].item() for i in step.samples])
 
 
 def as_is(batch: Any) -> Any:

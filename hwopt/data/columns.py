@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.data.chat import chat_columns
 from hwopt.data.decimal_comma import with_points
+from hwopt.data.image_folder import split_folders
 from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.sources import expand, locate
@@ -160,9 +161,14 @@ def mean_length(table: pa.Table, name: str) -> float:
 
 
 def files_beside(source: str) -> dict[str, str]:
-    """Files for evaluation and test beside a file with "train" in its name: dev.csv beside train.csv."""
+    """Files for evaluation and test beside a file with "train" in its name: dev.csv beside train.csv.
+
+    In a folder of images, the folders of the splits beside that of training, as eval_split and test_split.
+    """
     path = Path(source)
     found: dict[str, str] = {}
+    if path.is_dir() and "train" in (splits := split_folders(path)):
+        return {f"{part}_split": folder.name for part, folder in splits.items() if part != "train"}
     if "train" not in path.stem or not path.is_file():
         return found
     for key, words in HELD_OUT.items():

@@ -49,6 +49,10 @@ class JoinedPlaces(Places):
         index, number = self.numbering.part(self.numbers[sample])
         return replace(self.parts[index], numbers=[number]).at(0)
 
+    def source_of(self, sample: int) -> str:
+        """The source of a sample."""
+        return self.parts[self.numbering.part(self.numbers[sample])[0]].source
+
     def take(self, samples: Sequence[int]) -> JoinedPlaces:
         """The places of some of the samples."""
         return replace(self, numbers=[self.numbers[sample] for sample in samples])

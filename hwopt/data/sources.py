@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.data.conll_reader import CONLL_EXTENSIONS
+from hwopt.data.image_folder import is_image_folder
 from hwopt.errors import DataError
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
@@ -48,12 +49,12 @@ def expand(source: str) -> list[str]:
     return found
 
 
-Kind = Literal["file", "saved", "dataset"]
-"""A file; a folder made with save_to_disk(); or a data set that load_dataset() opens: a hub name, or a clone of one."""
+Kind = Literal["file", "saved", "images", "dataset"]
+"""A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""
 
 
 def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
-    """(kind of `source`, its path). Raises DataError, with what to give instead, if it is none of the three kinds."""
+    """(kind of `source`, its path). Raises DataError, with what to give instead, if it is of no kind."""
     refuse_non_utf8(source, "data:")
     # job files are UTF-8, whatever encoding Python assumes for file names
     path = Path(os.fsdecode(source.encode("utf-8")))
@@ -62,6 +63,8 @@ def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
     if kind == "folder" or folder != path:
         if is_clone(folder):
             return "dataset", folder
+        if kind == "folder" and is_image_folder(path):
+            return "images", path
         if kind == "folder":
             refuse_other_folders(path)
             return "saved", path
@@ -108,7 +111,10 @@ def names_in(folder: Path) -> list[str]:
 def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
     if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
-        raise DataError(f"{path}: is a folder, but not one made by save_to_disk() of `datasets`{files_hint(path)}")
+        raise DataError(
+            f"{path}: is a folder, but not one made by save_to_disk() of `datasets`, nor one with a folder of images per class"
+            f"{files_hint(path)}"
+        )
 
 
 def files_hint(folder: Path) -> str:

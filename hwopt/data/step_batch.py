@@ -76,7 +76,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A flat buffer per key, (tokens with padding,) or (rows,), and the place of each micro-batch in the buffers.
+    """A buffer per key, and the place of each micro-batch in the buffers.
+
+    A buffer of one dimension is flat: (tokens with padding,) or (rows,). A buffer of more dimensions has an entry for each row:
+    "pixel_values" (rows, channels, height, width), and of an encoder-decoder "decoder_input_ids" and "decoder_labels"
+    (rows, longest target), which are trimmed to the longest target of a micro-batch.
 
     Workers split for the first rung of the out-of-memory back-off. Finer rungs are views made on demand, so that prefetched
     batches need no second split.
@@ -91,6 +95,8 @@ class StepBatch:
     units: tuple[float, ...]
     """Labels of each row that the loss counts, or the sum of their weights."""
     widths: Widths = Widths()
+    target_lengths: tuple[int, ...] = ()
+    """Tokens of each row's target without padding, for an encoder-decoder."""
     documents: tuple[int, ...] = ()
     """Number of samples in each row, for packed rows; `samples` then has the first sample of each row."""
     pinned: bool = False
@@ -103,8 +109,8 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens without padding."""
-        return 0 if self.step.weightless else sum(self.lengths)
+        """Number of tokens without padding, those of targets included."""
+        return 0 if self.step.weightless else sum(self.lengths) + sum(self.target_lengths)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -154,6 +160,15 @@ class StepBatch:
         for key, buffer in self.buffers.items():
             if key == "row_labels":
                 targets = buffer[inside]
+                continue
+            if buffer.ndim > 1:
+                entries = buffer[first:last]
+                if key.startswith("decoder_"):
+                    entries = entries[:, : self.widths.of(max(self.target_lengths[first:last]))]
+                if key == "decoder_labels":
+                    targets = entries
+                else:
+                    inputs[key] = entries
                 continue
             if key == "document_rows":  # start of each document in the flattened micro-batch
                 inputs["document_starts"] = (buffer[inside] - first) * width + self.buffers["document_offsets"][inside]

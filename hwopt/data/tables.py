@@ -16,6 +16,7 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.csv_reader import read_delimited
 from hwopt.data.dataset_reader import read_dataset, read_saved
+from hwopt.data.image_folder import read_image_folder
 from hwopt.data.json_reader import read_json
 from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.sources import locate
@@ -35,6 +36,7 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
     * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
       file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text". A
       CoNLL file has one row per sentence (hwopt.data.conll_reader).
+    * a folder with a folder of images per class (hwopt.data.image_folder), `split` being the name of a folder in it.
     * a folder made with save_to_disk() of `datasets`, with `split` (default train).
     * a hub name, "owner/name" or "owner/name:configuration", or a clone of a data set of the hub, likewise.
 
@@ -44,6 +46,8 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
     options = options or ReadOptions()
     if kind == "file":
         rows = read_file(path, options)
+    elif kind == "images":
+        rows = read_image_folder(path, split, options)
     else:
         table = read_saved(path, split) if kind == "saved" else read_dataset(source, split or "train", options)
         rows = numbered_rows(table, name or source, options)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import DataError, StorageError
+from hwopt.data.array_folder import ArrayFolder
+from hwopt.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,64 +79,23 @@ def fingerprint(*parts: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Replace `folder` atomically by a temporary sibling folder that `write` fills.
-
-    Two processes may do this at the same time, because both write the same content. Raises StorageError if writing fails.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{folder.name}."
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
-            staged = Path(scratch) / "new"
-            staged.mkdir()
-            write(staged)
-            with suppress(FileNotFoundError):
-                folder.rename(Path(scratch) / "old")  # incomplete, or written by another process meanwhile
-            try:
-                staged.rename(folder)
-            except OSError:
-                if not folder.is_dir():
-                    raise
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: cannot write the cache ({error.strerror or error}); set HWOPT_CACHE to a folder with room"
-        ) from error
-
-
-class TokenStore:
-    """Tokenised samples in a folder of .npy files, opened on first use; pickled as its path. The files:
+class TokenStore(ArrayFolder):
+    """Tokenised samples. The arrays:
 
     * `input_ids`: int32, the tokens of all samples concatenated; optionally `token_type_ids`, likewise
     * `offsets`: int64 (samples + 1,), the start of each sample
     * `labels`: of each token, int64: its class, or the token to predict after it, or -100; or of each sample, a value or a row
     * `counts`: int32 (samples,), labels of each sample that the loss counts
     * optionally `documents`: int64 (samples,), for blocks of text: the document in which each sample starts
-    * meta.json
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._arrays: dict[str, NDArray[Any]] = {}
-        self._meta: dict[str, Any] | None = None
+        super().__init__(folder)
         self.mixture: Mixture | None = None
         """The sources of the samples, if the data is a mixture; not stored, and not pickled."""
 
-    def __getstate__(self) -> Path:
-        return self.folder
-
-    def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]
-
     def __len__(self) -> int:
         return len(self.array("offsets")) - 1
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The `meta` given to `cached` (`labels_per_token` is the kind of labels), and `bytes`: the size of each file."""
-        if self._meta is None:
-            self._meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
-        return self._meta
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -153,23 +111,10 @@ class TokenStore:
         """Labels of each sample that the loss counts, int32 (samples,)."""
         return self.array("counts")
 
-    def array(self, name: str) -> NDArray[Any]:
-        """One of the arrays, memory-mapped."""
-        if name not in self._arrays:
-            import numpy as np
-
-            # plain ndarray views: indexing a memmap object costs several times as much
-            self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        return self._arrays[name]
-
-    def has(self, name: str) -> bool:
-        """Whether the store has this array."""
-        return f"{name}.npy" in self.meta["bytes"]
-
-    def row(self, index: int) -> dict[str, NDArray[Any]]:
+    def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
         """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
 
-        "row_labels" is what the sample as a whole has as its label, of any shape.
+        "row_labels" is what the sample as a whole has as its label, of any shape. The sample is the same in each `epoch`.
         """
         offsets = self.array("offsets")
         part = slice(offsets[index], offsets[index + 1])
@@ -182,31 +127,3 @@ class TokenStore:
         else:
             found["row_labels"] = labels[index, ...]
         return found
-
-    def is_complete(self) -> bool:
-        """Whether every file in meta.json exists with its full size."""
-        try:
-            sizes = self.meta["bytes"]
-            return bool(sizes) and all((self.folder / name).stat().st_size == size for name, size in sizes.items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._meta = None
-            return False
-
-    @classmethod
-    def cached(cls, folder: Path, make: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> TokenStore:
-        """The store in `folder` if it is complete, else a new one written from `make()`: (arrays by name, meta)."""
-        store = cls(folder)
-        if store.is_complete():
-            return store
-        arrays, meta = make()
-
-        def write(staged: Path) -> None:
-            import numpy as np
-
-            for name, array in arrays.items():
-                np.save(staged / f"{name}.npy", array)
-            sizes = {file.name: file.stat().st_size for file in sorted(staged.iterdir())}
-            (staged / "meta.json").write_text(json.dumps({**meta, "bytes": sizes}, indent=1), encoding="utf-8")
-
-        write_cache_folder(folder, write)
-        return cls(folder)

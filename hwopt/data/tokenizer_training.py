@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.token_store import fingerprint, write_cache_folder
+from hwopt.data.array_folder import write_cache_folder
+from hwopt.data.token_store import fingerprint
 from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
 from hwopt.errors import InputError
 from hwopt.system.cache import is_cached
@@ -50,7 +51,8 @@ def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
     if job.model.config is None:
         return config
     config = copy.deepcopy(config)
-    if job.model.tokenizer is None and job_vocab_size(job) is None:
+    has_vocabulary = hasattr(config.get_text_config(), "vocab_size")  # image models have none
+    if has_vocabulary and job.model.tokenizer is None and job_vocab_size(job) is None:
         config.get_text_config().vocab_size = VOCABULARY
     drop_special_tokens(config)
     return config

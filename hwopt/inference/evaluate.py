@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hwopt.data.collate import Collate, StepDataset, cut_in_order
+from hwopt.data.collate import StepDataset, cut_in_order
 from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions
 from hwopt.data.step_batch import Step, Widths
@@ -18,6 +18,7 @@ from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
 from hwopt.tasks.base import Prepared
+from hwopt.tasks.metrics import GeneratedMetrics
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     prepared = Prepared(store, None, loaded.trained.tokenizer, loaded.trained.label_names or None)
     prepared.report_bad_rows(rows)
     metrics = task.metrics(prepared, loaded.device)
-    collate = Collate(
+    collate = task.collate()(
         cut_in_order,
         max_rows=len(store),
-        pad_id=loaded.trained.tokenizer.pad_token_id or 0,
+        pad_id=getattr(loaded.trained.tokenizer, "pad_token_id", None) or 0,
         widths=Widths((), loaded.settings.pad_to_multiple_of),
     )
     dataset = StepDataset(store, collate)
@@ -77,6 +78,8 @@ def add_rows(loaded: TrainedModel, dataset: StepDataset, samples: Sequence[int],
     batch = dataset[Step(0, 0, tuple(samples), int(dataset.store.counts[list(samples)].sum()))].to(loaded.device)
     with loaded.inference():
         for micro_batch, _ in batch.micro_batches():
+            if isinstance(metrics, GeneratedMetrics):
+                metrics.generate(loaded.model, micro_batch.inputs, micro_batch.targets)
             outputs = loaded.model(**micro_batch.inputs)
             loss, count = loaded.task.loss(outputs, micro_batch.targets)
             metrics.update(outputs, micro_batch.targets, loss, count)

@@ -27,9 +27,6 @@ from hwopt.text import listing
 if TYPE_CHECKING:
     from hwopt.config.job import Job
 
-WINDOW_BATCHES = 32
-"""Batches of a window: enough rows to batch by length, few enough that results appear soon."""
-
 
 @dataclass(frozen=True)
 class PredictionReport:
@@ -68,7 +65,7 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
     batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
-    window = WINDOW_BATCHES * batches.rows
+    window = predictor.window_batches * batches.rows
     count = rows.table.num_rows
     if generation is not None:
         torch.manual_seed(generation.seed)
@@ -127,31 +124,14 @@ def predict_window(
         else:
             encoded[row] = found
     results: dict[int, tuple[Any, ...]] = {}
-    longest_first = sorted(encoded, key=lambda row: -len(encoded[row]["input_ids"]))
+    longest_first = sorted(encoded, key=lambda row: -predictor.length(encoded[row]))
 
     def work(part: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-        padded = pad([encoded[row] for row in part], predictor, loaded)
+        batch = predictor.batch([encoded[row] for row in part], loaded.settings.pad_to_multiple_of)
         with loaded.inference():
-            return predictor.predict(padded)
+            return predictor.predict({key: tensor.to(loaded.device) for key, tensor in batch.items()})
 
     for part, values in batches.run(longest_first, work):
         results.update(zip(part, values, strict=True))
     nothing = (None,) * len(predictor.columns)
     return [results.get(row, nothing) for row in window]
-
-
-def pad(inputs: Sequence[ModelInput], predictor: Predictor, loaded: TrainedModel) -> dict[str, torch.Tensor]:
-    """The inputs of a batch as tensors (rows, width) on the device, with an attention mask."""
-    multiple = loaded.settings.pad_to_multiple_of
-    longest = max(len(each["input_ids"]) for each in inputs)
-    width = -(-longest // multiple) * multiple if predictor.padding_side == "right" else longest
-    most = loaded.trained.max_positions
-    width = longest if most is not None and width > most else width
-    filler = {"input_ids": loaded.trained.tokenizer.pad_token_id or 0}
-    found = {}
-    for key in (*inputs[0], "attention_mask"):
-        rows = [each.get(key, [1] * len(each["input_ids"])) for each in inputs]
-        padding = [[filler.get(key, 0)] * (width - len(row)) for row in rows]
-        left = predictor.padding_side == "left"
-        found[key] = torch.tensor([extra + row if left else row + extra for row, extra in zip(rows, padding, strict=True)])
-    return {key: tensor.to(loaded.device) for key, tensor in found.items()}

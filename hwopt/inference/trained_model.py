@@ -14,7 +14,6 @@ import torch
 from hwopt.config.job import Job, load_job
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import parse_assignment
-from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import Hardware
@@ -122,9 +121,7 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
         config = load_config(base, None, job.model.revision if found.is_adapter else None)
         if found.is_adapter:
             config = with_head(config, task, settings.labels)
-        tokenizer = load_tokenizer(str(folder), key=str(folder))
-        if tokenizer.pad_token is None:
-            choose_padding(tokenizer, set())
+        tokenizer = task.load_processing(str(folder))
         facts = model_facts(config, task.kind, base, cache / "models")
         model = load_model(found, base, config, weights_dtype(found, settings, hardware), settings.attention)
     except InputError as error:

@@ -40,11 +40,13 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
         config = load_config(model.name, model.config, model.revision)
         prepared = make_task(job).prepare(job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
     except HwoptError as error:
+        if plan.context.task.inputs == "images":
+            return Lengths(None, 1, DEFAULT_LABELS, f"the data could not be read: {error}")
         allowed = job.data.max_length or min(plan.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
         return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; the data could not be read: {error}")
     stores = prepared.stores
     longest = max(int(store.lengths.max()) for store in stores)
-    cut = sum(store.meta["cut"] for store in stores)
+    cut = sum(store.meta.get("cut", 0) for store in stores)
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or DEFAULT_LABELS, source)
 

@@ -144,10 +144,11 @@ def largest_sizes(plan: Plan, memory: MemoryPlan, trace: Trace, step: Timeline) 
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
     rows = memory.rows, plan.batch.eval
     most = plan.model.max_positions or MOST_LENGTH
+    fixed_width = trace.fixed_width or plan.context.task.inputs == "images"
     return {
         "largest_train": max_train_rows(trace.train, trace.eval.at(plan.batch.eval, memory.width), memory.width, budget),
         "largest_eval": max_eval_rows(step, trace.eval, memory.width, budget),
-        "largest_max_length": None if trace.fixed_width else max_width(trace.train, trace.eval, rows, budget, most),
+        "largest_max_length": None if fixed_width else max_width(trace.train, trace.eval, rows, budget, most),
     }
 
 

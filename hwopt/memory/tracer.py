@@ -77,7 +77,9 @@ def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
         for entry in plan.entries
         if not only_sizes(plan, entry.author)
     ]
-    job = [plan.job.task.kind, len(plan.job.data.text), labels, width, bool(training.weight_decay), bool(training.max_grad_norm)]
+    data = plan.job.data
+    task = [plan.job.task.kind, len(data.text), data.max_target_length, labels]
+    job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.compute_capability, plan.hardware.multiprocessors]
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
     batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]

@@ -173,11 +173,14 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         reason = config_error_text(error, config.to_diff_dict())
         raise InputError(f"model: cannot build {cls.__name__} from its config: {reason}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
-    decoder = is_decoder(config)
+    task = task_facts(kind)
+    decoder = is_decoder(config) and not task.encoder_decoder
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= 2  # their position ids start after the padding index
-    prebuilt_mask = not decoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
+    # T5 adds its mask to a bias; cross-attention takes the mask too
+    encoder = not decoder and not task.encoder_decoder
+    prebuilt_mask = encoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
     takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
     longest = positions if isinstance(positions, int) and positions > 0 else None
     cost = forward_cost(model, longest) or ForwardCost(0, 0.0, 0.0)

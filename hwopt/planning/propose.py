@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.config.new_job import job_text
-from hwopt.config.task_kinds import task_class
+from hwopt.config.task_kinds import task_class, task_facts
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
@@ -58,8 +58,10 @@ def is_available(name: str) -> bool:
     return not offline or find_model_file(name, "config.json", None) is not None
 
 
-def propose_length(data: DataColumns) -> int:
-    """A maximum length in tokens that truncates about one text of a hundred, estimated from the letters."""
+def propose_length(data: DataColumns) -> int | None:
+    """A maximum length in tokens that truncates about one text of a hundred, estimated from the letters; None for images."""
+    if task_facts(data.kind).inputs == "images":
+        return None
     most: int = task_class(data.kind).models.max_length
     if data.joined:
         return min(BLOCK, most)
@@ -71,7 +73,7 @@ def propose_length(data: DataColumns) -> int:
 
 def eval_fraction(data: DataColumns) -> float | None:
     """The fraction to hold out; None if a file for evaluation exists, or if there are too few rows."""
-    if "eval" in data.held_out or (data.rows < 10 and not (data.rows == 1 and data.joined)):
+    if not {"eval", "eval_split"}.isdisjoint(data.held_out) or (data.rows < 10 and not (data.rows == 1 and data.joined)):
         return None
     return 0.1 if data.rows >= 100 or data.rows == 1 else 0.2
 
@@ -82,13 +84,14 @@ class Proposal:
 
     data: DataColumns
     model: ProposedModel
-    max_length: int
+    max_length: int | None
+    """In tokens; None for images."""
     profile: str
     profile_why: str
     profiles: tuple[str, ...]
     """The installed profiles."""
 
-    def with_answers(self, *, max_length: int, model: str | None, profile: str) -> Proposal:
+    def with_answers(self, *, max_length: int | None, model: str | None, profile: str) -> Proposal:
         """The proposal with the user's answers."""
         chosen = self.model if model == self.model.name else ProposedModel(model, "chosen by the user")
         return replace(self, max_length=max_length, model=chosen, profile=profile)
@@ -98,13 +101,15 @@ class Proposal:
         own = dict(self.data.keys)
         if self.data.chat and self.model.name is None:
             own["chat_template"] = "chatml"
+        if self.max_length is not None:
+            own["max_length"] = self.max_length
         split: dict[str, Any] = dict(self.data.held_out)
         if (fraction := eval_fraction(self.data)) is not None:
             split["eval_fraction"] = fraction
         return {
             "model": self.model.table(self.data.kind),
             "task": {"kind": self.data.kind},
-            "data": {"train": self.data.source, **split, **own, "max_length": self.max_length},
+            "data": {"train": self.data.source, **split, **own},
             "training": {"num_train_epochs": 3, "learning_rate": RANDOM_RATE if self.model.name is None else TRAINED_RATE},
         }
 

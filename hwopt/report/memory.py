@@ -24,7 +24,8 @@ def show_memory(console: Console, plan: Plan) -> None:
     if memory.unpacked_gib:
         names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
         say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
-    sizes = f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
+    images = plan.context.task.inputs == "images"
+    sizes = f"{memory.rows} images" if images else f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
     least = "at least " if memory.lower_bound else ""
     reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
@@ -105,7 +106,8 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         fits = f"{yes_or_no(memory.fits)}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
         if memory.fits is None:
             fits = f"unknown: {memory.note}"
-        sizes = f"{memory.rows} x {memory.width}, {plan.batch.step} rows per step"
+        batch = f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
+        sizes = f"{batch}, {plan.batch.step} rows per step"
         largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
         total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
         rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))

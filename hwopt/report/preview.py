@@ -17,7 +17,8 @@ def show_preview(console: Console, found: Preview) -> None:
     others = "".join(f", {number:,} {which} samples" for which, number in found.held_out.items())
     say(console, "sample", f"{found.sample:,} of {found.samples:,} training samples{others}")
     counted = "" if found.tokens_in_loss is None else f", {found.tokens_in_loss:,} in the loss"
-    say(console, "length", f"{found.tokens:,} tokens{counted}")
+    if found.tokens is not None:
+        say(console, "length", f"{found.tokens:,} tokens{counted}")
     if found.label is not None:
         say(console, "label", found.label)
     coloured = console.is_terminal and not console.no_color

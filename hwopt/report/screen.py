@@ -147,11 +147,11 @@ def live_line(console: Console) -> Progress:
 
 
 def short_line(row: Row, left: timedelta) -> str:
-    """ETA, loss, real tokens/s and peak memory. The other numbers are in the log."""
+    """ETA, loss, real tokens/s (samples/s of images) and peak memory. The other numbers are in the log."""
     parts = [
         f"ETA {left}",
         f"loss {row['loss']:.4f}",
-        f"{row['tokens_per_second']:,.0f} tok/s",
+        f"{row['tokens_per_second']:,.0f} tok/s" if "tokens_per_second" in row else f"{row['samples_per_second']:,.0f} samples/s",
         f"{row['peak_memory_gib']:.2f} GiB",
     ]
     return "  ".join(parts)
@@ -165,7 +165,7 @@ def log_line(run: Run, row: Row, left: timedelta) -> str:
         f"loss {row['loss']:.4f}",
         f"lr {row['learning_rate']:.3g}",
         f"{row['steps_per_second']:.3g} steps/s",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
+        *([f"{row['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in row else []),
         f"{row['samples_per_second']:,.1f} samples/s",
         f"peak {row['peak_memory_gib']:.2f} GiB",
     ]

@@ -98,11 +98,7 @@ def loading(run: SavableRun) -> str:
             "with `safetensors.torch.load_file`."
         )
     where = run.training.hub_model_id or "final"
-    tag = run.task.pipeline_tag
-    return (
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        f'model = pipeline("{tag}", model="{where}")  # or the path of this folder\nprint(model("…"))\n```'
-    )
+    return f"## Use\n\n```python\n{run.task.usage(where)}\n```"
 
 
 def data_rows(run: SavableRun) -> Iterator[tuple[str, str, str]]:

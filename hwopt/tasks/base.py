@@ -16,8 +16,8 @@ from hwopt.config.job import Job
 from hwopt.config.job import Task as TaskOptions
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.rows import Rows
-from hwopt.data.token_store import TokenStore
-from hwopt.data.tokenizer import check_vocabulary, uses_token_types
+from hwopt.data.store import Store
+from hwopt.data.tokenizer import check_vocabulary, choose_padding, load_tokenizer, uses_token_types
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.weights import load_weights
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
+    from hwopt.data.collate import Collate
+
 
 FORMAT = 3
 """Format of the token stores; a new number invalidates the cached ones."""
@@ -45,10 +47,10 @@ IGNORED = -100
 class Prepared:
     """The tokenised data of a job, its tokenizer and its labels."""
 
-    train: TokenStore
-    eval: TokenStore | None
+    train: Store
+    eval: Store | None
     tokenizer: Any
-    """Has a padding token, and pads on the right."""
+    """Has a padding token, and pads on the right; of images, the image processor."""
     label_names: tuple[str, ...] | None
     """The name of each label number; None if labels are tokens."""
     notes: list[str] = field(default_factory=list)
@@ -57,7 +59,7 @@ class Prepared:
     """Lines for the screen about data that is not used; shown at the start and again at the end."""
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
-    test: TokenStore | None = None
+    test: Store | None = None
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
 
@@ -73,7 +75,7 @@ class Prepared:
         return np.add.reduceat(weights, self.train.array("offsets")[:-1]) if self.train.meta["labels_per_token"] else weights
 
     @property
-    def stores(self) -> list[TokenStore]:
+    def stores(self) -> list[Store]:
         """The stores that the job has: training, evaluation, test."""
         return [store for store in (self.train, self.eval, self.test) if store is not None]
 
@@ -183,9 +185,29 @@ class Task:
         """What predicts rows with `model`."""
         raise NotImplementedError
 
-    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> TokenStore:
-        """The tokenised `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> Store:
+        """The prepared `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
         raise NotImplementedError
+
+    def collate(self) -> type[Collate]:
+        """The class that makes step batches from the samples."""
+        from hwopt.data.collate import Collate
+
+        return Collate
+
+    def load_processing(self, folder: str) -> Any:
+        """The tokenizer in the folder of a trained model. Raises InputError."""
+        tokenizer = load_tokenizer(folder, key=folder)
+        if tokenizer.pad_token is None:
+            choose_padding(tokenizer, set())
+        return tokenizer
+
+    def usage(self, where: str) -> str:
+        """Python code that loads the model from the folder or hub name `where` and uses it, for the model card."""
+        return (
+            "from transformers import pipeline\n\n"
+            f'model = pipeline("{self.pipeline_tag}", model="{where}")  # or the path of this folder\nprint(model("…"))'
+        )
 
     def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
         """A sample of `length` tokens without content, with the arrays of `TokenStore.row`, to measure memory with."""
@@ -243,6 +265,12 @@ class Task:
                 **model_kwargs,
             )
         )
+        self.fit_model(model, prepared)
+        refuse_inexact(model, job)
+        return cast("torch.nn.Module", model)
+
+    def fit_model(self, model: Any, prepared: Prepared) -> None:
+        """Check that `model` can embed the tokens of the data, and set its padding token. Raises InputError."""
         tokenizer = prepared.tokenizer
         rows = model.get_input_embeddings().num_embeddings
         check_vocabulary(tokenizer, rows)
@@ -254,13 +282,20 @@ class Task:
         set_in_configs(model.config, pad_token_id=tokenizer.pad_token_id)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.pad_token_id = tokenizer.pad_token_id
-        refuse_inexact(model, job)
-        return cast("torch.nn.Module", model)
 
     def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
-        """A model with random weights and the vocabulary of the job or the tokenizer."""
+        """A model with random weights."""
         import transformers
 
+        self.fit_config(config, job, prepared)
+        auto_class = getattr(transformers, self.facts.auto_class)
+        try:
+            return auto_class.from_config(config, **in_float32(model_kwargs))
+        except (ValueError, AssertionError) as error:
+            raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
+
+    def fit_config(self, config: PretrainedConfig, job: Job, prepared: Prepared) -> None:
+        """Set the vocabulary of the job or the tokenizer in the `config` of a model with random weights."""
         tokenizer = prepared.tokenizer
         if job_vocab_size(job) is None:
             config.get_text_config().vocab_size = len(tokenizer)
@@ -273,11 +308,6 @@ class Task:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        auto_class = getattr(transformers, self.facts.auto_class)
-        try:
-            return auto_class.from_config(config, **in_float32(model_kwargs))
-        except (ValueError, AssertionError) as error:
-            raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
 
 
 def with_head(config: PretrainedConfig, task: Task, label_names: tuple[str, ...] | None) -> PretrainedConfig:

@@ -64,6 +64,14 @@ class TokenMetrics(LossMetrics):
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
 
 
+class GeneratedMetrics(TokenMetrics):
+    """Metrics that also need generated texts. An evaluation calls `generate` before each `update`."""
+
+    def generate(self, model: Any, inputs: dict[str, torch.Tensor], targets: torch.Tensor) -> None:
+        """Generate texts for a micro-batch, and keep what the next `update` adds."""
+        raise NotImplementedError
+
+
 class ClassMetrics(LossMetrics):
     """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary for label 1.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +53,18 @@ class Encoders:
 
 
 @dataclass(frozen=True)
+class ImageModels:
+    """Vision transformers, smaller ones for a small device."""
+
+    random: Mapping[str, Any]
+    max_length: int = 1
+
+    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
+        return IMAGE_MODELS[small], f"a vision transformer{', small enough for this device' if small else ''}"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A model of the hub."""
 
@@ -68,11 +80,28 @@ class Decoders:
     max_length: int = 2_048
 
     def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        room = STATE_FRACTION * hardware.memory_gib * 2**30
-        fitting = [each for each in CAUSAL if each.parameters * BYTES_A_PARAMETER <= room] or CAUSAL[:1]
-        best = CAUSAL[0] if hardware.device_type == "cpu" else fitting[-1]
+        best = largest_fitting(CAUSAL, hardware)
         name = f"{best.name}-Instruct" if data.chat else best.name
         return name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+
+
+@dataclass(frozen=True)
+class EncoderDecoders:
+    """FLAN-T5, chosen by the memory of the device."""
+
+    random: Mapping[str, Any]
+    max_length: int = 512
+
+    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+        best = largest_fitting(FLAN, hardware)
+        return best.name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+
+
+def largest_fitting(candidates: Sequence[Candidate], hardware: Hardware) -> Candidate:
+    """The largest of the models that the device can train in full; the smallest for a CPU."""
+    room = STATE_FRACTION * hardware.memory_gib * 2**30
+    fitting = [each for each in candidates if each.parameters * BYTES_A_PARAMETER <= room] or candidates[:1]
+    return candidates[0] if hardware.device_type == "cpu" else fitting[-1]
 
 
 CAUSAL = (
@@ -85,5 +114,15 @@ CAUSAL = (
 SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
 ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
 """Whether the texts are English -> encoder."""
+FLAN = (
+    Candidate("google/flan-t5-small", 77e6),
+    Candidate("google/flan-t5-base", 248e6),
+    Candidate("google/flan-t5-large", 783e6),
+)
+"""Encoder-decoders with an Apache 2.0 license, by size."""
+IMAGE_MODELS = {True: "facebook/deit-tiny-patch16-224", False: "google/vit-base-patch16-224-in21k"}
+"""Whether the device is small -> image model."""
 ENCODER_FAMILY = Encoders({"model_type": "bert", **SMALL, "max_position_embeddings": 512})
 DECODER_FAMILY = Decoders({"model_type": "llama", **SMALL, "num_key_value_heads": 4, "max_position_embeddings": 2048})
+IMAGE_FAMILY = ImageModels({"model_type": "vit", **SMALL, "image_size": 64, "patch_size": 8})
+SEQ2SEQ_FAMILY = EncoderDecoders({"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4})

@@ -11,6 +11,7 @@ from hwopt.config.job import Job
 from hwopt.config.job_sources import Sources as SourcesOf
 from hwopt.config.job_sources import paths_of
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.image_store import ImageStore
 from hwopt.data.mixture import Mixture
 from hwopt.data.reading import read_all, read_options, refuse_missing
 from hwopt.data.rows import Rows
@@ -47,8 +48,8 @@ def read_sources(job: Job) -> Sources:
     return Sources(train, held_out(data.eval, data.eval_split), held_out(data.test, data.test_split))
 
 
-def add_tokenless_rows(store: TokenStore, places: Places, bad_rows: BadRows) -> None:
-    """Add the samples at `places` that tokenising skipped, now or when the store was written, to `bad_rows`."""
+def add_tokenless_rows(store: TokenStore | ImageStore, places: Places, bad_rows: BadRows) -> None:
+    """Add the samples at `places` that were left out, now or when the store was written, to `bad_rows`."""
     for sample, reason in store.meta["left_out"]:
         bad_rows.add(places.numbers[sample], reason)
     if store.meta["left_out"]:
@@ -56,7 +57,7 @@ def add_tokenless_rows(store: TokenStore, places: Places, bad_rows: BadRows) -> 
     store.mixture = mixture_of(store, places)
 
 
-def mixture_of(store: TokenStore, places: Places) -> Mixture | None:
+def mixture_of(store: TokenStore | ImageStore, places: Places) -> Mixture | None:
     """The sources of the samples of `store`, which were made from the rows at `places`; None if the data is no mixture.
 
     A block of plain text belongs to the source of its first document.
@@ -92,13 +93,18 @@ def make_prepared(
     prepared = Prepared(train, held_out, tokenizer, names, test=test)
     used = {number for store in prepared.stores for number in store.meta["special_ids"]} if avoid_used else set()
     choose_padding(tokenizer, used)
-    if train.mixture is not None:
-        train.mixture.check()
-        prepared.notes.extend(train.mixture.notes())
-        prepared.warnings.extend(train.mixture.warnings())
+    report_mixture(prepared)
     for store, which in ((train, ""), (held_out, " of the evaluation data"), (test, " of the test data")):
         if store is not None and (cut := store.meta["cut"]):
             prepared.notes.append(
                 f"truncated {cut:,} of {store.meta['samples']:,} texts{which} to {store.meta['max_length']} tokens"
             )
     return prepared
+
+
+def report_mixture(prepared: Prepared) -> None:
+    """Check the mixture of the training data, and add its notes and warnings, if there is one."""
+    if (mixture := prepared.train.mixture) is not None:
+        mixture.check()
+        prepared.notes.extend(mixture.notes())
+        prepared.warnings.extend(mixture.warnings())

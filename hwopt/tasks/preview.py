@@ -18,8 +18,8 @@ class Preview:
     samples: int
     held_out: dict[str, int]
     """Samples of the evaluation and of the test data."""
-    tokens: int
-    """Length of the input."""
+    tokens: int | None
+    """Length of the input; None for an image."""
     tokens_in_loss: int | None
     """Tokens to predict; None if the sample as a whole has a label."""
     label: str | None
@@ -41,7 +41,7 @@ def preview_sample(task: Task, prepared: Prepared, sample: int) -> Preview:
         sample,
         len(store),
         held_out,
-        int(store.lengths[sample - 1]),
+        int(store.lengths[sample - 1]) if task.facts.inputs == "tokens" else None,
         shown.tokens_in_loss,
         shown.label,
         shown.spans,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from hwopt.tasks.base import IGNORED
-from hwopt.tasks.prediction import ModelInput, Trained
+from hwopt.tasks.prediction import ModelInput, TokenPredictor, Trained
 from hwopt.tasks.tagged_words import refuse_slow, tokens_of_words
 from hwopt.tasks.text_predictors import checked_length
 
@@ -17,11 +17,10 @@ WORDS, COUNT = "words", "word_count"
 """Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
 
 
-class TagPredictor:
+class TagPredictor(TokenPredictor):
     """Tags the words of sentences."""
 
     columns: Mapping[str, type] = {"predicted_tags": list}
-    padding_side: ClassVar[Literal["left", "right"]] = "right"
 
     def __init__(self, trained: Trained, model: Any) -> None:
         self.model, self.labels, self.tokenizer = model, trained.label_names, trained.tokenizer

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hwopt.data.chat import BadConversation, Conversation
 from hwopt.data.chat_template import ChatTemplate, set_template
 from hwopt.data.tokenizer import tokens_of
-from hwopt.tasks.prediction import Generation, ModelInput, Trained
+from hwopt.tasks.prediction import Generation, ModelInput, TokenPredictor, Trained
 
 if TYPE_CHECKING:
     import torch
 
 
-class TextGenerator:
+class TextGenerator(TokenPredictor):
     """Generates with a trained model and transformers' `generate`."""
 
     columns: ClassVar[Mapping[str, type]] = {"generated_text": str}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.tasks.prediction import ModelInput, Trained
+from hwopt.tasks.prediction import ModelInput, TokenPredictor, Trained
 
 if TYPE_CHECKING:
     import torch
 
 
-class TextPredictor:
+class TextPredictor(TokenPredictor):
     """Encodes texts as in training. A subclass says what a prediction is."""
 
     columns: Mapping[str, type]
-    padding_side: ClassVar[Literal["left", "right"]] = "right"
 
     def __init__(self, trained: Trained, model: Any, types: bool) -> None:
         """`types`: the model takes token_type_ids."""

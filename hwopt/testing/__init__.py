@@ -16,6 +16,8 @@ from hwopt.testing.tiny_run import (
     COLOURS,
     TINY_BERT,
     TINY_LLAMA,
+    TINY_T5,
+    TINY_VIT,
     WORDS,
     Recorder,
     apart,
@@ -28,6 +30,7 @@ from hwopt.testing.tiny_run import (
     tiny_job,
     tiny_profile,
     train_tiny,
+    write_photos,
     write_samples,
 )
 
@@ -35,6 +38,8 @@ __all__ = [
     "COLOURS",
     "TINY_BERT",
     "TINY_LLAMA",
+    "TINY_T5",
+    "TINY_VIT",
     "WORDS",
     "ContractReport",
     "Recorder",
@@ -50,5 +55,6 @@ __all__ = [
     "tiny_job",
     "tiny_profile",
     "train_tiny",
+    "write_photos",
     "write_samples",
 ]

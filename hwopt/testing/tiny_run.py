@@ -61,6 +61,44 @@ TINY_LLAMA = {
 }
 
 
+TINY_VIT = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+TINY_T5 = {
+    "model_type": "t5",
+    "vocab_size": 300,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+}
+
+
+def write_photos(folder: Path, number: int, *, seed: int = 0) -> Path:
+    """`folder`, with `number` noisy images of different sizes in the folders "dark" and "light". Needs Pillow."""
+    import numpy as np
+    from PIL import Image
+
+    random_pixels = np.random.default_rng(seed)
+    for index in range(number):
+        label = ("dark", "light")[index % 2]
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        size = (*random_pixels.integers(12, 40, 2), 3)
+        pixels = random_pixels.integers(0, 128, size) + (128 if label == "light" else 0)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{index}.png")
+    return folder
+
+
 def write_samples(path: Path, number: int, *, pairs: bool = False, seed: int = 0) -> Path:
     """`path`, a JSONL file with `number` texts of different lengths. The label says whether the first word is a colour."""
     random_words = random.Random(seed)
@@ -84,18 +122,28 @@ def tiny_job(
     data: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> JobFile:
-    """A job of a few steps with a randomly initialized model; `config` is by default TINY_BERT, or TINY_LLAMA for decoders.
+    """A job of a few steps with a randomly initialized model; `config` is by default a tiny one for the kind of the task.
 
     `data`: further keys of the table [data].
     """
     folder.mkdir(parents=True, exist_ok=True)
-    table = {
-        "train": str(write_samples(folder / "train.jsonl", samples)),
-        "eval": str(write_samples(folder / "eval.jsonl", 12, seed=1)),
-        "max_length": 32,
-    } | dict(data or {})
+    if kind == "image-classification":
+        table: dict[str, Any] = {
+            "train": str(write_photos(folder / "train", samples)),
+            "eval": str(write_photos(folder / "eval", 12, seed=1)),
+        }
+    else:
+        table = {
+            "train": str(write_samples(folder / "train.jsonl", samples)),
+            "eval": str(write_samples(folder / "eval.jsonl", 12, seed=1)),
+            "max_length": 32,
+        }
+    if kind == "seq2seq-lm":
+        table |= {"prompt": "text", "completion": "label", "max_target_length": 12}
+    table |= dict(data or {})
     settings = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1} | training
-    config = config or (TINY_LLAMA if task_facts(kind).decoder else TINY_BERT)
+    others = {"image-classification": TINY_VIT, "seq2seq-lm": TINY_T5}
+    config = config or others.get(kind) or (TINY_LLAMA if task_facts(kind).decoder else TINY_BERT)
     return make_job(
         Document("a tiny job", {"model": {"config": dict(config)}, "data": table, "task": {"kind": kind}, "training": settings})
     )

@@ -11,7 +11,9 @@ import torch
 
 from hwopt.data.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.errors import InputError
 from hwopt.system import signals
+from hwopt.tasks.metrics import GeneratedMetrics
 from hwopt.text import first_line
 from hwopt.training.listener import Row
 from hwopt.training.loaders import batches_of, end_workers, evaluation_loader
@@ -25,6 +27,8 @@ class Evaluation:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn)
+        if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), GeneratedMetrics):
+            raise InputError("task.rouge: the engine of this plan cannot generate text while it trains. Remove task.rouge")
         self.details: dict[str, Any] = {}
         """`Metrics.details` of the last evaluation."""
 
@@ -106,6 +110,8 @@ class Evaluation:
             run.heartbeat()
             outputs = run.inner_model(**micro_batch.inputs)
             if not batch.step.weightless:
+                if isinstance(metrics, GeneratedMetrics):
+                    metrics.generate(run.inner_model, micro_batch.inputs, micro_batch.targets)
                 loss, count = run.evaluation_loss(outputs, micro_batch.targets)
                 metrics.update(outputs, micro_batch.targets, loss, count)
             yield micro_batch.end_row

@@ -13,8 +13,8 @@ from hwopt.config.aliases import option_for
 from hwopt.data.collate import Collate, StepDataset, as_is, cut_in_order
 from hwopt.data.samplers import EvalSampler, StepSampler
 from hwopt.data.step_batch import StepBatch, Widths
-from hwopt.data.token_store import TokenStore
-from hwopt.errors import PluginError, StorageError, WorkerDiedError
+from hwopt.data.store import Store
+from hwopt.errors import DataError, PluginError, StorageError, WorkerDiedError
 from hwopt.system import signals
 from hwopt.training import randomness
 
@@ -50,7 +50,7 @@ def build_loaders(run: Run) -> None:
         run.eval_loader = evaluation_loader(run, prepared.eval)
 
 
-def evaluation_loader(run: Run, store: TokenStore) -> DataLoader[StepBatch]:
+def evaluation_loader(run: Run, store: Store) -> DataLoader[StepBatch]:
     """A loader of every sample of `store` once, over all ranks."""
     collate = default_collate(run)(cut=cut_in_order, max_rows=run.batch.eval)
     sampler = EvalSampler(store.lengths, store.counts, run.batch.eval, run.rank, run.world_size)
@@ -64,8 +64,8 @@ def default_collate(run: Run) -> Callable[..., Collate]:
     if run.plan.model.prebuilt_mask and attention == "sdpa":
         mask = "prebuilt_mask"
     return partial(
-        Collate,
-        pad_id=run.prepared.tokenizer.pad_token_id or 0,
+        run.task.collate(),
+        pad_id=getattr(run.prepared.tokenizer, "pad_token_id", None) or 0,  # an image processor has none
         # a decoder needs no mask: with right padding, no token attends to the padding after it
         mask=None if run.plan.model.is_decoder else mask,
         widths=Widths(run.batch.widths, run.batch.pad_to_multiple_of),
@@ -105,5 +105,5 @@ def batches_of(loader: Any) -> Iterator[StepBatch]:
             raise
         option = option_for("num_workers")
         raise WorkerDiedError(f"a data-loading worker died: {error!r}. Try {option} = 0") from error
-    except (PluginError, StorageError) as error:  # torch puts the worker's traceback before the message
+    except (DataError, PluginError, StorageError) as error:  # torch puts the worker's traceback before the message
         raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error

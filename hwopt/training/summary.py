@@ -20,10 +20,10 @@ def summarize(run: Run, telemetry: Telemetry, use: UseMeter, seconds: float, bes
         "train_loss": telemetry.mean_loss(),
         "train_steps_per_second": total.steps / seconds,
         "train_samples_per_second": total.samples * world / seconds,
-        "train_tokens_per_second": total.tokens * world / seconds,
-        "data_wait": total.wait / seconds,
-        "peak_memory_gib": peak_memory_gib(run.device),
     }
+    if run.task.facts.inputs == "tokens":
+        totals["train_tokens_per_second"] = total.tokens * world / seconds
+    totals |= {"data_wait": total.wait / seconds, "peak_memory_gib": peak_memory_gib(run.device)}
     used, verdict = use.whole(), use.verdict()
     gpu = {"gpu_utilization": used["gpu_percent"]} if "gpu_percent" in used else {}
     judged = {} if verdict is None else {"verdict": verdict.to_dict()}

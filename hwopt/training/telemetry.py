@@ -170,10 +170,11 @@ class Telemetry:
             "learning_rate": float(run.scheduler.get_last_lr()[0]),
             "steps_per_second": measured.steps / seconds,
             "samples_per_second": measured.samples * world / seconds,
-            "tokens_per_second": measured.tokens * world / seconds,
             "data_wait": counts.wait / seconds,
             "peak_memory_gib": peak_memory_gib(run.device),
         }
+        if run.task.facts.inputs == "tokens":
+            row["tokens_per_second"] = measured.tokens * world / seconds
         if self.use is not None:
             row["use"] = use = self.use.window(measured, seconds)
             self.verdict = self.use.new_verdict(use, seconds)

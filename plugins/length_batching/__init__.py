@@ -58,6 +58,10 @@ class LengthBatching(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
+        if context.task.inputs == "images":
+            return Decision.skip("images of one size need no padding")
+        if context.task.encoder_decoder:
+            return Decision.skip("samples of an encoder-decoder have two lengths; group_lengths groups by both")
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
         reason = f"micro-batches by length, at most {budget} tokens each"
         if self.options.overhead_tokens != "auto":

@@ -190,6 +190,8 @@ class Pack(Plugin):
 
     def probe(self, context: Context) -> Decision:
         model = context.model
+        if context.task.inputs == "images":
+            return Decision.skip("images of one size need no padding")
         if not model.supports_packing:
             missing = "position ids" if model.is_decoder else "position ids and a mask per document"
             return Decision.skip(f"{model.architecture} does not accept {missing}: packed documents would attend to each other")

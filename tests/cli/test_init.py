@@ -89,7 +89,7 @@ def test_empty_answers_take_the_proposals(data: Path, monkeypatch: pytest.Monkey
         (["numbers.csv", "--yes"], 4, "numbers.csv: no column holds text. It has: a, b"),
         (["binary.csv", "--yes"], 4, "binary.csv: contains zero bytes"),
         ([".", "--yes"], 4, "is a folder"),
-        (["--yes"], 2, "hwopt init --yes needs the data file"),
+        (["--yes"], 2, "hwopt init --yes needs the data"),
         (["train.jsonl"], 2, "add --yes"),
         (["train.jsonl", "--yes", "-o", "taken.toml"], 2, "taken.toml: exists; hwopt init overwrites no file"),
         (["train.jsonl", "--yes", "-o", "no/where.toml"], 2, "the folder 'no' does not exist"),

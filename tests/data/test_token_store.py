@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.token_store import TokenStore, fingerprint, split_by_label, split_rows, write_cache_folder
+from hwopt.data.array_folder import write_cache_folder
+from hwopt.data.token_store import TokenStore, fingerprint, split_by_label, split_rows
 from hwopt.errors import DataError, StorageError
 
 

@@ -36,7 +36,8 @@ def one_thread():
 
 def context(hardware, max_length=128, positions=512, software=()):
     facts = ModelFacts("tiny", "bert", "Bert", 10_000, 2, 32, 100, positions, False, True, True, True, 0.0)
-    job = SimpleNamespace(data=SimpleNamespace(max_length=max_length))
+    task = SimpleNamespace(kind="text-classification")
+    job = SimpleNamespace(data=SimpleNamespace(max_length=max_length), task=task)
     return Context(hardware, dict.fromkeys(software, "1"), facts, job)
 
 

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from hwopt.config.job import Data, Job, Model
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, Recipe
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens, padded_width
 
-CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, None)
-CPU_CONTEXT = Context(described("a CPU", None, 16.0), {}, BERT_BASE, None)
+JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
+CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, JOB)
+CPU_CONTEXT = Context(described("a CPU", None, 16.0), {}, BERT_BASE, JOB)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
 
 

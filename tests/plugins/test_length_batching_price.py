@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hwopt.config.job import Data, Job, Model
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.data.collate import cut_in_order
@@ -78,10 +79,13 @@ def cards() -> dict[str, Profile]:
     }
 
 
+JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
+
+
 def context_of(card: str, model: ModelFacts) -> Context:
     found = cards()[card].card
     assert found.memory_gib is not None
-    return Context(described(card, found.capability, found.memory_gib), {}, model, None, card=found)  # type: ignore[arg-type]
+    return Context(described(card, found.capability, found.memory_gib), {}, model, JOB, card=found)
 
 
 def batches(rows: int, median: int) -> list[list[int]]:

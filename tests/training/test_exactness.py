@@ -75,7 +75,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 
 @pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "image-classification", "seq2seq-lm"])
 def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
     with tiny_run(tmp_path, kind, dtype) as run:
         whole = gradient(run, split_step(run, [list(range(ROWS))]))
@@ -90,7 +90,7 @@ def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int,
         check()
 
 
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
+@pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "image-classification", "seq2seq-lm"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int, tmp_path: Path) -> None:
     """The gradients over each rank's samples, summed, equal the gradient of a single rank."""

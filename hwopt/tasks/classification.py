@@ -1,0 +1,186 @@
+"""Classification: a task in which each sample has one class. What text and image classification share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+
+from hwopt.config.job import Job
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.rows import Rows
+from hwopt.data.token_store import split_by_label
+from hwopt.errors import DataError
+from hwopt.tasks.base import LossFunction, Metrics, Prepared, Task
+from hwopt.tasks.labelled_texts import Named
+from hwopt.tasks.labels import class_names, imbalance, label_order, label_weights, one_label_column, read_labels
+from hwopt.text import listing, nearest, truncate
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+
+class Labelled(Protocol):
+    """Samples with a label each, and their places."""
+
+    @property
+    def places(self) -> Places: ...
+
+    @property
+    def bad_rows(self) -> BadRows: ...
+
+    @property
+    def labels(self) -> list[str]: ...
+
+    def take(self, samples: Sequence[int]) -> Self:
+        """Some of the samples."""
+        ...
+
+
+AnySamples = TypeVar("AnySamples", bound=Labelled)
+
+
+class Classification(Task):
+    """Predict the class of each sample."""
+
+    default_metric: ClassVar[str] = "eval_f1"
+    metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
+    _weight: torch.Tensor | None = None
+    """The class weights on the device, made once."""
+
+    @classmethod
+    def check_job(cls, job: Job) -> None:
+        """Refuse several label columns."""
+        one_label_column(job)
+
+    def read_labels(self, rows: Rows, job: Job) -> list[Any]:
+        """The class of each row. Raises DataError if a label occurs in bad rows only, unless the job allows it."""
+        name = one_label_column(job)
+        labels = read_labels(rows, name)
+        if rows.bad_rows.max_fraction is None:
+            refuse_lost_labels(rows, name, labels, rows.usable())
+        return labels
+
+    def name_labels(self, samples: Labelled, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+        """The classes, in the order of the model or the data set, else sorted."""
+        column = one_label_column(job)
+        names = label_order(samples.labels, class_names(rows.table, column), config)
+        if len(names) == 1:
+            raise DataError(f"{rows.source}: every {column!r} is {names[0]!r}; classification needs at least two classes")
+        many = len(names) * 2 > len(samples.labels) > 8
+        note = f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"
+        return Named(names, (note,) if many else ())
+
+    def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
+        """The class number of each sample, int64 (samples,)."""
+        import numpy as np
+
+        numbers = {name: number for number, name in enumerate(names)}
+        return np.array([numbers[label] for label in labels], np.int64)
+
+    def only_known(self, samples: AnySamples, names: tuple[str, ...]) -> AnySamples:
+        """The samples whose class occurs in the training data; the others become bad rows."""
+        return drop_unknown_labels(samples, names)
+
+    def split(self, samples: Labelled, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(training, evaluation) samples with about the same share of each class."""
+        return split_by_label(samples.labels, fraction, seed, samples.places.source)
+
+    def held_out_notes(self, held_out: Labelled, names: tuple[str, ...]) -> list[str]:
+        """The classes that the evaluation data lacks."""
+        absent = set(names).difference(held_out.labels)
+        shown = listing([truncate(name) for name in names if name in absent])
+        return [f"the evaluation data has no sample of {shown}"] if absent else []
+
+    def finish(self, prepared: Prepared, job: Job) -> Prepared:
+        """`prepared` with the class weights of the job, or with a warning if its labels are imbalanced."""
+        names = prepared.label_names or ()
+        if job.task.class_weights is None:
+            prepared.warnings.extend(imbalance(names, prepared.train.array("labels")))
+            return prepared
+        weights = label_weights(job.task.class_weights, names, prepared.train.array("labels"))
+        shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+        prepared.notes.append(f"class weights: {listing(shown)}")
+        return replace(prepared, class_weights=weights)
+
+    def head_config(self, prepared: Prepared) -> dict[str, Any]:
+        """The label names, and the kind of classification."""
+        names = prepared.label_names or ()
+        return {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: number for number, name in enumerate(names)},
+            "problem_type": "single_label_classification",
+        }
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(cross-entropy summed over the samples, number of samples); targets (batch,)."""
+        from torch.nn import functional
+
+        return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
+
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """The weighted and smoothed cross-entropy of torch.nn.functional.cross_entropy, with the sum of the weights."""
+        import torch
+
+        smoothing, weights = self.options.label_smoothing, prepared.class_weights
+        if weights is None and not smoothing:
+            return self.loss
+        if self._weight is None and weights is not None:
+            self._weight = torch.tensor(weights, device=device)
+        return partial(weighted_loss, weight=self._weight, smoothing=smoothing)
+
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
+        from hwopt.tasks.metrics import ClassMetrics
+
+        names = prepared.label_names or ()
+        return ClassMetrics(len(names), device, names)
+
+
+def weighted_loss(
+    outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """(cross-entropy summed with the weight of each target, sum of these weights), with label smoothing."""
+    from torch.nn import functional
+
+    logits = outputs.logits.float()
+    summed = functional.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=smoothing)
+    return summed, targets.numel() if weight is None else weight[targets].sum()
+
+
+def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Sequence[int]) -> None:
+    """Raise DataError if a label of the column `name` occurs only in rows that cannot be used. `labels`: one per table row."""
+    used = set(usable)
+    known = {labels[row] for row in used}
+    lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)
+    undecodable = Counter(str(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
+    # one damaged byte in a label makes a label that is no class; the same damage in two rows is the encoding
+    lost += Counter({label: n for label, n in undecodable.items() if label not in known and (n > 1 or "\ufffd" not in label)})
+    if lost:
+        found = listing([f"{truncate(label)} ({count:,} x)" for label, count in sorted(lost.items())])
+        raise DataError(
+            f"{rows.source}: {'this label occurs' if len(lost) == 1 else 'these labels occur'} only in rows that cannot be used: "
+            f"{found}; {rows.bad_rows.summary()}. {rows.bad_rows.advice('Fix or remove these rows')}. "
+            "To train without them, set data.max_bad_rows"
+        )
+
+
+def drop_unknown_labels(samples: AnySamples, names: tuple[str, ...]) -> AnySamples:
+    """The samples whose label occurs in the training data; the others become bad rows."""
+    known = set(names)
+    numbers = samples.places.numbers
+    for number, label in zip(numbers, samples.labels, strict=True):
+        if label not in known:
+            samples.bad_rows.add(
+                number,
+                f"has a label that is not in the training data: {truncate(label)}.{nearest(label, names)} "
+                f"Known labels: {listing(names)}",
+            )
+    usable = [sample for sample, label in enumerate(samples.labels) if label in known]
+    samples.bad_rows.check([numbers[sample] for sample in usable])
+    return samples.take(usable)

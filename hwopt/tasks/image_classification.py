@@ -1,0 +1,205 @@
+"""Classification of images, in a folder with one folder per class or in a table, with models such as ViT, Swin and ConvNeXt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.columns import classes, label_column
+from hwopt.data.image_folder import is_image
+from hwopt.data.image_store import ImageStore, LabelledImages, image_store
+from hwopt.data.images import ImageTransform, load_processor, new_processor
+from hwopt.data.rows import Rows
+from hwopt.data.tables import find_column, string_values
+from hwopt.errors import DataError
+from hwopt.tasks.base import Prepared
+from hwopt.tasks.classification import Classification
+from hwopt.tasks.model_families import IMAGE_FAMILY, ModelFamily
+from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.preparation import add_tokenless_rows, read_sources, report_mixture
+from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.spans import Shown, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+    from hwopt.data.collate import Collate
+
+NAMES = ("image", "img", "file_name", "filename", "file", "path", "image_path")
+"""Names of a column with images, as data sets of the hub use them."""
+
+
+class ImageClassification(Classification):
+    """Classify images."""
+
+    facts = TaskFacts(
+        "image-classification",
+        "AutoModelForImageClassification",
+        inputs="images",
+        adapter="FEATURE_EXTRACTION",
+        keys=frozenset({"data.image", "data.augmentation", "task.class_weights"}),
+    )
+    pipeline_tag: ClassVar[str] = "image-classification"
+    models: ClassVar[ModelFamily] = IMAGE_FAMILY
+    _shape: tuple[int, int, int] | None = None
+    """Of a placeholder, made once."""
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """A column with images, or with the names of image files, beside a column of classes."""
+        image = image_column(table)
+        if image is None:
+            return "no column looks like images for image-classification; name it in the job with data.image"
+        label = label_column(table.drop_columns([image]), named=not chosen)
+        if label is None:
+            return "no column looks like a label for image-classification; name it in the job with data.label"
+        why = f"column {image!r} holds images, column {label!r} has {classes(table, label):,} values"
+        return Recognised({"image": image, "label": label}, (), why, rank=4)
+
+    def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
+        """Prepare the data. Labels are numbered as in text classification; training images are augmented as the job says."""
+        plain = transform_for(job, config)
+        _ = plain.shape  # refuses a processor of another kind
+        augmented = replace(plain, augmentation=job.data.augmentation, seed=seed)
+        sources = read_sources(job)
+        train, held_out, test = (
+            None if rows is None else self.images(rows, job) for rows in (sources.train, sources.eval, sources.test)
+        )
+        assert train is not None
+        named = self.name_labels(train, sources.train, job, config)
+        names, notes = named.names, list(named.notes)
+        test = None if test is None else self.only_known(test, names)
+        if held_out is not None:
+            held_out = self.only_known(held_out, names)
+        elif job.data.eval_fraction is not None:
+            kept, held = self.split(train, job.data.eval_fraction, seed)
+            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
+        if held_out is not None:
+            notes += self.held_out_notes(held_out, names)
+        store = self.store(train, names, augmented, cache)
+        others = [None if images is None else self.store(images, names, plain, cache) for images in (held_out, test)]
+        prepared = Prepared(store, others[0], plain.processor, names, test=others[1])
+        report_mixture(prepared)
+        prepared = self.finish(prepared, job)
+        prepared.notes.extend(notes)
+        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
+        return prepared
+
+    def store(self, images: LabelledImages, names: tuple[str, ...], transform: ImageTransform, cache: Path) -> ImageStore:
+        """The store of `images`. Images that cannot be opened become bad rows."""
+        store = image_store(images, self.label_array(images.labels, names), transform, cache)
+        add_tokenless_rows(store, images.places, images.bad_rows)
+        return store
+
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """The file of each image, or its bytes."""
+        return [content if isinstance(content, bytes) else Path(content) for content in read_images(rows, job.data.image)]
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Predicts the most probable label."""
+        from hwopt.tasks.image_predictor import ImagePredictor
+
+        return ImagePredictor(trained, model, ImageTransform(trained.tokenizer, channels_of(trained.config)))
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> ImageStore:
+        """The images with a label that the model knows, without augmentation."""
+        images = self.only_known(self.images(rows, trained.job), trained.label_names)
+        return self.store(images, trained.label_names, ImageTransform(trained.tokenizer, channels_of(trained.config)), cache)
+
+    def images(self, rows: Rows, job: Job) -> LabelledImages:
+        """The rows that have an image and a label."""
+        images, labels = read_images(rows, job.data.image), self.read_labels(rows, job)
+        return LabelledImages(rows.places, rows.bad_rows, images, labels).take(rows.usable())
+
+    def collate(self) -> type[Collate]:
+        """Images are stacked."""
+        from hwopt.data.image_collate import ImageCollate
+
+        return ImageCollate
+
+    def fit_model(self, model: Any, prepared: Prepared) -> None:
+        """Do nothing: an image has no vocabulary."""
+
+    def fit_config(self, config: PretrainedConfig, job: Job, prepared: Prepared) -> None:
+        """Do nothing: an image has no vocabulary."""
+
+    def load_processing(self, folder: str) -> Any:
+        """The image processor in the folder of a trained model."""
+        return load_processor(folder, key=folder)
+
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+        """A black image of the model's size."""
+        import numpy as np
+
+        self._shape = self._shape or transform_for(job, config).shape
+        return {"pixel_values": np.zeros(self._shape, np.float32), "row_labels": np.zeros((), np.int64)}
+
+    def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
+        """The size and the range of the pixels that the model sees, after the augmentation of the first epoch."""
+        pixels = row["pixel_values"]
+        size = " x ".join(map(str, pixels.shape))
+        text = f"pixels {size} from {pixels.min():.2f} to {pixels.max():.2f}, mean {pixels.mean():.2f}"
+        return Shown((Span(text, False),), self.label_text(prepared, row["row_labels"]))
+
+
+def transform_for(job: Job, config: PretrainedConfig) -> ImageTransform:
+    """What makes the model's input of an image: by the model's own processor, or by the default one of the architecture."""
+    processor = new_processor(config) if job.model.name is None else load_processor(job.model.name, job.model.revision)
+    return ImageTransform(processor, channels_of(config))
+
+
+def channels_of(config: PretrainedConfig) -> int:
+    """The number of colour channels that the model takes."""
+    return int(getattr(config, "num_channels", None) or 3)
+
+
+def image_column(table: pa.Table) -> str | None:
+    """The column that holds images: in a struct of bytes and path, as bytes, or as names of image files; None without one."""
+    import pyarrow as pa
+
+    columns: list[str] = table.column_names
+    for name in sorted(columns, key=lambda each: (each.lower() not in NAMES, columns.index(each))):
+        kind = table[name].type
+        if pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
+            return name
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            values = [value for value in table[name].slice(0, 100).to_pylist() if value]
+            if values and all(map(is_image, values)):
+                return name
+    return None
+
+
+def full_path(name: str, source: str) -> str:
+    """The path of the image `name`: relative ones start at the folder of the table's file, or at the folder of images."""
+    return str((Path(source) if Path(source).is_dir() else Path(source).parent) / name)
+
+
+def read_images(rows: Rows, name: str) -> list[str | bytes]:
+    """The path or the bytes of each image; "" for rows without one, which are marked as bad.
+
+    Raises DataError if the column is missing or holds something else.
+    """
+    import pyarrow as pa
+
+    column = find_column(rows.table, name, rows.source)
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        found: list[Any] = list(string_values(column, rows, name))
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        found = column.to_pylist()
+    elif pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
+        found = [None if value is None else value["bytes"] or value["path"] for value in column.to_pylist()]
+    else:
+        raise DataError(f"{rows.source}: column {name!r} holds {kind}, not images; choose another with data.image")
+    for row, value in enumerate(found):
+        if not value:
+            rows.mark_bad(row, f"{name!r} has no image")
+    places = rows.places
+    return [full_path(value, places.source_of(row)) if isinstance(value, str) else value or "" for row, value in enumerate(found)]

@@ -1,0 +1,62 @@
+"""RougeMetrics: ROUGE of generated texts against the targets, by the package rouge_score.
+
+Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries". rouge_score compares words of the letters a to z and
+digits, so ROUGE says nothing about other scripts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hwopt.errors import InputError
+from hwopt.tasks.base import IGNORED
+from hwopt.tasks.metrics import COUNT, GeneratedMetrics
+
+NAMES = ("rouge1", "rouge2", "rougeL")
+
+
+class RougeMetrics(GeneratedMetrics):
+    """loss, perplexity, and the mean F-measure of ROUGE-1, ROUGE-2 and ROUGE-L over the samples, from 0 to 1.
+
+    The texts are generated greedily.
+    """
+
+    def __init__(self, device: torch.device | str, tokenizer: Any, max_new_tokens: int) -> None:
+        """`max_new_tokens`: of a generated text. Raises InputError without rouge_score."""
+        try:
+            from rouge_score.rouge_scorer import RougeScorer
+        except ImportError as error:
+            raise InputError("task.rouge needs the package rouge_score: pip install 'hwopt[rouge]'") from error
+        super().__init__(device, extra=len(NAMES) + 1)
+        self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
+        self.scorer = RougeScorer(list(NAMES))
+        self._scores = torch.zeros(len(NAMES) + 1, dtype=torch.float64)
+
+    def generate(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> None:
+        """Generate a text for each row and keep the sums of its scores for the `update` that follows. Waits for the device."""
+        given = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+        written = model.generate(
+            **given,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        references = torch.where(targets == IGNORED, self.tokenizer.pad_token_id, targets)
+        texts, expected = (self.tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in (written, references))
+        self._scores.zero_()
+        for text, reference in zip(texts, expected, strict=True):
+            scores = self.scorer.score(reference, text)
+            self._scores += torch.tensor([*(scores[name].fmeasure for name in NAMES), 1.0], dtype=torch.float64)
+
+    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
+        extra += self._scores.to(extra.device)
+
+    def _values(self, sums: list[float]) -> dict[str, float]:
+        *scores, samples = sums[COUNT + 1 :]
+        means = {name: score / samples if samples else math.nan for name, score in zip(NAMES, scores, strict=True)}
+        return super()._values(sums[: COUNT + 1]) | means

@@ -1,0 +1,290 @@
+"""Sequence-to-sequence: an encoder-decoder such as T5 or BART reads a prompt and writes the completion.
+
+Inputs and targets are tokenised apart. The decoder reads the target behind the model's start token and predicts each of its
+tokens, the end-of-text token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.columns import is_text
+from hwopt.data.pair_store import PairStore
+from hwopt.data.rows import Rows
+from hwopt.data.tables import text_columns
+from hwopt.data.token_store import fingerprint, split_rows
+from hwopt.data.tokenizer import CHUNK, LengthLimit, encode
+from hwopt.data.tokenizer_training import tokenizer_fingerprint
+from hwopt.errors import DataError, InputError
+from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Prepared, Task, refuse_router, set_in_configs
+from hwopt.tasks.causal_lm import token_loss
+from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
+from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.spans import Shown, Span, spans_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+    from hwopt.data.collate import Collate
+
+PAIRS = (
+    *(("document", "summary"), ("article", "summary"), ("text", "summary"), ("dialogue", "summary"), ("article", "highlights")),
+    ("source", "target"),
+)
+"""Columns of data sets for summaries and translations."""
+OTHERS = "Choose another encoder-decoder (T5, FLAN-T5, BART, Pegasus)"
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Prompts with completions, and their places."""
+
+    places: Places
+    bad_rows: BadRows
+    prompts: list[str]
+    completions: list[str]
+
+    def take(self, samples: Sequence[int]) -> Pairs:
+        """Some of the pairs."""
+        prompts, completions = ([column[sample] for sample in samples] for column in (self.prompts, self.completions))
+        return Pairs(self.places.take(samples), self.bad_rows, prompts, completions)
+
+
+class Seq2SeqLM(Task):
+    """Write a completion for each prompt."""
+
+    facts = TaskFacts(
+        "seq2seq-lm",
+        "AutoModelForSeq2SeqLM",
+        target="next_token",
+        encoder_decoder=True,
+        adapter="SEQ_2_SEQ_LM",
+        keys=frozenset({"data.prompt", "data.completion", "data.max_target_length", "task.rouge"}),
+    )
+    default_metric: ClassVar[str] = "eval_loss"
+    metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False, **dict.fromkeys(ROUGE, True)}
+    pipeline_tag: ClassVar[str] = "text-generation"
+    generates: ClassVar[bool] = True
+    models: ClassVar[ModelFamily] = SEQ2SEQ_FAMILY
+
+    @classmethod
+    def check_job(cls, job: Job) -> None:
+        """Refuse a job without columns, and one that chooses the best weights by a metric that is not computed."""
+        if job.data.prompt is None:
+            raise ValueError("data.prompt: seq2seq-lm needs data.prompt and data.completion, the columns of inputs and targets")
+        metric = job.training.metric_for_best_model or ""
+        if metric.removeprefix("eval_") in ROUGE and not job.task.rouge:
+            raise ValueError(f"training.metric_for_best_model: {metric} needs task.rouge = true")
+
+    @classmethod
+    def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
+        """Documents with summaries, or sentences with translations; prompts with completions are left to causal-lm."""
+        from hwopt.data.columns import PROMPTS
+
+        for prompt, completion in (*PAIRS, *(PROMPTS if chosen else ())):
+            if is_text(table, prompt) and is_text(table, completion):
+                why = f"columns {prompt!r} and {completion!r} are texts with summaries or translations"
+                return Recognised({"prompt": prompt, "completion": completion}, (prompt, completion), why, 3)
+        return "no pair of columns looks like inputs with targets; name them in the job with data.prompt and data.completion"
+
+    def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
+        """Prepare the data. data.max_length truncates inputs, data.max_target_length targets."""
+        refuse_router(config, job)
+        limit = LengthLimit(job.data.max_length, max_positions)
+        sources = read_sources(job)
+        train = _pairs(sources.train, job)
+        held_out, test = (None if rows is None else _pairs(rows, job) for rows in (sources.eval, sources.test))
+        if job.data.eval_fraction is not None:
+            kept, held = split_rows(len(train.prompts), job.data.eval_fraction, seed, sources.train.source)
+            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
+        tokenizer = tokenizer_for(job, config, [*train.prompts, *train.completions], decoder=True, cache=cache)
+        start = tokenizer.pad_token_id if job.model.name is None else start_token(config)
+        stores = [
+            None if pairs is None else _store(pairs, tokenizer, limit, job.data.max_target_length, start, cache)
+            for pairs in (train, held_out, test)
+        ]
+        prepared = make_prepared(stores, tokenizer, None, avoid_used=False)
+        for store, which in zip(stores, ("", " of the evaluation data", " of the test data"), strict=True):
+            if store is not None and (cut := store.meta["cut_targets"]):
+                most, of = job.data.max_target_length, f"{len(store):,} targets{which}"
+                prepared.notes.append(f"truncated {cut:,} of {of} to {most} tokens (data.max_target_length)")
+        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
+        return prepared
+
+    def collate(self) -> type[Collate]:
+        """Inputs and targets are padded apart."""
+        from hwopt.data.pair_collate import PairCollate
+
+        return PairCollate
+
+    def fit_config(self, config: PretrainedConfig, job: Job, prepared: Prepared) -> None:
+        """Set the vocabulary, and the padding token as the decoder's start token, as in T5."""
+        super().fit_config(config, job, prepared)
+        set_in_configs(config, decoder_start_token_id=prepared.tokenizer.pad_token_id)
+        if getattr(config, "forced_eos_token_id", None) is not None:
+            set_in_configs(config, forced_eos_token_id=prepared.tokenizer.eos_token_id)
+
+    def fit_model(self, model: Any, prepared: Prepared) -> None:
+        """Check the vocabulary, and that the model shifts targets as the store does. Raises InputError."""
+        import torch
+
+        super().fit_model(model, prepared)
+        row = prepared.train.row(0)
+        target = torch.tensor(row["decoder_labels"]).long()[None]  # (1, length)
+        own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if own is not None and own(target)[0].tolist() != row["decoder_input_ids"].tolist():
+            raise InputError(
+                f"model: {type(model).__name__} makes the decoder's input in a way of its own, which hwopt does not support. "
+                f"{OTHERS}"
+            )
+
+    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+        """The prompt of each row."""
+        (prompts,) = text_columns(rows, (str(job.data.prompt),))
+        return prompts
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+        """Generates the completion."""
+        from hwopt.tasks.seq2seq_generator import Seq2SeqGenerator
+
+        return Seq2SeqGenerator(trained, model, generation)
+
+    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> PairStore:
+        """The pairs as in training."""
+        limit = LengthLimit(trained.job.data.max_length, trained.max_positions)
+        start = start_token(trained.config)
+        return _store(_pairs(rows, trained.job), trained.tokenizer, limit, trained.job.data.max_target_length, start, cache)
+
+    def usage(self, where: str) -> str:
+        """transformers has no pipeline for encoder-decoders since version 5."""
+        return (
+            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
+            f'where = "{where}"  # or the path of this folder\n'
+            "tokenizer, model = AutoTokenizer.from_pretrained(where), AutoModelForSeq2SeqLM.from_pretrained(where)\n"
+            'written = model.generate(**tokenizer("…", return_tensors="pt"), max_new_tokens=128)\n'
+            "print(tokenizer.decode(written[0], skip_special_tokens=True))"
+        )
+
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+        """An input of `length` tokens with the longest target that the job allows."""
+        import numpy as np
+
+        target = np.zeros(job.data.max_target_length, np.int64)
+        return {"input_ids": np.zeros(length, np.int64), "decoder_input_ids": target, "decoder_labels": target}
+
+    def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
+        """The input, and the target behind it."""
+        tokens, target = row["input_ids"].tolist(), row["decoder_labels"].tolist()
+        inputs = spans_of(prepared.tokenizer, tokens, [False] * len(tokens))
+        return Shown((*inputs, Span("\n", False), *spans_of(prepared.tokenizer, target, [True] * len(target))), None, len(target))
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(cross-entropy summed over the tokens of the targets, their number); targets (batch, longest target)."""
+        return token_loss(outputs, targets)
+
+    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+        """`loss` with the job's label smoothing, as in torch's cross_entropy."""
+        return partial(token_loss, smoothing=self.options.label_smoothing) if self.options.label_smoothing else self.loss
+
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+        """loss (nats per token) and perplexity; with task.rouge also the ROUGE of generated texts."""
+        from hwopt.tasks.metrics import TokenMetrics
+
+        if not self.options.rouge:
+            return TokenMetrics(device)
+        from hwopt.tasks.rouge import RougeMetrics
+
+        return RougeMetrics(device, prepared.tokenizer, prepared.train.meta["max_target_length"])
+
+
+def start_token(config: PretrainedConfig) -> int:
+    """The first token that the decoder reads. Raises InputError if the model's config does not say."""
+    found = getattr(config, "decoder_start_token_id", None)
+    if not isinstance(found, int):
+        raise InputError(
+            f"model: the config of this {config.model_type} has no decoder_start_token_id: its decoder's first token is unknown. "
+            f"{OTHERS}"
+        )
+    return found
+
+
+def _pairs(rows: Rows, job: Job) -> Pairs:
+    """The rows that have a prompt and a completion."""
+    columns = (str(job.data.prompt), str(job.data.completion))
+    prompts, completions = (text_columns(rows, (name,))[0] for name in columns)
+    return Pairs(rows.places, rows.bad_rows, prompts, completions).take(rows.usable())
+
+
+def _store(pairs: Pairs, tokenizer: Any, limit: LengthLimit, most: int, start: int, cache: Path) -> PairStore:
+    """The store of `pairs` with targets of at most `most` tokens, from the cache or written now."""
+    import numpy as np
+
+    most = most if limit.max_positions is None else min(most, limit.max_positions)
+    settings = [FORMAT, Seq2SeqLM.facts.kind, limit.max_length, most, start]
+    key = fingerprint(settings, tokenizer_fingerprint(tokenizer), pairs.prompts, pairs.completions)
+
+    def make() -> tuple[dict[str, Any], dict[str, Any]]:
+        targets = encode_targets(tokenizer, pairs.completions)
+        empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
+        used = [sample for sample in range(len(targets)) if sample not in empty]
+        if not used:
+            raise DataError(f"{pairs.places.source}: no completion has a token")
+        found = encode(tokenizer, [[pairs.prompts[sample] for sample in used]], limit, pairs.places.take(used), types=False)
+        skipped = empty | {used[sample]: reason for sample, reason in found.skipped.items()}
+        kept = [np.array(targets[sample][:most], np.int32) for sample in used if sample not in skipped]
+        lengths = np.array([len(target) for target in kept], np.int64)
+        arrays = {
+            "input_ids": found.ids,
+            "offsets": np.concatenate([[0], np.cumsum(found.lengths)]),
+            "target_ids": np.concatenate(kept),
+            "target_offsets": np.concatenate([[0], np.cumsum(lengths)]),
+            "counts": lengths.astype(np.int32),
+        }
+        meta = found.meta(tokenizer)
+        meta |= {
+            "kind": Seq2SeqLM.facts.kind,
+            "label_names": None,
+            "labels_per_token": True,
+            "max_length": limit.max_length,
+            "max_target_length": most,
+            "start": start,
+            "cut_targets": sum(len(targets[sample]) > most for sample in used if sample not in skipped),
+            "left_out": [[sample, skipped[sample]] for sample in sorted(skipped)],
+            "largest_id": max(int(arrays["target_ids"].max()), meta["largest_id"], start),
+        }
+        return arrays, meta
+
+    store = PairStore.cached(cache / "tokens" / key, make)
+    add_tokenless_rows(store, pairs.places, pairs.bad_rows)
+    skipped = {sample for sample, _ in store.meta["left_out"]}
+    places = pairs.places.take([sample for sample in range(len(pairs.prompts)) if sample not in skipped])
+    limit.check(np.diff(store.array("offsets")), places)  # the store may come from a run with another model
+    return store
+
+
+def encode_targets(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each target with the end-of-text token, as the tokenizer encodes targets; [] for a text without tokens."""
+    end = tokenizer.eos_token_id
+    found: list[list[int]] = []
+    for at in range(0, len(texts), CHUNK):
+        encoded = tokenizer(text_target=list(texts[at : at + CHUNK]), return_attention_mask=False, verbose=False)["input_ids"]
+        bare = set(tokenizer.all_special_ids)
+        for tokens in encoded:
+            if all(token in bare for token in tokens):
+                found.append([])
+            else:
+                found.append(tokens if end is None or tokens[-1] == end else [*tokens, end])
+    return found

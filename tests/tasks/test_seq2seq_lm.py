@@ -1,0 +1,228 @@
+"""Sequence-to-sequence, from prompts and completions to predictions, with T5 and BART."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
+
+from hwopt import api
+from hwopt.cli import run_command
+from hwopt.config.job import Job
+from hwopt.data.collate import StepDataset, cut_in_order
+from hwopt.data.pair_collate import PairCollate
+from hwopt.data.pair_store import PairStore
+from hwopt.data.step_batch import Step, Widths
+from hwopt.errors import DataError, InputError
+from hwopt.hardware.detect import detect
+from hwopt.hardware.device import described
+from hwopt.memory.dry_run import Shape
+from hwopt.memory.lengths import lengths_of
+from hwopt.memory.measured import measure_peak
+from hwopt.memory.planner import plan_memory
+from hwopt.planning.plan import Plan
+from hwopt.tasks.recognition import recognise
+from hwopt.tasks.seq2seq_lm import start_token
+from hwopt.testing import TINY_T5, Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+
+KIND = "seq2seq-lm"
+TINY_BART = {
+    "model_type": "bart",
+    "vocab_size": 300,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+}
+MODELS = [pytest.param(TINY_T5, id="t5"), pytest.param(TINY_BART, id="bart")]
+
+
+def planned(folder: Path, config: Any = None, data: Any = None, plugins: Any = None, task: Any = None, **training: Any) -> Plan:
+    job = tiny_job(folder / "data", KIND, config=config, data=data, **training)
+    tables = {**job.document.data, "task": {"kind": KIND, **(task or {})}}
+    return plan_for(tiny_profile(**(plugins or {})), type(job)(Job.model_validate(tables), job.document))
+
+
+def write_pairs(path: Path, number: int, seed: int = 0) -> Path:
+    """`path`, with sentences of colours, and their first word as the summary."""
+    words = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(number):
+            sentence = words.choices(("red", "green", "blue"), k=words.randint(2, 6))
+            file.write(json.dumps({"document": " ".join(sentence), "summary": sentence[0]}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_pairs_to_predictions(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that a user types."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    write_pairs(Path("train.jsonl"), 160)
+    write_pairs(Path("dev.jsonl"), 12, seed=1)
+    assert run_command(["init", "train.jsonl", "--yes"]) == 0
+    written = Path("job.toml").read_text()
+    assert all(line in written for line in (f'kind = "{KIND}"', 'prompt = "document"', 'completion = "summary"'))
+    tiny = "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items()) + " }"
+    lines = [f"config = {tiny}" if line.startswith("config =") else line for line in written.splitlines()]
+    Path("job.toml").write_text("\n".join(lines))
+    assert run_command(["preview", "--profile", "cpu"]) == 0
+    assert "[[" in capsys.readouterr().out
+    settings = {"training.num_train_epochs": 8, "training.learning_rate": 1e-2, "data.max_target_length": 8, "task.rouge": "true"}
+    options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    assert run_command(["run", "--profile", "cpu", "--name", "first", *options]) == 0
+    assert "samples of an encoder-decoder have two lengths" in capsys.readouterr().out
+    assert run_command(["evaluate", "runs/first", "dev.jsonl", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["perplexity"] < 3
+    assert run_command(["predict", "runs/first", "dev.jsonl", "-o", "out.jsonl", "--max-new-tokens", "8"]) == 0
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert sum(row["generated_text"] == row["summary"] for row in rows) >= 6
+    scorer = RougeScorer(["rougeL"])
+    scores = [scorer.score(row["summary"], row["generated_text"])["rougeL"].fmeasure for row in rows]
+    assert found["rougeL"] == pytest.approx(np.mean(scores), abs=0.05)  # bf16 batches may differ by a tie
+    card = Path("runs/first/final/README.md").read_text()
+    assert "AutoModelForSeq2SeqLM" in card
+    assert "pipeline(" not in card
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_loss_is_that_of_the_model_and_ignores_padding(config: dict[str, Any], tmp_path: Path) -> None:
+    """The loss of padded micro-batches, summed, equals the model's own loss of each sample, with the same shifted input."""
+    plan = planned(tmp_path, config)
+    train_tiny(plan, tmp_path)
+    recorder_store = api.evaluate(tmp_path / "run", plan.job.data.eval or "")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    summed = tokens = 0.0
+    for line in Path(str(plan.job.data.eval)).read_text().splitlines():
+        row = json.loads(line)
+        inputs = tokenizer(row["text"], truncation=True, max_length=32, return_tensors="pt")["input_ids"]
+        labels = torch.tensor([[*tokenizer(text_target=row["label"])["input_ids"], tokenizer.eos_token_id][:12]])
+        with torch.no_grad():
+            summed += float(model(input_ids=inputs, labels=labels).loss) * labels.numel()
+        tokens += labels.numel()
+    assert recorder_store.metrics["loss"] == pytest.approx(summed / tokens, rel=1e-5)
+
+
+def test_inputs_and_targets_are_padded_apart_and_trimmed_by_a_finer_rung(tmp_path: Path) -> None:
+    arrays = {
+        "input_ids": np.arange(10, 20, dtype=np.int32),
+        "offsets": np.array([0, 5, 7, 10]),
+        "target_ids": np.arange(30, 38, dtype=np.int32),
+        "target_offsets": np.array([0, 1, 5, 8]),
+        "counts": np.array([1, 4, 3], np.int32),
+    }
+    store = PairStore.cached(tmp_path / "store", lambda: (arrays, {"start": 2, "max_target_length": 5}))
+    assert store.lengths.tolist() == [5, 4, 3]  # the second target has 4 of 5 tokens, the longest input 5
+    dataset = StepDataset(store, PairCollate(cut_in_order, 3, 0, widths=Widths((), 2)))
+    batch = dataset[Step(0, 0, (0, 1, 2), 8)]
+    assert batch.tokens == 18
+    ((whole, last),) = batch.micro_batches()
+    assert last
+    assert whole.inputs["input_ids"].shape == (3, 6)
+    assert whole.targets.tolist() == [[30, -100, -100, -100], [31, 32, 33, 34], [35, 36, 37, -100]]
+    assert whole.inputs["decoder_input_ids"].tolist() == [[2, 0, 0, 0], [2, 31, 32, 33], [2, 35, 36, 0]]
+    assert whole.inputs["attention_mask"].sum(1).tolist() == [5, 2, 3]
+    (first, _), (second, _) = batch.micro_batches(1)
+    assert first.inputs["input_ids"].shape == (2, 6)
+    assert second.inputs["input_ids"].shape == (1, 4)
+    assert second.targets.tolist() == [[35, 36, 37, -100]]
+
+
+def test_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    plan = planned(tmp_path, TINY_T5 | {"dropout_rate": 0.1}, max_steps=6, save_steps=2, save_total_limit=0)
+    train_tiny(plan, tmp_path)
+    run = gone_back(tmp_path / "run", tmp_path / "again", 4)
+    api.execute(plan, run, Recorder(), cache=tmp_path / "cache", resume=True)
+    assert saved_bits(run / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+@pytest.mark.parametrize("config", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_memory_forecast_is_that_of_a_real_step(config: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(tmp_path, config | {"vocab_size": 2_000}, plugins={"batch": {"train": 8, "gradient_accumulation_steps": 1}})
+    lengths = lengths_of(plan, tmp_path / "cache")
+    memory = plan_memory(plan, tmp_path / "cache", lengths)
+    assert memory.tier == "traced", memory.note
+    assert memory.peak_gib * 2**30 == pytest.approx(measure_peak(plan, Shape(memory.rows, memory.width), 2), rel=0.05)
+
+
+def test_memory_counts_the_longest_target_that_the_job_allows(tmp_path: Path) -> None:
+    card = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0, detect())
+    peaks = []
+    for most in (12, 48):
+        job = tiny_job(tmp_path / "data", KIND, config=TINY_T5 | {"vocab_size": 20_000}, data={"max_target_length": most})
+        plan = plan_for(tiny_profile(precision={"dtype": "bf16"}), job, hardware=card)
+        memory = plan_memory(plan, tmp_path / "cache", lengths_of(plan, tmp_path / "cache"))
+        assert memory.tier == "traced", memory.note
+        peaks.append(memory.peak_gib)
+    assert peaks[1] > 1.2 * peaks[0]
+
+
+def test_plugins_that_do_not_apply_say_so(tmp_path: Path) -> None:
+    entries = {
+        entry.name: entry for entry in planned(tmp_path, plugins={"length_batching": {}, "pack": {}, "fused_loss": {}}).entries
+    }
+    assert {entry.decision for name, entry in entries.items() if name != "batch"} == {"skip"}
+    assert entries["length_batching"].reason == "samples of an encoder-decoder have two lengths; group_lengths groups by both"
+    assert entries["fused_loss"].reason == "needs a decoder without an encoder (task.kind = 'causal-lm'), found seq2seq-lm"
+    assert "does not accept position ids" in entries["pack"].reason
+
+
+def test_adapter_trains_both_sides(tmp_path: Path) -> None:
+    plan = planned(tmp_path, plugins={"adapter": {"always": True, "r": 2}})
+    recorder = train_tiny(plan, tmp_path)
+    names = recorder.run.parameter_names
+    assert any("encoder" in name for name in names)
+    assert any("decoder" in name for name in names)
+
+
+def test_longer_texts_are_truncated_with_a_note(tmp_path: Path) -> None:
+    recorder = train_tiny(planned(tmp_path, data={"max_length": 8, "max_target_length": 2}), tmp_path)
+    assert any("targets to 2 tokens (data.max_target_length)" in note for note in recorder.run.prepared.notes)
+    assert max(recorder.run.prepared.train.row(index)["decoder_labels"].size for index in range(40)) == 2
+
+
+def test_job_that_the_task_cannot_serve_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"seq2seq-lm needs data\.prompt and data\.completion"):
+        planned(tmp_path, data={"prompt": None, "completion": None})
+    with pytest.raises(InputError, match=r"training\.metric_for_best_model: eval_rougeL needs task\.rouge = true"):
+        planned(tmp_path, metric_for_best_model="eval_rougeL")
+    with pytest.raises(InputError, match="transformers has no seq2seq-lm head for 'bert'"):
+        planned(tmp_path, {"model_type": "bert"})
+    with pytest.raises(InputError, match="has no decoder_start_token_id"):
+        start_token(MBartConfig())
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"text": "red", "label": ""}\n')
+    with pytest.raises(DataError, match="'label' is empty in every row"):
+        train_tiny(planned(tmp_path, data={"train": str(empty)}), tmp_path)
+
+
+def test_model_that_shifts_its_target_in_another_way_is_refused(tmp_path: Path) -> None:
+    """mBART moves the language at the end of the target to its start."""
+    config = TINY_BART | {"model_type": "mbart"}
+    with pytest.raises(InputError, match="makes the decoder's input in a way of its own"):
+        train_tiny(planned(tmp_path, config), tmp_path)
+
+
+def test_summaries_and_translations_are_recognised(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "train.jsonl", 5)
+    assert recognise(str(path)).keys == {"prompt": "document", "completion": "summary"}
+    (tmp_path / "chat.csv").write_text("prompt,response\nhello,hi there\nbye,see you\n")
+    assert recognise(str(tmp_path / "chat.csv")).kind == "causal-lm"
+    assert recognise(str(tmp_path / "chat.csv"), KIND).keys == {"prompt": "prompt", "completion": "response"}
