@@ -117,7 +117,8 @@ def image_store(images: LabelledImages, labels: NDArray[np.int64], transform: Im
             "offsets": np.cumsum([0, *(len(raw[sample]) for sample in good)], dtype=np.int64),
             "labels": labels[good],
         }
-        return arrays, {"embedded": embedded, "samples": len(good), "left_out": left_out}
+        meta = {"labels_per_token": False, "embedded": embedded, "samples": len(good), "left_out": left_out}
+        return arrays, meta
 
     store = ImageStore.cached(cache / "images" / where / key, make)
     store.transform = transform
