@@ -460,12 +460,20 @@ API cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 bl
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* host, void** arguments) {
     return launch(kernel_of(host), how->gridDim, how->blockDim, arguments, how->dynamicSmemBytes);
 }
+// The newest architecture of torch's CUDA 13 build that a card can run: 86 for a card of compute capability 8.9. CUB chooses its
+// kernels by this number and fails if none was built for it.
+static int architecture_of(const Card& one) {
+    int found = 0;
+    for (int built : {75, 80, 86, 90, 100, 120})
+        if (built <= one.major * 10 + one.minor) found = built;
+    return found;
+}
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
     READY();
     memset(out, 0, sizeof *out);
     Card& one = card(current_card());
     out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 48 << 10;
-    out->ptxVersion = out->binaryVersion = one.major * 10 + one.minor;
+    out->ptxVersion = out->binaryVersion = architecture_of(one);
     return cudaSuccess;
 }
 API cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
