@@ -48,6 +48,6 @@ def test_wait_in_a_graph_capture_fails() -> None:
 def test_sort_runs_on_a_card_without_kernels_of_its_own() -> None:
     """torch has kernels for compute capability 8.6, not for an L4's 8.9; the gradient of a large embedding is sorted."""
     step = "torch.nn.Embedding(10, 4, device='cuda')(torch.zeros(8192, dtype=torch.long, device='cuda')).sum().backward()"
-    command = [sys.executable, str(Path(__file__).parents[1] / "pretend_cuda"), "l4", sys.executable, "-c", f"import torch; {step}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    on_l4 = [sys.executable, str(Path(__file__).parents[1] / "pretend_cuda"), "l4"]
+    done = subprocess.run([*on_l4, sys.executable, "-c", f"import torch; {step}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
