@@ -141,7 +141,7 @@ def test_skipped_rows_and_held_out_rows_belong_to_no_draw(tmp_path: Path) -> Non
     assert mixed.quotas.tolist() == [30, 90]
     notes = [note for note in prepared.notes if note.startswith("mixture: 75.0% of an epoch is ")]
     assert len(notes) == 1
-    assert re.search(rf"source-1\.jsonl: 90 samples drawn from {mixed.sizes[1]} \({90 / mixed.sizes[1]:.3g} passes\)", notes[0])
+    assert re.search(rf": 90 samples drawn from {mixed.sizes[1]} \({90 / mixed.sizes[1]:.3g} passes\)", notes[0])
 
 
 def test_blocks_of_text_belong_to_the_source_of_their_first_document(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ WRONG = {
     "data.max_rows": NO_COUNT,
     "data.streaming": NO_FLAG,
     "data.image": NO_TEXT,
-    "data.max_target_length": [*NO_COUNT, "1", "33333333333"],
+    "data.max_target_length": [*NO_COUNT, "1"],
     "task.rouge": NO_FLAG,
     "data.augmentation": ["true", "3", "['turn']", "'turn'", "[1]", "{}"],
     "data.encoding": [*NO_TEXT, "'cp12520'", "'base64'"],

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory.communication import Ranks, Volume
 from hwopt.memory.sharding import Comparison, SchemeMemory
@@ -54,7 +55,8 @@ def plan(profile: str, hardware: Hardware, memory: MemoryPlan) -> Any:
         SimpleNamespace(name="tf32", decision="skip"),
     )
     named = SimpleNamespace(name=profile)
-    return SimpleNamespace(profile=named, hardware=hardware, memory=memory, entries=entries, batch=SimpleNamespace(step=128))
+    batch, context = SimpleNamespace(step=128), SimpleNamespace(task=task_facts("text-classification"))
+    return SimpleNamespace(profile=named, hardware=hardware, memory=memory, entries=entries, batch=batch, context=context)
 
 
 def side_by_side(console: Terminal) -> None:

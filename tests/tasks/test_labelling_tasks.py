@@ -52,7 +52,7 @@ def test_split_and_packing_do_not_change_the_training(kind: str, weights: str | 
 def test_plugin_that_does_not_apply_says_why(kind: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", kind, data={"train": str(write_rows(tmp_path / "rows.jsonl", 24)), **LABELLED[kind]})
     (entry,) = [entry for entry in plan_for(tiny_profile(fused_loss={}), job).entries if entry.name == "fused_loss"]
-    assert f"needs logits over a vocabulary (task.kind = 'causal-lm'), found {kind}" in entry.reason
+    assert f"needs a decoder without an encoder (task.kind = 'causal-lm'), found {kind}" in entry.reason
     decoder = tiny_job(
         tmp_path / "decoder",
         kind,

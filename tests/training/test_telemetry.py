@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.errors import NonFiniteError
 from hwopt.testing import tiny_job
 from hwopt.training.interval import FOLD, Counts, Interval, ScalarList
@@ -30,6 +31,7 @@ def make_run(folder: Path, total_steps: int = 6, **training: Any) -> Any:
         total_steps=total_steps,
         training=tiny_job(folder, **({"logging_steps": 2} | training)).job.training,
         progress=SimpleNamespace(peers_lost=False),
+        task=SimpleNamespace(facts=task_facts("text-classification")),
         engine=SimpleNamespace(norm=torch.tensor(1.0), loss_scale=lambda: None),
         scheduler=SimpleNamespace(get_last_lr=lambda: [1e-3]),
         warnings=[],

@@ -153,7 +153,11 @@ def test_a_label_without_a_weight_has_weight_1() -> None:
         ),
         ("text-classification", "task.class_weights={}", "got {}"),
         ("text-classification", "task.label_smoothing=1.0", "task.label_smoothing"),
-        ("causal-lm", "task.class_weights=balanced", "task.class_weights belongs to task.kind = 'text-classification'"),
+        (
+            "causal-lm",
+            "task.class_weights=balanced",
+            "task.class_weights belongs to task.kind = 'image-classification'",
+        ),
     ],
 )
 def test_bad_values_are_refused(kind: str, assignment: str, message: str, tmp_path: Path) -> None:
