@@ -171,6 +171,7 @@ def test_oom_writes_a_report(tmp_path: Path) -> None:
     assert "not even row by row" in report["reason"]
 
 
+@pytest.mark.integration
 def test_oom_message_lists_changes_that_save_memory(tmp_path: Path) -> None:
     """The message does not suggest fewer rows: the backoff has tried single rows."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})

@@ -118,6 +118,7 @@ def check_equal_to_whole(plan: Plan) -> None:
     assert (found.update, found.before, found.phases.tolist()) == (expected.update, expected.before, expected.phases.tolist())
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", named(CASES, USUAL))
 def test_extended_trace_equals_the_whole_trace(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:

@@ -435,6 +435,7 @@ def test_logit_transforms_of_models_are_found(config, seen, tmp_path):
         assert seen in facts[0].logit_transform
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tables", [O2, LORA | BF16], ids=["all", "lora"])
 def test_planner_predicts_the_saved_memory(tables, tmp_path):
