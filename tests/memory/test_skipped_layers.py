@@ -111,7 +111,7 @@ def check_equal_to_whole(plan: Plan) -> None:
     for name, expected in whole.items():
         found = extended[name]
         assert in_order(found) == in_order(expected), name
-        for key in ("sizes", "kinds", "operands", "ends", "flops", "dtypes"):
+        for key in ("sizes", "kinds", "column_sums", "operands", "ends", "flops", "dtypes"):
             np.testing.assert_array_equal(getattr(found, key), getattr(expected, key), f"{name} {key}")
         assert found.peak() == expected.peak()
     found, expected = extended["train.base"], whole["train.base"]
