@@ -15,7 +15,8 @@ from hwopt.data.token_store import TokenStore, fingerprint, split_rows
 from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.base import FORMAT, Prepared, Task, refuse_router
+from hwopt.tasks.base import FORMAT, Prepared, Task
+from hwopt.tasks.exactness import refuse_router
 from hwopt.tasks.prediction import Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 
