@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_means_are_those_of_the_samples_since_the_last_call_and_of_the_run() -> 
 def test_cpu_use_counts_this_process_and_ignores_workers_that_ended() -> None:
     sampler = Sampler(None, lambda: [2**22 + 1])  # no such process
     with sampler.running():
-        sum(number * number for number in range(200_000))
+        started = time.process_time()
+        while time.process_time() < started + 0.1:  # the system counts in hundredths of a second
+            sum(range(1000))
         sampler.sample()
     assert sampler.total.to_dict()["cpu_percent"] > 0
 

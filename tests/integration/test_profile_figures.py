@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pinned_torch import with_pinned_torch
 
 from hwopt.config.profile_files import profile_files
 from hwopt.memory.reference import reference_plan
@@ -28,6 +29,7 @@ COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for n
 STATED = {name: found[0] for name, found in COMMENTS.items() if found}
 
 
+@with_pinned_torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", STATED)
 def test_planned_figures_are_current(name: str, tmp_path: Path) -> None:

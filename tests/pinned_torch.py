@@ -1,0 +1,16 @@
+"""Figures of documents and profiles hold for one version of torch: what its kernels allocate differs between versions."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+PINNED = re.search(r"^torch==(\d+\.\d+)", (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8"), re.M)
+assert PINNED is not None, "constraints.txt pins torch"
+with_pinned_torch = pytest.mark.skipif(
+    not version("torch").startswith(f"{PINNED[1]}."),
+    reason=f"the committed figures are those of torch {PINNED[1]} (constraints.txt), this is {version('torch')}",
+)
