@@ -121,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run_command(arguments)
     end_workers()
-    garbage.skip_last_collection()
     sys.exit(last_words(code))
 
 

@@ -64,6 +64,11 @@ class Guarded:
         return getattr(self.function, name)
 
 
+def unguarded(value: Any) -> Any:
+    """The plugin's own object, without the guard around it."""
+    return value.function if isinstance(value, Guarded) else value
+
+
 class GuardedOnce(Guarded):
     """A Guarded callable that runs once per run, outside the steps: its standard output goes to standard error."""
 

@@ -23,8 +23,3 @@ def collect_as_usual() -> None:
     """Undo `collect_seldom`. Thresholds that others set stay."""
     if gc.get_threshold() == STARTING:
         gc.set_threshold(*USUAL)
-
-
-def skip_last_collection() -> None:
-    """Exclude all objects from the collections at the exit of the process, which take about a second."""
-    gc.freeze()

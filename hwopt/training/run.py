@@ -13,6 +13,7 @@ from torch import Tensor
 from hwopt.data.step_batch import StepBatch
 from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
+from hwopt.plugin.guard import unguarded
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import Prepared, Task
 from hwopt.training.listener import Listener
@@ -133,8 +134,8 @@ class Run:
     @property
     def parts(self) -> list[Any]:
         """The objects whose methods are the recipe's events, and the recipe's states."""
-        events = [event for each in self.recipe.events.values() for event in each]
-        return [getattr(event, "__self__", event) for event in events] + list(self.recipe.state)
+        events = [unguarded(event) for each in self.recipe.events.values() for event in each]
+        return [getattr(event, "__self__", event) for event in events] + [unguarded(state) for state in self.recipe.state]
 
     @property
     def extras(self) -> Path:

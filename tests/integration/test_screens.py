@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cli.test_cli import hwopt
 from documented_folder import write_pairs
+from pinned_torch import IS_PINNED, REASON
 from terminals import Screenshot, on_terminal
 
 from hwopt.cli import run_command
@@ -156,6 +157,8 @@ def screens(request: pytest.FixtureRequest, warm: None, tmp_path_factory: pytest
 def test_screens_match_the_golden_files(screens: Screens, command: str) -> None:
     text = with_placeholders(screens.text[command])
     mode = "80" if screens.mode == "no-colour" else screens.mode  # the same text, without colours
+    if command == "plan" and not IS_PINNED:  # figures have other numbers of digits, and lines fold elsewhere
+        pytest.skip(REASON)
     path = GOLDEN / f"{command}-{mode}.txt"
     if os.environ.get("HWOPT_UPDATE_GOLDEN") and mode == screens.mode:
         path.write_text(text, encoding="utf-8")
