@@ -61,9 +61,9 @@ def refuse_missing(data: Data) -> None:
         located(leaf, several=len(held_out) > 1)
     if data.streaming and "dataset" not in kinds:
         raise DataError("data.streaming: applies to data sets of the hub, and data.train has files only; omit it")
-    files = {os.path.realpath(leaf.path) for leaf in held_out if os.path.isfile(leaf.path)} if len(train) > 1 else ()
+    files = {real_path(leaf) for leaf in held_out if os.path.isfile(real_path(leaf))} if len(train) > 1 else ()
     for leaf in train:
-        if os.path.realpath(leaf.path) in files:
+        if files and real_path(leaf) in files:
             raise DataError(
                 f"{leaf.path}: data.train has this file, and data.eval or data.test too; a model must not train on what "
                 "evaluates it. Move the file to another folder, or list the files of data.train"
@@ -75,9 +75,14 @@ def located(leaf: Leaf, several: bool) -> str:
     return "file" if several and is_document(leaf) else locate(leaf.path, leaf.split)[0]
 
 
+def real_path(leaf: Leaf) -> str:
+    """The absolute path without links; job files are UTF-8, whatever encoding Python assumes for file names."""
+    return os.path.realpath(os.fsdecode(leaf.path.encode("utf-8")))
+
+
 def is_document(leaf: Leaf) -> bool:
     """Whether `leaf` is a text file, which is one row."""
-    return leaf.path.lower().endswith(".txt") and os.path.isfile(leaf.path)
+    return leaf.path.lower().endswith(".txt") and os.path.isfile(real_path(leaf))
 
 
 def read_all(sources: Sources | TrainingSources, split: str | None, options: ReadOptions, suffix: str = "") -> Rows:

@@ -57,9 +57,9 @@ def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
     """(kind of `source`, its path). Raises DataError, with what to give instead, if it is of no kind."""
     refuse_non_utf8(source, "data:")
     # job files are UTF-8, whatever encoding Python assumes for file names
-    path = Path(os.fsdecode(source.encode("utf-8")))
+    path, named = (Path(os.fsdecode(each.encode("utf-8"))) for each in (source, configured(source)[0]))
     kind = path_kind(path, "data", DataError)
-    folder = path if kind == "folder" else Path(configured(source)[0])
+    folder = path if kind == "folder" else named
     if kind == "folder" or folder != path:
         if is_clone(folder):
             return "dataset", folder

@@ -39,8 +39,8 @@ class StatusLine:
     def clear(self) -> None:
         """Remove the line. Call this before other output."""
         if self.shown:
-            write(self.blanks() + CLEAR_LINE)
-            self.shown = ""
+            blanks, self.shown = self.blanks(), ""  # first: rich prints what is written while its live display runs, and clears
+            write(blanks + CLEAR_LINE)
 
     def blanks(self) -> str:
         """What overwrites the line in a notebook, which knows carriage returns but not the sequence that clears a line."""

@@ -67,7 +67,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
         process.kill()
     for foreign in ("Traceback", "CalledProcessError", "ChildFailedError", "torch.distributed", "SIGTERM"):
         assert foreign not in errors, errors
-    return process.returncode, errors
+    return process.returncode, errors.removeprefix("loading torch …\n")
 
 
 def status(folder: Path, name: str) -> int | None:
