@@ -57,7 +57,11 @@ def on_terminal() -> bool:
 
 def write(text: str) -> None:
     """Write to standard error. A closed pipe or a full disk does not end the command."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    own, current = sys.__stderr__, sys.stderr
+    with suppress(OSError):
+        if own is not None and current is own:  # past the buffer, in which text that cannot be written would stay and fail again
+            own.flush()
+            os.write(own.fileno(), text.encode(own.encoding, "replace"))
+        elif current is not None:
+            current.write(text)
+            current.flush()
