@@ -15,7 +15,7 @@ REPORT = "report.html"
 
 
 def write_own_report(folder: Path) -> str:
-    """Write the report of the run in `folder`, if it has begun. Returns why it could not be written, or "". Never raises."""
+    """Write the report of the run in `folder`, if it has started. Returns why it could not be written, or "". Never raises."""
     try:
         if is_run_folder(folder):
             write_page([read_record(folder)], folder / REPORT)

@@ -12,7 +12,7 @@ from hwopt.runs.record import METRICS, is_run_folder, metric_rows, process_alive
 from hwopt.runs.run_log import LOG
 
 GRACE = 3.0
-"""Seconds without a process and without an exit code after which a run counts as ended: a launcher may start its ranks anew."""
+"""Seconds without a process and without an exit code after which a run counts as ended: a launcher may restart its ranks."""
 MAX_WARNINGS, LOG_BYTES = 3, 1 << 16
 
 
@@ -36,7 +36,7 @@ def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Ite
 class MetricsTail:
     """Reads a growing metrics.jsonl.
 
-    Each call parses only what was added. A resumed run writes the file anew, with fewer rows.
+    Each call parses only what was added. A resumed run rewrites the file, with fewer rows.
     """
 
     def __init__(self, path: Path) -> None:

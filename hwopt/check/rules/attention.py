@@ -76,7 +76,7 @@ def compile_widths(view: View, facts: Facts) -> Iterator[Finding]:
     )
     yield Finding(
         "torch_compile_mode" if graphs else "torch_compile",
-        f"torch.compile{' with reduce-overhead' if graphs else ''} compiles anew for new widths of a batch.",
+        f"torch.compile{' with reduce-overhead' if graphs else ''} compiles again for each new width of a batch.",
         why,
         "pad to a few fixed widths, as a hwopt profile does"
         + (f"; {view.line('torch_compile_mode', 'default')}" if graphs else ""),
