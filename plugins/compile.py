@@ -38,10 +38,12 @@ def compiler_limits(widths: int) -> Iterator[None]:
     """Raise the recompile limits of torch inside the block.
 
     Each of the `widths` can need a graph for training and one for evaluation, and each of these one more for a single row.
+    Drops the graphs of this process: torch counts those of earlier models against the limit, if their layers have the same code.
     """
     import torch._dynamo
     import torch._functorch.config
 
+    torch._dynamo.reset()
     limit = max(8, 4 * widths)
     with (
         torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, 32 * limit)),

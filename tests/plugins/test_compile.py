@@ -46,9 +46,9 @@ def decided(hardware, widths="auto", **where):
 
 
 class Block(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, features=8):
         super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
+        self.linear = torch.nn.Linear(features, 8)
 
     def forward(self, x):
         return torch.nn.functional.gelu(self.linear(x)).sin()
@@ -154,6 +154,20 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert run.warnings == []
     assert not any("_orig_mod" in name for name in run.inner_model.state_dict())
+
+
+def test_a_run_is_compiled_after_runs_that_reached_the_limit():
+    """Several runs in a process, as in a notebook: all blocks share the code of `Block.forward`."""
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = CompileCounter()
+    for _ in range(2):
+        with compiler_limits(1), torch.no_grad():
+            for features in range(1, 10):  # the limit is 8
+                block = Block(features)
+                block.compile(backend=graphs)
+                block(torch.randn(3, features))
+    assert graphs.frame_count > 8
 
 
 @OWN_WARNINGS
