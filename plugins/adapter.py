@@ -13,7 +13,7 @@ Numerical effect: a different training method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -167,10 +167,7 @@ class Adapter(Plugin):
         magnitudes = sum("lora_magnitude_vector" in name for name, _ in trained)
         adapters = sum("lora_B" in name for name, _ in trained)
         # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero
-        updated = sum(
-            any(is_nonzero_moment(value) for key, value in state.items() if not key.startswith("qmap"))
-            for state in run.optimizer.state.values()
-        )
+        updated = number_of_updated(run.optimizer.state.values())
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
@@ -185,6 +182,13 @@ class Adapter(Plugin):
         return {"kind": self.options.kind}
 
 
-def is_nonzero_moment(value: Any) -> bool:
-    """Whether `value`, an entry of the optimizer state, is a tensor (not the step counter) with a nonzero element."""
-    return getattr(value, "ndim", 0) > 0 and bool(value.any())
+def number_of_updated(states: Iterable[Mapping[str, Any]]) -> int:
+    """How many of the optimizer's states have a moment with a nonzero element. Waits for the device once."""
+    import torch
+
+    found = []
+    for state in states:
+        moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
+        if moments:  # the rest is the step counter
+            found.append(torch.stack([moment.any() for moment in moments]).any())
+    return int(torch.stack([flag.to(found[0].device) for flag in found]).sum()) if found else 0
