@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.hardware.torch_build import torch_problem
 
@@ -32,6 +33,7 @@ def detect(index: int = 0) -> Hardware:
     index = index if index < torch.cuda.device_count() else 0
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
+    release_unused_memory()
     free, total = torch.cuda.mem_get_info(index)
     return Hardware(
         device_type="cuda",

@@ -16,6 +16,7 @@ import torch
 from hwopt.distributed.data_parallel import DataParallelEngine, broadcast_weights, first_rank_first
 from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
@@ -54,6 +55,7 @@ def build(
     `folder` is the run folder, which is not created here. `cache` has the tokenised data. `claim_folder` is called when the ranks
     can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`.
     """
+    release_unused_memory()
     with ExitStack() as stack:
         for enter in plan.recipe.process:
             stack.enter_context(guarded_context(enter))
