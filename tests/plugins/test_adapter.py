@@ -19,6 +19,7 @@ from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Recipe
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, classification_heads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
@@ -187,3 +188,15 @@ def test_evidence_is_inactive_if_other_weights_train():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Adapter.Options.model_validate_json(text)
+
+
+@pytest.mark.integration
+def test_dora_with_checkpointing_is_compiled_in_one_graph_a_layer(tmp_path):
+    from torch._dynamo.utils import counters
+
+    counters["graph_break"].clear()
+    tables = {"adapter": {"kind": "dora", "always": True}, "checkpointing": {}, "compile": {"scope": "block"}}
+    recorder = train_tiny(plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm")), tmp_path)
+    evidence = {entry.name: evidence for entry, evidence in recorder.found}
+    assert evidence["compile"].status == "active", evidence["compile"].seen
+    assert not counters["graph_break"]

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt_plugins.adapter.dora_graphs import traceable_dora
 
 MIN_PARAMETERS = 500_000_000
 """Smaller models are skipped unless `always` is set."""
@@ -133,6 +134,8 @@ class Adapter(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         options = self.options
+        if options.kind == "dora":
+            recipe.process.append(traceable_dora)
         recipe.model_steps.append(
             partial(
                 add_adapter,
