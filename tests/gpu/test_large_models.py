@@ -13,7 +13,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.dry_run import Shape
 from hwopt.memory.lengths import Lengths
 from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.planner import FORECAST_ERROR, plan_memory
 from hwopt.planning.plan import Plan
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
@@ -47,27 +47,27 @@ def plan_with(folder: Path, tables: dict[str, Any], config: dict[str, Any] = LLA
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "tables",
+    ("tables", "rows"),
     [
-        PURE,
-        PURE | IN_BACKWARD,
-        PURE | OFFLOAD,
-        PURE | OFFLOAD | IN_BACKWARD | {"fused_loss": {"backend": "torch"}},
-        PURE | IN_BACKWARD | {"optimizer": {"name": "adamw_bnb_8bit"}},
-        PURE | {"sdpa": {"prefer": ["eager"]}},
-        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_8bit"}}, marks=pytest.mark.soak),  # minutes of compilation
-        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_4bit"}}, marks=pytest.mark.soak),
+        pytest.param(PURE, ROWS, id="pure"),
+        pytest.param(PURE | IN_BACKWARD, ROWS, id="in-backward"),
+        pytest.param(PURE | OFFLOAD, ROWS, id="offload"),
+        pytest.param(PURE | OFFLOAD | IN_BACKWARD | {"fused_loss": {"backend": "torch"}}, ROWS, id="all"),
+        pytest.param(PURE | IN_BACKWARD | {"optimizer": {"name": "adamw_bnb_8bit"}}, ROWS, id="in-backward-8bit"),
+        pytest.param(PURE | {"sdpa": {"prefer": ["eager"]}}, ROWS // 2, id="eager"),  # score matrices: 8 GiB for ROWS
+        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_8bit"}}, ROWS, id="torchao-8bit", marks=pytest.mark.soak),
+        pytest.param(PURE | {"optimizer": {"name": "adamw_torch_4bit"}}, ROWS, id="torchao-4bit", marks=pytest.mark.soak),
     ],
-    ids=["pure", "in-backward", "offload", "all", "in-backward-8bit", "eager", "torchao-8bit", "torchao-4bit"],
 )
-def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], tmp_path: Path) -> None:
-    plan = plan_with(tmp_path, tables)
+def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], rows: int, tmp_path: Path) -> None:
+    plan = plan_with(tmp_path, tables, rows=rows)
     memory = plan_memory(plan, tmp_path / "cache", Lengths(None, WIDTH, 2, "this test"))
     assert memory.tier == "traced", memory.note
     torch._C._cuda_clearCublasWorkspaces()  # else those of an earlier test would not count
     real = measure_peak(plan, Shape(memory.rows, memory.width), 2)
-    # an update in backward reuses blocks in an order that the trace does not have: 1.1 % under was seen
-    assert memory.peak_gib * GIB == pytest.approx(real, rel=0.015 if "optimizer_in_backward" in tables else 0.005)
+    # step 1 makes the optimizer's state while backward frees memory: its tensors lie in blocks of up to 1 MiB more than they need
+    error = FORECAST_ERROR if "optimizer_in_backward" in tables else 0.005
+    assert memory.peak_gib * GIB == pytest.approx(real, rel=error)
 
 
 def test_offload_keeps_layer_inputs_in_pinned_host_memory(tmp_path: Path) -> None:
