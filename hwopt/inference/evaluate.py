@@ -17,8 +17,8 @@ from hwopt.data.step_batch import Step, Widths
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
-from hwopt.tasks.base import Prepared
 from hwopt.tasks.metrics import GeneratedMetrics
+from hwopt.tasks.prepared import Prepared
 
 
 @dataclass(frozen=True)

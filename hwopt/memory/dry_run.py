@@ -30,7 +30,8 @@ from hwopt.planning.resolve import write_recipe
 from hwopt.plugin import MemorySpec
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Recipe
-from hwopt.tasks.base import Prepared, in_float32
+from hwopt.tasks.base import in_float32
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.training.accumulation import forward_and_backward
 from hwopt.training.build import adopt_model, make_accelerator, reset_accelerate

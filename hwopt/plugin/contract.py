@@ -7,7 +7,7 @@ A plugin is one optimization. `probe` decides whether it works on this machine, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,9 @@ from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.conflicts import CAPABILITIES, Conflict
+from hwopt.plugin.evidence import Evidence
 from hwopt.plugin.imports import options_by_alias
+from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
 
@@ -95,91 +97,6 @@ class Decision:
     def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
         """The memory planner uses the first of `options` that fits into memory. At least two, cheapest first."""
         return cls("choose", reason, tuple(options))
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Whether a plugin is really on, observed in the running objects, and what was seen."""
-
-    status: Literal["active", "inactive", "unknown"]
-    seen: str
-    found: Mapping[str, Any] = field(default_factory=dict)
-    """What was observed: name -> value, or the `range` in which the value lies. `Plugin.expects` says which values are right."""
-
-    @classmethod
-    def active(cls, seen: str, **found: Any) -> Evidence:
-        return cls("active", seen, found)
-
-    @classmethod
-    def inactive(cls, seen: str, **found: Any) -> Evidence:
-        return cls("inactive", seen, found)
-
-    @classmethod
-    def unknown(cls, why: str, **found: Any) -> Evidence:
-        return cls("unknown", why, found)
-
-    def compared(self, expected: Mapping[str, Any]) -> Evidence:
-        """This evidence, or an inactive one if a found value differs from `expected` (a frozenset: one of several values).
-
-        Active evidence needs every expected value; evidence that is unknown may lack some.
-        """
-        wrong = []
-        for name, value in expected.items():
-            if name in self.found and not agrees(self.found[name], value):
-                wrong.append(f"expected {name} {listed(value)}, found {self.found[name]}")
-            elif name not in self.found and self.status == "active":
-                wrong.append(f"{name} was not observed, expected {listed(value)}")
-        return Evidence("inactive", "; ".join((self.seen, *wrong)), self.found) if wrong else self
-
-
-def agrees(found: Any, expected: Any) -> bool:
-    """Whether an observed value is an expected one."""
-    if isinstance(found, range):
-        return expected in found
-    return found in expected if isinstance(expected, frozenset) else bool(found == expected)
-
-
-def listed(value: Any) -> str:
-    """An expected value for a message."""
-    return " or ".join(sorted(map(str, value))) if isinstance(value, frozenset) else str(value)
-
-
-@dataclass
-class MemorySpec:
-    """The memory planner's estimate of a plan, before a trace. Plugins change it in `memory`."""
-
-    parameters: int
-    trained: int
-    """Number of parameters that get gradients."""
-    weight_bytes: float = 4.0
-    """Bytes per unpacked parameter, in the dtype that the model computes with. The next three are bytes per trained parameter."""
-    gradient_bytes: float = 4.0
-    state_bytes: float = 8.0
-    master_bytes: float = 0.0
-    packed: int = 0
-    """Number of parameters that a plugin stores in a format of its own, in `packed_bytes` bytes together."""
-    packed_bytes: float = 0.0
-    unpacked: Mapping[str, int] = field(default_factory=dict)
-    """Weights that the plugin cannot pack: name -> number of parameters. The plan shows their bytes."""
-    held: dict[str, float] = field(default_factory=dict)
-    """Kind of memory ("weights", "gradients", "optimizer_state", "update") -> fraction of it on this device, if below 1.
-
-    "update" is temporary memory of the optimizer update.
-    """
-    buffers: float = 0.0
-    """Additional bytes on the device, which a trace of the stand-ins does not show."""
-    host: float = 0.0
-    """Bytes of this rank in host memory."""
-    stand_ins: dict[str, Any] = field(default_factory=dict)
-    """Recipe slot -> a callable that replaces the slot's own in a trace, and allocates the same memory on fake tensors.
-
-    The stand-in of an engine may have `earlier_gradients()`, which allocates the gradients after a first micro-batch.
-    """
-
-    @property
-    def weights(self) -> float:
-        """Bytes of all weights, packed and unpacked."""
-        return (self.parameters - self.packed) * self.weight_bytes + self.packed_bytes
 
 
 @dataclass(frozen=True)

@@ -165,4 +165,5 @@ UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 def time_range(seconds: tuple[float, float]) -> str:
     """Both ends of a range in one unit: "72.5 to 156 ms"."""
     unit, size = next(((unit, size) for unit, size in UNITS if seconds[1] >= 2 * size), UNITS[-1])
-    return f"{seconds[0] / size:.3g} to {seconds[1] / size:.3g} {unit}"
+    low, high = (float(f"{value / size:.3g}") for value in seconds)
+    return f"{low:,g} to {high:,g} {unit}"

@@ -19,12 +19,13 @@ from hwopt.data.tables import text_columns
 from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
 from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
-from hwopt.tasks.base import FORMAT, IGNORED, LossFunction, Metrics, Prepared, Task
+from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Task
 from hwopt.tasks.exactness import refuse_router
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
 from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.spans import Shown, spans_of
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from hwopt.config.job import Job
@@ -13,9 +11,11 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import split_by_label
 from hwopt.errors import DataError
-from hwopt.tasks.base import LossFunction, Metrics, Prepared, Task
-from hwopt.tasks.labelled_texts import Named
-from hwopt.tasks.labels import class_names, imbalance, label_order, label_weights, one_label_column, read_labels
+from hwopt.tasks.base import Metrics
+from hwopt.tasks.class_weights import WeightedClasses, with_class_weights
+from hwopt.tasks.labelled_parts import Named
+from hwopt.tasks.labels import class_names, imbalance, label_order, one_label_column, read_labels
+from hwopt.tasks.prepared import Prepared
 from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
@@ -45,13 +45,11 @@ class Labelled(Protocol):
 AnySamples = TypeVar("AnySamples", bound=Labelled)
 
 
-class Classification(Task):
+class Classification(WeightedClasses):
     """Predict the class of each sample."""
 
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
-    _weight: torch.Tensor | None = None
-    """The class weights on the device, made once."""
 
     @classmethod
     def check_job(cls, job: Job) -> None:
@@ -99,14 +97,11 @@ class Classification(Task):
 
     def finish(self, prepared: Prepared, job: Job) -> Prepared:
         """`prepared` with the class weights of the job, or with a warning if its labels are imbalanced."""
-        names = prepared.label_names or ()
+        labels = prepared.train.array("labels")
         if job.task.class_weights is None:
-            prepared.warnings.extend(imbalance(names, prepared.train.array("labels")))
+            prepared.warnings.extend(imbalance(prepared.label_names or (), labels))
             return prepared
-        weights = label_weights(job.task.class_weights, names, prepared.train.array("labels"))
-        shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
-        prepared.notes.append(f"class weights: {listing(shown)}")
-        return replace(prepared, class_weights=weights)
+        return with_class_weights(prepared, job.task.class_weights, labels)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The label names, and the kind of classification."""
@@ -123,16 +118,16 @@ class Classification(Task):
 
         return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
 
-    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
-        """The weighted and smoothed cross-entropy of torch.nn.functional.cross_entropy, with the sum of the weights."""
-        import torch
+    @staticmethod
+    def weighted_loss(
+        outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(cross-entropy summed with the weight of each target, sum of these weights), with label smoothing."""
+        from torch.nn import functional
 
-        smoothing, weights = self.options.label_smoothing, prepared.class_weights
-        if weights is None and not smoothing:
-            return self.loss
-        if self._weight is None and weights is not None:
-            self._weight = torch.tensor(weights, device=device)
-        return partial(weighted_loss, weight=self._weight, smoothing=smoothing)
+        logits = outputs.logits.float()
+        summed = functional.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=smoothing)
+        return summed, targets.numel() if weight is None else weight[targets].sum()
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
@@ -140,17 +135,6 @@ class Classification(Task):
 
         names = prepared.label_names or ()
         return ClassMetrics(len(names), device, names)
-
-
-def weighted_loss(
-    outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
-) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """(cross-entropy summed with the weight of each target, sum of these weights), with label smoothing."""
-    from torch.nn import functional
-
-    logits = outputs.logits.float()
-    summed = functional.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=smoothing)
-    return summed, targets.numel() if weight is None else weight[targets].sum()
 
 
 def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Sequence[int]) -> None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hwopt.tasks.base import IGNORED
 from hwopt.tasks.metrics import LossMetrics, class_rows, f1_score, over_ranks
+from hwopt.tasks.prepared import IGNORED
 
 OUTSIDE, BEGIN, INSIDE, END, SINGLE, OTHER = range(6)
 PREFIXES = {"O": OUTSIDE, ".": OUTSIDE, "B": BEGIN, "I": INSIDE, "E": END, "S": SINGLE}

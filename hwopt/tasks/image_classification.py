@@ -15,11 +15,12 @@ from hwopt.data.images import ImageTransform, load_processor, new_processor
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values
 from hwopt.errors import DataError
-from hwopt.tasks.base import Prepared
 from hwopt.tasks.classification import Classification
+from hwopt.tasks.labelled_parts import LabelledParts
 from hwopt.tasks.model_families import IMAGE_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, read_sources, report_mixture
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.spans import Shown, Span
 
@@ -69,26 +70,15 @@ class ImageClassification(Classification):
         _ = plain.shape  # refuses a processor of another kind
         augmented = replace(plain, augmentation=job.data.augmentation, seed=seed)
         sources = read_sources(job)
-        train, held_out, test = (
-            None if rows is None else self.images(rows, job) for rows in (sources.train, sources.eval, sources.test)
-        )
-        assert train is not None
-        named = self.name_labels(train, sources.train, job, config)
-        names, notes = named.names, list(named.notes)
-        test = None if test is None else self.only_known(test, names)
-        if held_out is not None:
-            held_out = self.only_known(held_out, names)
-        elif job.data.eval_fraction is not None:
-            kept, held = self.split(train, job.data.eval_fraction, seed)
-            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
-        if held_out is not None:
-            notes += self.held_out_notes(held_out, names)
-        store = self.store(train, names, augmented, cache)
-        others = [None if images is None else self.store(images, names, plain, cache) for images in (held_out, test)]
+        parts = LabelledParts.read(sources, lambda rows: self.images(rows, job))
+        parts.label(self, sources.train, job, config, seed)
+        names = parts.names
+        store = self.store(parts.train, names, augmented, cache)
+        others = [None if images is None else self.store(images, names, plain, cache) for images in (parts.eval, parts.test)]
         prepared = Prepared(store, others[0], plain.processor, names, test=others[1])
         report_mixture(prepared)
         prepared = self.finish(prepared, job)
-        prepared.notes.extend(notes)
+        prepared.notes.extend(parts.notes)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 

@@ -15,10 +15,12 @@ from hwopt.data.token_store import TokenStore, fingerprint, split_rows
 from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.base import FORMAT, Prepared, Task
+from hwopt.tasks.base import FORMAT, Task
 from hwopt.tasks.exactness import refuse_router
+from hwopt.tasks.labelled_parts import LabelledParts, Named
 from hwopt.tasks.prediction import Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.prepared import Prepared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,14 +46,6 @@ class Samples:
             [[column[sample] for sample in samples] for column in self.texts],
             [self.labels[sample] for sample in samples],
         )
-
-
-@dataclass(frozen=True)
-class Named:
-    """The names of the label numbers, and lines for the screen about the labels."""
-
-    names: tuple[str, ...]
-    notes: tuple[str, ...] = ()
 
 
 class LabelledTexts(Task):
@@ -90,27 +84,17 @@ class LabelledTexts(Task):
         refuse_router(config, job)
         limit = LengthLimit(job.data.max_length, max_positions)
         sources = read_sources(job)
-        train = self.samples(sources.train, job)
-        held_out, test = (None if rows is None else self.samples(rows, job) for rows in (sources.eval, sources.test))
-        named = self.name_labels(train, sources.train, job, config)
-        names, notes = named.names, list(named.notes)
-        test = None if test is None else self.only_known(test, names)
-        if held_out is not None:
-            held_out = self.only_known(held_out, names)
-        elif job.data.eval_fraction is not None:
-            kept, held = self.split(train, job.data.eval_fraction, seed)
-            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
-        if held_out is not None:
-            notes += self.held_out_notes(held_out, names)
+        parts = LabelledParts.read(sources, lambda rows: self.samples(rows, job))
+        parts.label(self, sources.train, job, config, seed)
         decoder = is_decoder(config)
-        tokenizer = tokenizer_for(job, config, self.plain_texts(train), decoder, cache)
+        tokenizer = tokenizer_for(job, config, self.plain_texts(parts.train), decoder, cache)
         types = uses_two_types(job, tokenizer, config)
         stores = [
-            None if samples is None else self.store(samples, names, tokenizer, limit, types, cache)
-            for samples in (train, held_out, test)
+            None if samples is None else self.store(samples, parts.names, tokenizer, limit, types, cache)
+            for samples in (parts.train, parts.eval, parts.test)
         ]
-        prepared = self.finish(make_prepared(stores, tokenizer, names, avoid_used=decoder), job)
-        prepared.notes.extend(notes)
+        prepared = self.finish(make_prepared(stores, tokenizer, parts.names, avoid_used=decoder), job)
+        prepared.notes.extend(parts.notes)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 

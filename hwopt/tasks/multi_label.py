@@ -12,11 +12,13 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.columns import text_of
 from hwopt.data.rows import Rows
 from hwopt.errors import DataError
-from hwopt.tasks.base import LossFunction, Metrics, Prepared
+from hwopt.tasks.base import LossFunction, Metrics
 from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets, sequence_class_names
-from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples, uses_two_types
+from hwopt.tasks.labelled_parts import Named
+from hwopt.tasks.labelled_texts import LabelledTexts, Samples, uses_two_types
 from hwopt.tasks.labels import label_order
 from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing, nearest, truncate
 

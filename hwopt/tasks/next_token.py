@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.bad_rows import Places
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
-from hwopt.tasks.base import IGNORED
+from hwopt.tasks.prepared import IGNORED
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from hwopt.data.rows import Rows
 from hwopt.data.token_store import TokenStore
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.data.tokenizer_training import trained_tokenizer
-from hwopt.tasks.base import Prepared
+from hwopt.tasks.prepared import Prepared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hwopt.errors import InputError
-from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.base import Task
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.spans import Span
 
 

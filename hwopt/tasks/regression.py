@@ -13,9 +13,11 @@ from hwopt.data.decimal_comma import with_points
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics, Prepared
-from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples, uses_two_types
+from hwopt.tasks.base import Metrics
+from hwopt.tasks.labelled_parts import Named
+from hwopt.tasks.labelled_texts import LabelledTexts, Samples, uses_two_types
 from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import truncate
 

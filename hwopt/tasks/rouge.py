@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hwopt.errors import InputError
-from hwopt.tasks.base import IGNORED
 from hwopt.tasks.metrics import COUNT, GeneratedMetrics
+from hwopt.tasks.prepared import IGNORED
 
 NAMES = ("rouge1", "rouge2", "rougeL")
 

@@ -23,12 +23,13 @@ from hwopt.data.token_store import fingerprint, split_rows
 from hwopt.data.tokenizer import CHUNK, LengthLimit, encode
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Prepared, Task, set_in_configs
+from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Task, set_in_configs
 from hwopt.tasks.causal_lm import token_loss
 from hwopt.tasks.exactness import refuse_router
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.spans import Shown, Span, spans_of
 

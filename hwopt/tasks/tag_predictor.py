@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hwopt.tasks.base import IGNORED
 from hwopt.tasks.prediction import ModelInput, TokenPredictor, Trained
+from hwopt.tasks.prepared import IGNORED
 from hwopt.tasks.tagged_words import refuse_slow, tokens_of_words
 from hwopt.tasks.text_predictors import checked_length
 

@@ -14,8 +14,8 @@ from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.base import IGNORED
 from hwopt.tasks.label_sets import is_list, is_list_of_labels, sequence_class_names
+from hwopt.tasks.prepared import IGNORED
 from hwopt.text import truncate
 
 if TYPE_CHECKING:

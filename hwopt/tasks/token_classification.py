@@ -6,8 +6,6 @@ The first token of a word has the tag of the word; the other tokens do not count
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,12 +16,15 @@ from hwopt.data.token_store import TokenStore, fingerprint
 from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError
-from hwopt.tasks.base import FORMAT, IGNORED, LossFunction, Metrics, Prepared
+from hwopt.tasks.base import FORMAT, Metrics
+from hwopt.tasks.class_weights import WeightedClasses, with_class_weights
 from hwopt.tasks.label_sets import sequence_class_names
-from hwopt.tasks.labelled_texts import LabelledTexts, Named, Samples
-from hwopt.tasks.labels import label_order, label_weights, one_label_column
+from hwopt.tasks.labelled_parts import Named
+from hwopt.tasks.labelled_texts import LabelledTexts, Samples
+from hwopt.tasks.labels import label_order, one_label_column
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.spans import Shown, Span
 from hwopt.tasks.tagged_words import encode_words, read_tags, read_words, recognised_columns, tag_column, word_column
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class TokenClassification(LabelledTexts):
+class TokenClassification(WeightedClasses, LabelledTexts):
     """Tag words: a CoNLL file, or a column with lists of words and one with lists of tags."""
 
     facts = TaskFacts(
@@ -55,8 +56,6 @@ class TokenClassification(LabelledTexts):
         "accuracy": True,
         "loss": False,
     }
-    _weight: torch.Tensor | None = None
-    """The class weights on the device, made once."""
 
     @classmethod
     def check_job(cls, job: Job) -> None:
@@ -122,11 +121,8 @@ class TokenClassification(LabelledTexts):
         """`prepared` with the class weights of the job."""
         if job.task.class_weights is None:
             return prepared
-        names, labels = prepared.label_names or (), prepared.train.array("labels")
-        weights = label_weights(job.task.class_weights, names, labels[labels != IGNORED])
-        shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
-        prepared.notes.append(f"class weights: {listing(shown)}")
-        return replace(prepared, class_weights=weights)
+        labels = prepared.train.array("labels")
+        return with_class_weights(prepared, job.task.class_weights, labels[labels != IGNORED])
 
     def store(
         self, samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path
@@ -178,16 +174,12 @@ class TokenClassification(LabelledTexts):
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length)."""
         return word_loss(outputs, targets)
 
-    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+    @staticmethod
+    def weighted_loss(
+        outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """`loss` with class weights and label smoothing as in torch's cross_entropy, and the sum of the weights."""
-        import torch
-
-        smoothing, weights = self.options.label_smoothing, prepared.class_weights
-        if weights is None and not smoothing:
-            return self.loss
-        if self._weight is None and weights is not None:
-            self._weight = torch.tensor(weights, device=device)
-        return partial(word_loss, weight=self._weight, smoothing=smoothing)
+        return word_loss(outputs, targets, weight, smoothing)
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss and accuracy of the words, and precision, recall and f1 of the entities, as seqeval counts them."""

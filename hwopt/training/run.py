@@ -15,7 +15,8 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded
 from hwopt.plugin.recipe import Recipe
-from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.base import Task
+from hwopt.tasks.prepared import Prepared
 from hwopt.training.listener import Listener
 
 if TYPE_CHECKING:

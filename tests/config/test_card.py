@@ -87,6 +87,33 @@ def test_peaks_follow_from_the_stated_formulas(name: str) -> None:
     assert checked
 
 
+@pytest.mark.parametrize("name", OWN_CARDS)
+def test_figures_of_cards_name_their_source(name: str) -> None:
+    """A comment beside each bandwidth, and beside or above each table of peaks, names NVIDIA's paper, sheet or page."""
+    text = profile_files()[name].read_text(encoding="utf-8")
+    lines = text.split("[card]")[1].split("[tuned_for]")[0].splitlines()
+    known = re.compile(
+        r"NVIDIA's page of the card|NVIDIA .*(white paper|data sheet)|[Tt]he same (table|paper|data sheet)|rates per SM"
+    )
+    found = 0
+    for number, line in enumerate(lines):
+        if line.startswith(("memory_bandwidth_gbps", "dense_tflops")):
+            comments = [line.partition("#")[2]]
+            if line.startswith("dense_tflops"):
+                comments += [above for above in lines[number - 2 : number] if above.startswith("#")]
+            assert known.search(" ".join(comments)), line
+            found += 1
+    assert found >= 2
+
+
+@pytest.mark.parametrize("name", OWN_CARDS)
+def test_bandwidth_follows_from_the_stated_bus(name: str) -> None:
+    """Bus width x data rate, in the comment beside a bandwidth, gives the bandwidth."""
+    text = profile_files()[name].read_text(encoding="utf-8")
+    for gbps, bits, rate in re.findall(r"memory_bandwidth_gbps = (\d+) #.*?(\d+) bit x ([\d.]+) Gbit/s", text):
+        assert int(bits) * float(rate) / 8 == pytest.approx(float(gbps), rel=0.01), (gbps, bits, rate)
+
+
 @pytest.mark.parametrize("name", profile_files())
 def test_summary_states_the_batch_of_the_profile(name: str) -> None:
     profile = shipped(name)

@@ -17,7 +17,7 @@ from hwopt.config.job import Job
 from hwopt.data.bad_rows import MAX_CONSECUTIVE, BadRows
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import Prepared
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.testing import TINY_BERT, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 

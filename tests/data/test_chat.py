@@ -15,7 +15,7 @@ from hwopt.data.chat import BadConversation, Conversation, conversation_of
 from hwopt.data.chat_template import CHATML, ChatTemplate
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import IGNORED, Prepared
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
 

@@ -21,7 +21,7 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory.communication import Ranks, Volume
 from hwopt.memory.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
-from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side
+from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side, time_range
 from hwopt.report.sharding import show_parallel
 from hwopt.report.terminal import Terminal, show_table
 
@@ -127,3 +127,16 @@ def test_no_color_changes_only_the_colours(table: Callable[[Terminal], None], mo
     plain = printed(table, force_terminal=True, width=80, color_system="standard")
     assert without_codes(plain) == without_codes(coloured)
     assert not re.search(r"\x1b\[(?:\d+;)*3\d", plain)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ((0.439, 1.31), "439 to 1,310 ms"),
+        ((0.0725, 0.156), "72.5 to 156 ms"),
+        ((69.0, 204.6), "1.15 to 3.41 min"),
+        ((4e6, 8e6), "1,110 to 2,220 h"),
+    ],
+)
+def test_times_have_three_digits_and_no_exponent(seconds: tuple[float, float], shown: str) -> None:
+    assert time_range(seconds) == shown

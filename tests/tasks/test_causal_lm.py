@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hwopt.config.job import Job
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import IGNORED, Prepared, Task
+from hwopt.tasks.base import Task
 from hwopt.tasks.next_token import blocks, prompted
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.registry import make_task
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

@@ -15,7 +15,7 @@ from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import Prepared
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
 from hwopt.testing import TINY_BERT

@@ -16,9 +16,9 @@ import seqeval.metrics
 import sklearn.metrics
 import torch
 
-from hwopt.tasks.base import IGNORED
 from hwopt.tasks.entity_metrics import EntityMetrics
 from hwopt.tasks.metrics import LabelSetMetrics
+from hwopt.tasks.prepared import IGNORED
 from hwopt.tasks.regression_metrics import RegressionMetrics, correlation, ranks
 
 

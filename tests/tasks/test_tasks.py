@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from hwopt.config.job import Job
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import Prepared
 from hwopt.tasks.exactness import refuse_inexact
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 

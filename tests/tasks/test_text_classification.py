@@ -15,8 +15,9 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import Prepared, Task
+from hwopt.tasks.base import Task
 from hwopt.tasks.labels import read_labels
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

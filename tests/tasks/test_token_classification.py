@@ -18,7 +18,7 @@ from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.base import IGNORED, Prepared
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
 from hwopt.tasks.tagged_words import first_tokens, tokens_of_words

@@ -17,6 +17,11 @@ def without_workers(view: View) -> bool:
     return view.number(WORKERS) == 0 or (WORKERS not in view and not view.is_hwopt)
 
 
+def needs_workers(view: View, word: str, what: str, why: str) -> Finding:
+    """The finding that the setting `word`, which is `what`, needs workers."""
+    return Finding(word, f"{view.spelled(word)} is {what}.", why, view.line(WORKERS, 2))
+
+
 @rule("workers-cores", "warning", words=(WORKERS,), needs=("cores",), source="001: too many workers are a CPU bottleneck")
 def workers_cores(view: View, facts: Facts) -> Iterator[Finding]:
     """More data-loading workers than CPU cores."""
@@ -36,12 +41,8 @@ def workers_cores(view: View, facts: Facts) -> Iterator[Finding]:
 def pin_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
     """Pinned memory without workers."""
     if view.is_on(PIN) and view.number(WORKERS) == 0:
-        yield Finding(
-            PIN,
-            f"{view.spelled(PIN)} is true with 0 workers.",
-            "The training process then copies each batch into pinned memory itself, between two steps.",
-            view.line(WORKERS, 2),
-        )
+        why = "The training process then copies each batch into pinned memory itself, between two steps."
+        yield needs_workers(view, PIN, "true with 0 workers", why)
 
 
 @rule(
@@ -54,12 +55,8 @@ def pin_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
 def prefetch_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
     """A prefetch factor without workers."""
     if view.number(PREFETCH) is not None and without_workers(view):
-        yield Finding(
-            PREFETCH,
-            f"{view.spelled(PREFETCH)} is {view.number(PREFETCH):g} without workers.",
-            "The trainer stops: only workers prefetch, and the default is 0 workers.",
-            view.line(WORKERS, 2),
-        )
+        why = "The trainer stops: only workers prefetch, and the default is 0 workers."
+        yield needs_workers(view, PREFETCH, f"{view.number(PREFETCH):g} without workers", why)
 
 
 @rule(
@@ -72,12 +69,7 @@ def prefetch_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
 def persistent_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
     """Persistent workers without workers."""
     if view.is_on(PERSISTENT) and without_workers(view):
-        yield Finding(
-            PERSISTENT,
-            f"{view.spelled(PERSISTENT)} is true without workers.",
-            "The data loader stops: it has no worker to keep.",
-            view.line(WORKERS, 2),
-        )
+        yield needs_workers(view, PERSISTENT, "true without workers", "The data loader stops: it has no worker to keep.")
 
 
 @rule("workers-restarted", "information", words=(PERSISTENT,), source="000, If Training is Slow: disable persistent workers")

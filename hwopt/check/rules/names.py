@@ -15,6 +15,11 @@ ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
 
+def unread_as(view: View, kind: str) -> Iterator[Unread]:
+    """The keys of the file that were not read for the reason `kind`."""
+    return (each for each in view.unread if each.kind == kind)
+
+
 def about(unread: Unread, what: str, why: str, fix: str = "") -> Finding:
     return Finding("", what, why, fix, place=unread.place, key=unread.key)
 
@@ -55,10 +60,10 @@ def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("misspelled-name", "warning", source="unsloth#10452: a key that no program reads", tools=TRAINERS)
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a name of TrainingArguments."""
-    for each in view.unread:
+    for each in unread_as(view, "unknown"):
         name = each.key.rsplit(".", 1)[-1]
         near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
-        if each.kind == "unknown" and near and name not in FORMER_NAMES:
+        if near and name not in FORMER_NAMES:
             yield about(
                 each, f"{name} is no name of TrainingArguments.", "A value that no program reads has no effect.", f"use {near[0]}"
             )
@@ -67,34 +72,29 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("not-a-value", "error", source='002: "16  ← Actually 16, not 96!"')
 def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A value of the wrong type, such as text behind a number."""
-    for each in view.unread:
-        if each.kind == "unreadable":
-            yield about(
-                each,
-                f"{each.key} = {truncate(each.value)}: {each.reason}",
-                "The trainer stops, or reads a text.",
-                "correct the value",
-            )
+    for each in unread_as(view, "unreadable"):
+        yield about(
+            each,
+            f"{each.key} = {truncate(each.value)}: {each.reason}",
+            "The trainer stops, or reads a text.",
+            "correct the value",
+        )
 
 
 @rule("key-twice", "warning", source="001: the file before and after in one block")
 def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that the file gives twice; the last one counts."""
-    for each in view.unread:
-        if each.kind == "replaced":
-            yield about(
-                each,
-                f"{each.key} = {truncate(each.value)} is replaced by a later line.",
-                "The last one counts, without a message.",
-                "remove one of the two",
-            )
+    for each in unread_as(view, "replaced"):
+        yield about(
+            each,
+            f"{each.key} = {truncate(each.value)} is replaced by a later line.",
+            "The last one counts, without a message.",
+            "remove one of the two",
+        )
 
 
 @rule("interpolation", "information", source="Hydra and OmegaConf")
 def interpolation(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that refers to another one, which no rule can read."""
-    for each in view.unread:
-        if each.kind == "interpolation":
-            yield about(
-                each, f"{each.key} = {truncate(each.value)} is not resolved, and not checked.", "Only Hydra knows the value."
-            )
+    for each in unread_as(view, "interpolation"):
+        yield about(each, f"{each.key} = {truncate(each.value)} is not resolved, and not checked.", "Only Hydra knows the value.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hwopt.interop.readers.draft import Draft
+from hwopt.interop.readers.vocabulary import Vocabulary
 from hwopt.interop.source_file import Entry, SourceFile
 from hwopt.interop.view import View
-from hwopt.interop.words import names, word_of
+from hwopt.interop.words import names
 
 SIGNATURE = names(
     """
@@ -47,18 +48,13 @@ REASONS = {
     "loss_watchdog_threshold": "training.loss_spike watches the loss",
     "loss_watchdog_patience": "training.loss_spike watches the loss",
 }
-
-
-def spelling(word: str) -> str:
-    return next((key for key, found in KEYS.items() if found == word), word)
+VOCABULARY = Vocabulary(KEYS, REASONS)
 
 
 def read(source: SourceFile, recognised_by: str) -> View:
     draft = Draft(source)
     for entry in source.entries:
         match entry.key:
-            case key if key in REASONS:
-                draft.leave(entry, REASONS[key], "other")
             case "adapter" if entry.value in ("lora", "qlora"):
                 draft.add("use_peft", entry, True)
             case "lora_target_linear":
@@ -69,15 +65,14 @@ def read(source: SourceFile, recognised_by: str) -> View:
                 dataset(draft, entry, "train_file")
             case "test_datasets":
                 dataset(draft, entry, "validation_file")
-            case key if KEYS.get(key) or word_of(key):
-                draft.add(KEYS.get(key) or str(word_of(key)), entry)
             case _:
-                empty = entry.value is None
-                reason = "has no value" if empty else "a key of axolotl without a counterpart"
-                draft.leave(entry, reason, "other" if empty else "unknown")
+                if not VOCABULARY.take(draft, entry):
+                    empty = entry.value is None
+                    reason = "has no value" if empty else "a key of axolotl without a counterpart"
+                    draft.leave(entry, reason, "other" if empty else "unknown")
     if "model_name_or_path" in draft.settings and not {"rl", "reward_model"} & source.top:
         draft.imply("task", "causal-lm", draft.settings["model_name_or_path"])
-    return draft.view("axolotl", recognised_by, spelling)
+    return draft.view("axolotl", recognised_by, VOCABULARY.spelling)
 
 
 def attention(draft: Draft, entry: Entry) -> None:

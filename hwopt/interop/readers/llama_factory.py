@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hwopt.interop.readers.draft import Draft
+from hwopt.interop.readers.vocabulary import Vocabulary
 from hwopt.interop.source_file import Entry, SourceFile
 from hwopt.interop.view import View
-from hwopt.interop.words import names, word_of
+from hwopt.interop.words import names
 
 SIGNATURE = names(
     """
@@ -33,19 +34,14 @@ REASONS = {
     "template": "hwopt takes the tokenizer's chat template; data.chat_template names another one",
     "dataset_dir": "hwopt takes a file or a hub name in data.train",
 }
+VOCABULARY = Vocabulary(KEYS, REASONS)
 ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
-
-
-def spelling(word: str) -> str:
-    return next((key for key, found in KEYS.items() if found == word), word)
 
 
 def read(source: SourceFile, recognised_by: str) -> View:
     draft = Draft(source)
     for entry in source.entries:
         match entry.key:
-            case key if key in REASONS:
-                draft.leave(entry, REASONS[key], "other")
             case "finetuning_type":
                 method(draft, entry)
             case "stage":
@@ -60,11 +56,10 @@ def read(source: SourceFile, recognised_by: str) -> View:
                 first, _, others = str(entry.value).partition(",")
                 draft.add(KEYS[entry.key], entry, first.strip())
                 draft.leave(Entry((*entry.path, "others"), others.strip(), entry.line), "one data set is taken over")
-            case key if KEYS.get(key) or word_of(key):
-                draft.add(KEYS.get(key) or str(word_of(key)), entry)
             case _:
-                draft.leave(entry, "a key of LLaMA-Factory without a counterpart")
-    return draft.view("llama-factory", recognised_by, spelling)
+                if not VOCABULARY.take(draft, entry):
+                    draft.leave(entry, "a key of LLaMA-Factory without a counterpart")
+    return draft.view("llama-factory", recognised_by, VOCABULARY.spelling)
 
 
 def method(draft: Draft, entry: Entry) -> None:

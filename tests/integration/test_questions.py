@@ -1,0 +1,74 @@
+"""docs/questions.md: its commands print what the page shows. `python benchmarks/questions.py` rewrites the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import hwopt
+from pinned_torch import IS_PINNED, REASON
+from programs import program
+
+from hwopt.training import use
+
+QUESTIONS: Any = program("questions")
+TEXT = QUESTIONS.PAGE.read_text(encoding="utf-8")
+BLOCKS = list(QUESTIONS.blocks(TEXT))
+FEW_STEPS = ["--max-steps", "12"]
+"""Of a run whose figures are not compared."""
+PLANS = ("compare", "plan")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("questions")
+    QUESTIONS.write_files(TEXT, made)
+    return made
+
+
+def excerpt(block: Any, folder: Path) -> str:
+    """What the page would show of the command's output today. The exit code must be one that the program accepts."""
+    few = FEW_STEPS if block.measured and block.arguments[0] == "run" else []
+    done = hwopt(*block.arguments, *few, cwd=folder, HF_HUB_OFFLINE="1", COLUMNS="120")
+    assert done.returncode in QUESTIONS.EXIT_CODES, done.stderr
+    found: str = block.excerpt(done.stdout + (done.stderr if done.returncode else ""))
+    return found
+
+
+def labels(text: str) -> set[str]:
+    """What the lines of `text` say before their first figure."""
+    return {re.split(r"[\d:]", line)[0].strip() for line in text.splitlines()}
+
+
+def test_the_page_has_twelve_questions_with_commands_and_outputs() -> None:
+    questions = re.split(r"^## \d+\. ", TEXT, flags=re.MULTILINE)[1:]
+    assert len(questions) == 12
+    for text in questions:
+        found = list(QUESTIONS.blocks(text))
+        assert found, text[:80]
+        assert all(block.shown.strip() for block in found), text[:80]
+        assert re.search(r"^\*00[0-4],", text, re.MULTILINE), "a question names its source"
+    assert sum(text.count("$ hwopt") for text in questions) == len(BLOCKS), "the program finds every command"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", [block for block in BLOCKS if not block.measured], ids=lambda block: block.command)
+def test_command_prints_what_the_page_shows(block: Any, folder: Path) -> None:
+    if block.arguments[0] in PLANS and not IS_PINNED:
+        pytest.skip(REASON)
+    assert excerpt(block, folder) == block.shown
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_runs_of_the_page_print_the_same_lines_with_other_figures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(use, "ENOUGH_SECONDS", 0.0)  # few steps have a verdict too
+    for block in (block for block in BLOCKS if block.measured):
+        assert labels(block.shown) <= labels(excerpt(block, folder)), block.command
+
+
+def test_gaps_in_an_output_are_marked() -> None:
+    block = QUESTIONS.Block("hwopt plan", "^(b|d)", False, "")
+    assert block.excerpt("a\nb\nc\nd\ne\n") == "b\n…\nd\n"
+    assert QUESTIONS.Block("hwopt plan", None, False, "").excerpt("a\n") == "a\n"
