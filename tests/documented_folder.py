@@ -19,6 +19,8 @@ MODEL = "distilbert-base-uncased"
 PLACEHOLDERS = {"PROFILE": "t4_16gb", "A": "rtx3070_8gb", "B": "t4_16gb", "N": "2", "RUN": "runs/job-rtx3070_8gb"}
 SHOWN = {"profiles": "cpu", "plugins": "optimizer"}
 """NAME in `hwopt profiles show NAME` and `hwopt plugins show NAME`."""
+ELLIPSES = {"run": ["job.toml", "--profile", "cpu"], "--debug": ["profiles"]}
+"""The word behind `hwopt` -> what "…" stands for in a command that is run."""
 CHECKPOINT = ("checkpoint-1500", "checkpoint-2")
 """A documented checkpoint, and the one that a run of two steps has."""
 
@@ -132,6 +134,8 @@ def folder_of(command: Command, folder: Path) -> Path:
 def arguments(command: Command) -> list[str]:
     """The words of a command with names for the placeholders, and with few steps if it trains, without a redirection."""
     words = list(command.words)
+    if "…" in words:
+        words[words.index("…") : words.index("…") + 1] = ELLIPSES[words[1]]
     if ">" in words:
         words = words[: words.index(">")]
     if words[-2:] == ["show", "NAME"]:
@@ -144,11 +148,6 @@ def arguments(command: Command) -> list[str]:
     if "init" in words:
         words += ["--yes", "-o", "written.toml"]
     return words
-
-
-def is_abbreviated(command: Command) -> bool:
-    """Whether a command leaves words out."""
-    return "…" in command.words
 
 
 def launches(command: Command) -> bool:

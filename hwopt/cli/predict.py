@@ -16,11 +16,11 @@ SHOWN = 20
 @inference_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The csv, jsonl or parquet file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="causal-lm: tokens to generate at most.  [default: 128]")
-@click.option("--do-sample", is_flag=True, help="causal-lm: draw tokens at random instead of taking the most probable ones.")
-@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="causal-lm: with --do-sample.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="causal-lm: with --do-sample.")
-@click.option("--seed", type=click.IntRange(min=0), default=None, help="causal-lm: with --do-sample.  [default: 0]")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Generated text: tokens to generate at most.  [default: 128]")
+@click.option("--do-sample", is_flag=True, help="Generated text: draw tokens at random instead of taking the most probable ones.")
+@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="Generated text: with --do-sample.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Generated text: with --do-sample.")
+@click.option("--seed", type=click.IntRange(min=0), default=None, help="Generated text: with --do-sample.  [default: 0]")
 def predict(
     run: Path,
     source: str,

@@ -66,6 +66,8 @@ class Data(Table):
     """Causal language modelling: prompts for which the model writes a sample after each evaluation."""
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
+    format: Literal["csv", "tsv", "jsonl", "json", "parquet", "txt", "conll"] | None = None
+    """Of all files; default: by the extension of each file."""
     encoding: Encoding | None = None
     """Of text files, such as "cp1252"; default: UTF-8, or UTF-16 with a byte order mark."""
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)

@@ -32,6 +32,7 @@ COMMENTS = {
     "data.messages": "the column with the conversations; the loss counts the assistant's tokens",
     "data.chat_template": "or a Jinja file",
     "data.max_length": "tokens, estimated from the letters; longer texts are truncated",
+    "data.format": "recognised by the content; the extension says another one",
     "data.encoding": "recognised; the file is not UTF-8",
     "training.num_train_epochs": "passes over the training data",
     "training.learning_rate": "the peak of the schedule",

@@ -1,23 +1,16 @@
-"""What a column of a table looks like: a text, a label, a part of a prompt; and how to read a table of unknown encoding.
+"""What a column of a table looks like: a text, a label, a part of a prompt; and the files beside a file.
 
 Names decide first, as data sets of the hub use them; then the content: a label has few values, a text is long.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hwopt.data.chat import chat_columns
 from hwopt.data.decimal_comma import with_points
 from hwopt.data.image_folder import split_folders
-from hwopt.data.reading import read_all
-from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.sources import expand, locate
-from hwopt.data.tables import flattened
-from hwopt.data.text_file import likely_encoding
-from hwopt.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,43 +32,6 @@ ROWS_A_CLASS = 4
 EXAMINED = 2_000
 """Rows whose lengths are measured."""
 HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
-
-
-def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
-    """The rows of `source`, and the keys of `data` that are needed to read them: the encoding if it is not UTF-8.
-
-    The fields of nested columns are columns of the table.
-    """
-    rows, keys = read_encoded(source)
-    return replace(rows, table=flattened(rows.table)), keys
-
-
-def read_encoded(source: str) -> tuple[Rows, dict[str, Any]]:
-    """`read_any` with nested columns as they are."""
-    try:
-        rows = read_all(source, None, ReadOptions(strict=False))
-        rows.usable()
-        if not rows.bad_rows.cells:
-            return rows, {}
-    except DataError as error:
-        if (found := read_recoded(source)) is None:
-            raise error
-        return found
-    return read_recoded(source) or (rows, {})
-
-
-def read_recoded(source: str) -> tuple[Rows, dict[str, Any]] | None:
-    """The rows of a text file in its likely encoding, and the key of `data` for it; None if they cannot be read so either."""
-    try:
-        files = [path for kind, path in map(locate, expand(source)) if kind == "file" and path.suffix.lower() != ".parquet"]
-        name = next(filter(None, map(likely_encoding, files)), None)
-        if name is None:
-            return None
-        rows = read_all(source, None, ReadOptions(strict=False, encoding=name))
-        rows.usable()
-    except DataError:
-        return None
-    return rows, {"encoding": name}
 
 
 def label_column(table: pa.Table, named: bool) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from hwopt.data.bad_rows import BadRows, Places
@@ -14,6 +16,12 @@ from hwopt.text import truncate
 CONLL_EXTENSIONS = (".conll", ".iob", ".iob2", ".bio")
 WORDS, TAGS = "tokens", "tags"
 """The columns of the first and of the last cell of a line. Cells between them are `column_2`, `column_3`, …"""
+
+
+TAG = re.compile(r"O|[BIESLU](-\S+)?")
+"""A tag of IOB or BIOES."""
+EXAMINED = 1_000
+"""Lines that decide whether a file is CoNLL."""
 
 
 @dataclass
@@ -53,6 +61,14 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
         for index, name in enumerate(names)
     }
     return Rows(pa.table(columns), Places(str(path), "line", [sentence.line for sentence in kept]), bad_rows)
+
+
+def looks_like_conll(lines: Iterator[str]) -> bool:
+    """Whether the first lines are words with tags of IOB or BIOES: as many cells in each line, and a tag in the last one."""
+    found = [cells for sentence in sentences(islice(lines, EXAMINED)) for cells in sentence.cells]
+    tags = {cells[-1] for cells in found}
+    same = len({len(cells) for cells in found}) == 1 and len(found[0]) > 1
+    return same and "O" in tags and all(map(TAG.fullmatch, tags))
 
 
 def sentences(lines: Iterator[str]) -> Iterator[Sentence]:

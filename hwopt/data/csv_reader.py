@@ -22,16 +22,18 @@ DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 """Delimiters that are recognised in the header of a csv file, and their names in messages."""
 
 
-def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions) -> Rows:
-    """The rows of a csv or tsv file. All cells stay strings: guessed types would change labels such as 01 or NA."""
+def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions, quoted: bool = True) -> Rows:
+    """The rows of a csv file, or of a tsv file if not `quoted`.
+
+    All cells stay strings: guessed types would change labels such as 01 or NA.
+    """
     import pyarrow as pa
 
     header = list(islice(lines, 1))
     lines = chain(header, lines)
-    unquoted = path.suffix.lower() == ".tsv" and options.delimiter is None
-    delimiter = "\t" if unquoted else options.delimiter or guess_delimiter("".join(header))
-    separator = DELIMITERS.get(delimiter, repr(delimiter)) + ("" if unquoted else " (quote a cell that contains one)")
-    records = tsv_records(lines) if unquoted else csv_records(lines, delimiter)
+    delimiter = (options.delimiter or guess_delimiter("".join(header))) if quoted else "\t"
+    separator = DELIMITERS.get(delimiter, repr(delimiter)) + (" (quote a cell that contains one)" if quoted else "")
+    records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
     names: list[str] = []
     rows: list[list[str]] = []
     numbers: list[int] = []

@@ -12,7 +12,7 @@ from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, path
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.joined_rows import joined
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.sources import expand, locate
+from hwopt.data.sources import expand, extension, locate
 from hwopt.data.tables import read_rows
 from hwopt.data.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError
@@ -48,7 +48,15 @@ def leaves(sources: Sources | TrainingSources, split: str | None = None) -> list
 
 def read_options(data: Data) -> ReadOptions:
     """How the job reads its data."""
-    return ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter, data.max_rows, data.streaming)
+    return ReadOptions(
+        data.on_bad_row == "stop",
+        data.max_bad_rows,
+        data.encoding,
+        data.delimiter,
+        data.max_rows,
+        data.streaming,
+        data.format,
+    )
 
 
 def refuse_missing(data: Data) -> None:
@@ -56,9 +64,9 @@ def refuse_missing(data: Data) -> None:
     train = leaves(data.train, data.split)
     held_out = leaves(data.eval, data.eval_split) if data.eval else []
     held_out += leaves(data.test, data.test_split) if data.test else []
-    kinds = {located(leaf, several=len(train) > 1) for leaf in train}
+    kinds = {located(leaf, data.format, several=len(train) > 1) for leaf in train}
     for leaf in held_out:
-        located(leaf, several=len(held_out) > 1)
+        located(leaf, data.format, several=len(held_out) > 1)
     if data.streaming and "dataset" not in kinds:
         raise DataError("data.streaming: applies to data sets of the hub, and data.train has files only; omit it")
     files = {real_path(leaf) for leaf in held_out if os.path.isfile(real_path(leaf))} if len(train) > 1 else ()
@@ -70,9 +78,9 @@ def refuse_missing(data: Data) -> None:
             )
 
 
-def located(leaf: Leaf, several: bool) -> str:
+def located(leaf: Leaf, format: str | None, several: bool) -> str:
     """The kind of `leaf`. Raises DataError as `locate` does. An empty document is no error if there are `several`."""
-    return "file" if several and is_document(leaf) else locate(leaf.path, leaf.split)[0]
+    return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]
 
 
 def real_path(leaf: Leaf) -> str:
@@ -80,9 +88,9 @@ def real_path(leaf: Leaf) -> str:
     return os.path.realpath(os.fsdecode(leaf.path.encode("utf-8")))
 
 
-def is_document(leaf: Leaf) -> bool:
+def is_document(leaf: Leaf, format: str | None) -> bool:
     """Whether `leaf` is a text file, which is one row."""
-    return leaf.path.lower().endswith(".txt") and os.path.isfile(real_path(leaf))
+    return extension(Path(leaf.path), format) == ".txt" and os.path.isfile(real_path(leaf))
 
 
 def read_all(sources: Sources | TrainingSources, split: str | None, options: ReadOptions, suffix: str = "") -> Rows:
@@ -101,7 +109,7 @@ def read_all(sources: Sources | TrainingSources, split: str | None, options: Rea
 
 def read_part(leaf: Leaf, options: ReadOptions, suffix: str) -> Rows:
     """The rows of one of several sources. A text file without text is a bad row instead of an error."""
-    if is_document(leaf):
+    if is_document(leaf, options.format):
         return read_document(Path(leaf.path), options)
     return read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
 

@@ -28,6 +28,8 @@ class ReadOptions:
     """Read the first rows of each source only."""
     streaming: bool = False
     """Read hub data sets without downloading all of their files; goes with `max_rows`."""
+    format: str | None = None
+    """Of files, such as "conll"; None: by the extension."""
 
 
 @dataclass(frozen=True)

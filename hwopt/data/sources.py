@@ -53,8 +53,11 @@ Kind = Literal["file", "saved", "images", "dataset"]
 """A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""
 
 
-def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
-    """(kind of `source`, its path). Raises DataError, with what to give instead, if it is of no kind."""
+def locate(source: str, split: str | None = None, format: str | None = None) -> tuple[Kind, Path]:
+    """(kind of `source`, its path). `format`: of a file, whatever its extension.
+
+    Raises DataError, with what to give instead, if `source` is of no kind.
+    """
     refuse_non_utf8(source, "data:")
     # job files are UTF-8, whatever encoding Python assumes for file names
     path, named = (Path(os.fsdecode(each.encode("utf-8"))) for each in (source, configured(source)[0]))
@@ -72,8 +75,13 @@ def locate(source: str, split: str | None = None) -> tuple[Kind, Path]:
         return "dataset", path
     if split is not None and kind == "file":
         raise DataError(f"{source}: a split ({split!r}) applies to hub names and `datasets` folders, not to files")
-    refuse_other_files(path)
+    refuse_other_files(path, format)
     return "file", path
+
+
+def extension(path: Path, format: str | None) -> str:
+    """The extension of the files of a `format`; None: that of `path`, in lower case."""
+    return path.suffix.lower() if format is None else f".{format}"
 
 
 def configured(source: str) -> tuple[str, str | None]:
@@ -130,8 +138,8 @@ def files_hint(folder: Path) -> str:
     return ""
 
 
-def refuse_other_files(path: Path) -> None:
-    """Raise DataError for a file that is missing, empty, not readable or of another format."""
+def refuse_other_files(path: Path, format: str | None = None) -> None:
+    """Raise DataError for a file that is missing, empty, not readable or, without a `format`, of another format."""
     suffix = path.suffix.lower()
     if not path.exists():
         folder = path.parent
@@ -147,10 +155,10 @@ def refuse_other_files(path: Path) -> None:
         raise DataError(
             f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
         )
-    if suffix not in EXTENSIONS:
+    if format is None and suffix not in EXTENSIONS:
         raise DataError(
             f"{path}: unknown file extension {suffix!r}; hwopt reads {listing(EXTENSIONS)}. "
-            "Rename the file if it has one of these formats"
+            "If the file has one of these formats, set data.format, such as data.format = 'csv'"
         )
     try:
         if path.stat().st_size == 0:

@@ -19,7 +19,7 @@ from hwopt.data.dataset_reader import read_dataset, read_saved
 from hwopt.data.image_folder import read_image_folder
 from hwopt.data.json_reader import read_json
 from hwopt.data.rows import ReadOptions, Rows
-from hwopt.data.sources import locate
+from hwopt.data.sources import extension, locate
 from hwopt.data.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError
 from hwopt.text import first_line, listing, nearest, truncate
@@ -42,8 +42,8 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
 
     Raises DataError, with the line if there is one.
     """
-    kind, path = locate(source, split)
     options = options or ReadOptions()
+    kind, path = locate(source, split, options.format)
     if kind == "file":
         rows = read_file(path, options)
     elif kind == "images":
@@ -139,8 +139,8 @@ def flattened(table: pa.Table) -> pa.Table:
 
 
 def read_file(path: Path, options: ReadOptions) -> Rows:
-    """The rows of a file, by the reader for its extension."""
-    suffix = path.suffix.lower()
+    """The rows of a file, by the reader for its format."""
+    suffix = extension(path, options.format)
     try:
         if suffix == ".parquet":
             return numbered_rows(read_parquet(path), str(path), options)
@@ -150,7 +150,7 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         bad_rows.hint = partial(encoding_hint, path)
         lines = read_lines(path, options.encoding)
         if suffix in (".csv", ".tsv"):
-            return read_delimited(path, lines, bad_rows, options)
+            return read_delimited(path, lines, bad_rows, options, quoted=suffix == ".csv" or options.delimiter is not None)
         if suffix in CONLL_EXTENSIONS:
             return read_conll(path, lines, bad_rows)
         return read_json(path, lines, bad_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +32,14 @@ MAGIC = {
 
 
 def read_lines(path: Path, encoding: str | None = None) -> Iterator[str]:
-    """The lines of a file, with their line ends. Bytes that are not valid in `encoding` match `INVALID_BYTE`."""
-    encoding = encoding or detect_encoding(path)
+    """The lines of a file, with their line ends. Bytes that are not valid in `encoding` match `INVALID_BYTE`.
+
+    Raises DataError for binary files, and for UTF-8 that `encoding` would misread without an error.
+    """
+    if encoding is None:
+        encoding = detect_encoding(path)
+    else:
+        refuse_misread(path, encoding)
     errors = "strict" if codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")) else "surrogateescape"
     try:
         with path.open(encoding=encoding, errors=errors, newline="") as file:
@@ -86,10 +93,22 @@ def is_western(sample: bytes) -> bool:
     return known >= 0.98 * len(marks) and 2 * letters >= len(marks) and 3 * letters <= sum(map(str.isalpha, text))
 
 
-def likely_encoding(path: Path) -> str | None:
-    """The likely encoding of a file that is not UTF-8; None if it cannot be guessed."""
-    import chardet
+def refuse_misread(path: Path, encoding: str) -> None:
+    """Raise DataError if an encoding of single bytes such as cp1252, in which every file can be read, is given for UTF-8."""
+    single_bytes = len(bytes(range(256)).decode(encoding, "replace")) == 256
+    unicode = codecs.lookup(encoding).name.startswith("utf")
+    if unicode or not single_bytes or not (sample := lines_beyond_ascii(path)):
+        return
+    with contextlib.suppress(UnicodeDecodeError):
+        sample.decode("utf-8")
+        raise DataError(
+            f"{path}: is UTF-8, but data.encoding is {encoding!r}. Omit data.encoding; for this file alone: "
+            "--set data.encoding=utf-8"
+        )
 
+
+def lines_beyond_ascii(path: Path) -> bytes:
+    """The first lines of a file that are not ASCII, as many as decide its encoding."""
     sample = b""
     with path.open("rb") as file:
         for line in file:
@@ -97,6 +116,14 @@ def likely_encoding(path: Path) -> str | None:
                 sample += line
             if len(sample) >= SAMPLE_BYTES:
                 break
+    return sample
+
+
+def likely_encoding(path: Path) -> str | None:
+    """The likely encoding of a file that is not UTF-8; None if it cannot be guessed."""
+    import chardet
+
+    sample = lines_beyond_ascii(path)
     guess = chardet.detect(sample)["encoding"] if sample else None
     name = None if guess is None else codecs.lookup(guess).name
     if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace"):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hwopt.data.collate import StepDataset, cut_in_order
-from hwopt.data.reading import read_all
-from hwopt.data.rows import ReadOptions
+from hwopt.data.reading import read_all, read_options
 from hwopt.data.step_batch import Step, Widths
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
@@ -49,7 +48,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     """
     found = find_run_model(run, options.assignments)
     data = found.job.data
-    rows = read_all(source, None, ReadOptions(data.on_bad_row == "stop", data.max_bad_rows, data.encoding, data.delimiter))
+    rows = read_all(source, None, replace(read_options(data), max_rows=None, streaming=False))
     loaded = load_trained_model(found, cache)
     task = loaded.task
     store = task.evaluation_store(loaded.trained, rows, cache)

@@ -89,7 +89,8 @@ class CsvWriter:
         if not self.started:
             self.rows.writerow([*table.column_names, *columns])
             self.started = True
-        cells = [*(map(csv_cell, values_of(table, name)) for name in table.column_names), *columns.values()]
+        values = [*(values_of(table, name) for name in table.column_names), *columns.values()]
+        cells = [map(csv_cell, column) for column in values]
         self.rows.writerows(zip(*cells, strict=True))
         self.file.flush()
 

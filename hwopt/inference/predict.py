@@ -7,14 +7,14 @@ are done. A row that cannot be used keeps its place, without a prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.data.reading import read_all
-from hwopt.data.rows import ReadOptions, Rows
+from hwopt.data.reading import read_all, read_options
+from hwopt.data.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
@@ -99,8 +99,8 @@ def reasons_of(rows: Rows, in_table: bool) -> dict[str, str]:
 
 def read_source(source: str, job: Job) -> Rows:
     """The rows of `source`, read as the job reads its data; no number of bad rows is an error."""
-    data = job.data
-    rows = read_all(source, None, ReadOptions(strict=False, max_bad_rows=1.0, encoding=data.encoding, delimiter=data.delimiter))
+    options = replace(read_options(job.data), strict=False, max_bad_rows=1.0, max_rows=None, streaming=False)
+    rows = read_all(source, None, options)
     names = rows.table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{source}: has {names.count(twice[0])} columns named {twice[0]!r}; rename all but one")

@@ -79,14 +79,18 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         raise InputError(load_error_message(name, error)) from error
 
 
-def find_model_file(name: str, file: str, revision: str | None) -> str | None:
-    """The local path of `file` of a folder or hub model, downloaded if needed; None if it does not exist or is unreachable."""
+def find_model_file(name: str, file: str, revision: str | None, cached_only: bool = False) -> str | None:
+    """The local path of `file` of a folder or hub model; None if it does not exist or is unreachable.
+
+    The file is downloaded if needed, unless `cached_only`.
+    """
     from transformers.utils import cached_file
 
     path: str | None = cached_file(
         name,
         file,
         revision=revision,
+        local_files_only=cached_only,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
@@ -131,6 +135,12 @@ def load_error_message(name: str, error: Exception) -> str:
     if "trust_remote_code" in text or "custom code" in text:
         return f"model.name: {name!r} needs custom code. If you trust it, add --trust-remote-code {name}"
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not looks_local and not Path(name).is_dir() and "connect to" in text:
+        return (
+            f"model.name: {name!r} is no folder, is not in the cache of this machine, and the hub is out of reach. "
+            "Check the network and HF_HUB_OFFLINE, or give the folder of a model. "
+            "For random weights set model.config, as `hwopt init` then does"
+        )
     cause = "no such folder" if looks_local else "no such folder, and no such model on the hub (or the hub is unreachable)"
     if Path(name).is_dir():
         cause = "its config.json cannot be used"

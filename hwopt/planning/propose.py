@@ -55,7 +55,7 @@ def is_available(name: str) -> bool:
     from transformers.utils.hub import is_offline_mode
 
     offline = is_offline_mode() or hub_is_out_of_reach()
-    return not offline or find_model_file(name, "config.json", None) is not None
+    return not offline or find_model_file(name, "config.json", None, cached_only=True) is not None
 
 
 def propose_length(data: DataColumns) -> int | None:

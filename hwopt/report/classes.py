@@ -9,6 +9,8 @@ from hwopt.text import cut
 
 CORNER = "true \\ predicted"
 """The heading of the first column of a confusion matrix."""
+GAP = 2
+"""Spaces between two columns."""
 
 
 class Limits(NamedTuple):
@@ -21,7 +23,9 @@ class Limits(NamedTuple):
     label: int = 24
     """Characters of a label in a row."""
     heading: int = 10
-    """Characters of a label above a column of the confusion matrix."""
+    """Characters of a label above a column of the confusion matrix; more if `width` has room for them."""
+    width: int = 80
+    """Characters of the whole confusion matrix."""
 
 
 SCREEN = Limits()
@@ -77,7 +81,9 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     short = [cut(label, limits.label) for label in labels]
     if len(labels) <= limits.columns:
         cells = [(label, *(f"{count:,}" for count in row)) for label, row in zip(short, rows, strict=True)]
-        return Sheet((CORNER, *(cut(label, limits.heading) for label in labels)), cells)
+        first = max(map(len, (CORNER, *short)))
+        heading = max(limits.heading, (limits.width - first) // len(labels) - GAP)
+        return Sheet((CORNER, *(cut(label, heading) for label in labels)), cells)
     errors = sorted(
         (-count, true, predicted)
         for true, row in enumerate(rows)

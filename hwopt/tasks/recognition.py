@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
-from hwopt.data.columns import EXAMINED, files_beside, read_any
+from hwopt.data.columns import EXAMINED, files_beside
+from hwopt.data.file_format import read_any, reading_notes
 from hwopt.errors import DataError
 from hwopt.text import listing
 
@@ -42,8 +43,9 @@ class DataColumns:
     kind: str
     """Of the task."""
     keys: Mapping[str, Any]
-    """`Recognised.keys`, and encoding if it is not UTF-8."""
+    """`Recognised.keys`, and the keys to read the source: format and encoding, if they are not the usual ones."""
     why: str
+    """How the source is read, and how its columns were recognised."""
     lengths: tuple[int, ...] = ()
     """Characters of the first rows, over all columns that the model reads."""
     ascii: bool = True
@@ -77,7 +79,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
         names,
         chosen,
         {**found.keys, **reading},
-        found.why,
+        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why))),
         tuple(map(len, texts)),
         sum(len(text.encode()) for text in texts) <= 1.02 * letters,
         chat=found.chat,

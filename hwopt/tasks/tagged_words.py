@@ -77,12 +77,15 @@ def tag_name(item: Any, classes: Sequence[str] | None) -> str:
 
 def list_column(rows: Rows, name: str, what: str) -> list[list[Any] | None]:
     """The lists in the column `name`; None for null."""
-    column = find_column(rows.table, name, rows.source)
+    try:
+        column = find_column(rows.table, name, rows.source)
+    except DataError as error:
+        raise DataError(f"{error}. For a CoNLL file set data.format = 'conll'") from error
     original = rows.non_strings.get(name, {})
     if not is_list(column.type) and not original:
         raise DataError(
             f"{rows.source}: column {name!r} holds {column.type}; token-classification needs a list of {what} in each row, "
-            "or a CoNLL file (.conll, .iob, .bio)"
+            "or a CoNLL file (.conll, .iob, .bio; for another extension set data.format = 'conll')"
         )
     values = (original.get(row, value) for row, value in enumerate(column.to_pylist()))
     return [value if isinstance(value, list) else None for value in values]

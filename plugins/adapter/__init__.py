@@ -126,7 +126,7 @@ class Adapter(Plugin):
         size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
         if count < MIN_PARAMETERS and not self.options.always:
             minimum = f"{MIN_PARAMETERS / 1e6:,.0f} M"
-            return Decision.skip(f"{size}, fewer than {minimum}: all weights are trained unless always = true")
+            return Decision.skip(f"{size}, fewer than {minimum}: all weights are trained unless plugins.adapter.always = true")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
         if self.options.kind == "dora" and self.options.lora_dropout:
             reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"

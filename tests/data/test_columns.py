@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hwopt.data.conll_reader import looks_like_conll
+from hwopt.data.file_format import reading_notes
 from hwopt.errors import DataError
 from hwopt.tasks.recognition import recognise
 
@@ -115,7 +117,55 @@ def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str,
     (tmp_path / "export.csv").write_text("\n".join(["Größe;Klasse", *lines]), encoding="cp1252")
     found = recognise(str(tmp_path / "export.csv"))
     assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
+    assert found.why.startswith("cp1252, cells separated by semicolons; ")
     assert not found.ascii
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "text,label\n", "UTF-8, cells separated by commas"),
+        ("a.csv", "text\tlabel\n", "UTF-8, cells separated by tabs"),
+        ("a.tsv", "text\tlabel\n", "UTF-8"),
+        ("a.jsonl", "{}\n", ""),
+    ],
+)
+def test_reading_of_tables_is_told(name: str, text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert ", ".join(reading_notes(str(tmp_path / name), {})) == expected
+
+
+def test_delimiters_of_several_files_are_told_once_each(tmp_path: Path) -> None:
+    for name, mark in (("a.csv", ";"), ("b.csv", ","), ("c.csv", ";")):
+        (tmp_path / name).write_text(f"text{mark}label\n")
+    assert reading_notes(f"{tmp_path}/*.csv", {}) == ["UTF-8", "cells separated by commas, semicolons"]
+
+
+CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\nPeter NNP B-PER\n"
+
+
+@pytest.mark.parametrize("name", ["ner.txt", "ner.tsv", "ner.csv", "ner.data", "ner"])
+def test_conll_file_of_any_extension_is_recognised(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(CONLL)
+    found = recognise(str(tmp_path / name))
+    assert (found.kind, found.rows) == ("token-classification", 2)
+    assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll"}
+    assert found.why.startswith("conll by its content; ")
+
+
+def test_conll_file_of_windows_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "ner.txt").write_text("Müller\tB-PER\nschläft\tO\n\nKöln\tB-LOC\n" * 20, encoding="cp1252")
+    found = recognise(str(tmp_path / "ner.txt"))
+    assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll", "encoding": "cp1252"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A sentence.\nAnother one O\n", "text\tlabel\na\tO\nb\tO\n", "a b\nc d\n", "O\nO\n", "a O\nb c O\n", "a B-X\nb I-X\n"],
+    ids=["prose", "header", "two words", "one column", "widths", "no O"],
+)
+def test_other_text_is_not_taken_for_conll(text: str) -> None:
+    assert not looks_like_conll(iter(text.splitlines(keepends=True)))
 
 
 def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hwopt.data.reading import read_all
 from hwopt.data.rows import ReadOptions, Rows
 from hwopt.data.tables import read_rows
 from hwopt.errors import DataError
@@ -50,6 +51,20 @@ def test_sentences_are_rows_of_words_and_tags(extension: str, tmp_path: Path) ->
 )
 def test_variants_of_the_format(text: str, tokens: list[list[str]], tmp_path: Path) -> None:
     assert read(tmp_path / "a.conll", text).table["tokens"].to_pylist() == tokens
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.unknown"])
+def test_format_overrides_the_extension(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("a O\n\nb O\n")
+    rows = read_rows(str(tmp_path / name), options=ReadOptions(format="conll"))
+    assert rows.table.to_pydict() == {"tokens": [["a"], ["b"]], "tags": [["O"], ["O"]]}
+
+
+def test_text_files_of_a_glob_can_be_conll(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} O\n\nc O\n")
+    rows = read_all(f"{tmp_path}/*.txt", None, ReadOptions(format="conll"))
+    assert rows.table["tokens"].to_pylist() == [["a"], ["c"], ["b"], ["c"]]
 
 
 def test_file_of_words_alone_has_no_tags(tmp_path: Path) -> None:

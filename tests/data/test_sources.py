@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from hwopt.data.columns import read_any
+from hwopt.config.job import Data
+from hwopt.data.conll_reader import CONLL_EXTENSIONS
 from hwopt.data.decimal_comma import with_points
+from hwopt.data.file_format import read_any
 from hwopt.data.rows import ReadOptions
-from hwopt.data.sources import configured, locate
+from hwopt.data.sources import EXTENSIONS, configured, locate
 from hwopt.data.tables import find_column, read_rows
 from hwopt.data.text_file import likely_encoding
 from hwopt.errors import DataError
@@ -29,7 +31,7 @@ CONVERSATION = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "co
         ("a.zip", r"is an archive; unpack it, such as with `unzip .*a\.zip`"),
         ("a.xlsx", r"is a spreadsheet; save the sheet as 'CSV UTF-8'"),
         ("a.ods", r"is a spreadsheet"),
-        ("a.dat", r"unknown file extension '\.dat'; .* Rename the file if it has one of these formats"),
+        ("a.dat", r"unknown file extension '\.dat'; .* set data\.format, such as data\.format = 'csv'"),
         ("a", r"unknown file extension ''; "),
     ],
 )
@@ -37,6 +39,42 @@ def test_file_of_another_format_names_the_remedy(tmp_path: Path, name: str, mess
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=message):
         locate(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "cp1251"])
+def test_utf8_is_not_misread_in_an_encoding_of_single_bytes(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\nplain,1\nschön,1\n", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"a\.csv: is UTF-8, but data\.encoding is '{encoding}'\. .*--set data\.encoding=utf-8"):
+        read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=encoding))
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "given"),
+    [
+        ("schön", "cp1252", "cp1252"),
+        ("plain", "ascii", "cp1252"),
+        ("schön", "utf-8", "utf-8"),
+        ("schön", "utf-8-sig", "utf-8-sig"),
+        ("schön", "utf-16", "utf-16"),
+        ("联通", "gbk", "gbk"),  # its bytes are valid UTF-8 too
+        ("Ярослав", "koi8-r", "koi8-r"),
+    ],
+)
+def test_file_in_its_own_encoding_is_read(text: str, written: str, given: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"text,label\n{text},1\n", encoding=written)
+    rows = read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=given))
+    assert rows.table["text"].to_pylist() == [text]
+
+
+def test_every_format_of_a_job_has_a_reader() -> None:
+    (formats,) = [get_args(part) for part in get_args(Data.model_fields["format"].annotation) if get_args(part)]
+    assert {f".{name}" for name in formats} | set(CONLL_EXTENSIONS) == set(EXTENSIONS)
+
+
+def test_format_opens_a_file_with_an_unknown_extension(tmp_path: Path) -> None:
+    (tmp_path / "export.dat").write_text("text;label\na;1\n")
+    rows = read_rows(str(tmp_path / "export.dat"), options=ReadOptions(format="csv"))
+    assert rows.table.to_pylist() == [{"text": "a", "label": "1"}]
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,7 @@ WRONG = {
     "task.rouge": NO_FLAG,
     "data.augmentation": ["true", "3", "['turn']", "'turn'", "[1]", "{}"],
     "data.encoding": [*NO_TEXT, "'cp12520'", "'base64'"],
+    "data.format": ["true", "3", "''", "'xlsx'", "['csv']", "{}"],
     "data.delimiter": [*NO_TEXT, "''", "';;'"],
     "data.max_bad_rows": [*NO_NUMBER, "1.1"],
     "data.assistant_turns": ["3", "''", "'first'", "['all']", "{}"],

@@ -18,7 +18,7 @@ from hwopt.cli import run_command
 from hwopt.errors import DataError, DoesNotFitError, InputError, StorageError
 from hwopt.inference import predict as predict_module
 from hwopt.inference.batches import Batches
-from hwopt.inference.output import free_names
+from hwopt.inference.output import free_names, replacing
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prediction import Generation, TokenPredictor
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
@@ -55,6 +55,17 @@ def test_each_format_keeps_the_columns_and_adds_the_prediction(suffix: str, clas
     assert all(row["predicted_label"] in ("colour", "other") for row in found)
     assert all(0.5 <= float(row["predicted_probability"]) <= 1 for row in found)
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_lists_in_csv_are_json_in_the_columns_of_the_input_and_in_new_ones(tmp_path: Path) -> None:
+    table = pyarrow.table({"tokens": [["a", "ß"], ["c"]]})
+    with replacing(tmp_path / "out.csv", {"predicted_tags": list}) as writer:
+        writer.write(table, {"predicted_tags": [["O", "B-X"], None]}, {})
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text(encoding="utf-8").splitlines()))
+    assert rows == [
+        {"tokens": '["a", "ß"]', "predicted_tags": '["O", "B-X"]'},
+        {"tokens": '["c"]', "predicted_tags": ""},
+    ]
 
 
 def test_unusable_rows_stay_without_a_prediction_and_are_named(

@@ -27,6 +27,7 @@ def started(command: Command, folder: Path) -> str:
 LAUNCHES = [
     ("", "hwopt run job.toml --profile rtx3090_24gb --processes 2"),
     ("", "accelerate launch -m hwopt run job.toml --profile rtx3090_24gb"),
+    ("", "hwopt run --processes auto '…'"),
     ("--output two.yaml", "accelerate launch --config_file two.yaml -m hwopt run job.toml --profile PROFILE"),
 ]
 """(how the export before it ends, launch)."""
@@ -39,7 +40,7 @@ def test_every_documented_launch_is_listed() -> None:
 @pytest.mark.parametrize(
     ("export", "launch"),
     LAUNCHES,
-    ids=["processes", "launcher", "config-file"],
+    ids=["processes", "launcher", "all devices", "config-file"],
 )
 def test_documented_launch_trains(export: str, launch: str, tmp_path: Path) -> None:
     write_folder(tmp_path / "folder")

@@ -6,14 +6,19 @@ import importlib
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from installed_task import forget
 from integration.forks import run_ranks
 
+from hwopt import api
 from hwopt.plugin.recipe import EVENTS, Recipe
-from hwopt.testing import TINY_BERT, logged, write_samples
+from hwopt.testing import TINY_BERT, finished, logged, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = """name = "mine"
@@ -29,6 +34,44 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / "plugins.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+def declared() -> dict[str, Any]:
+    """The pyproject.toml of docs/plugins.md."""
+    (text,) = blocks("toml")
+    return tomllib.loads(text)
+
+
+def test_pyproject_of_the_docs_installs_the_files_of_the_docs(package: Path, tmp_path: Path) -> None:
+    """The build needs no network: pip takes the setuptools of this environment."""
+    (package / "pyproject.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    words = ["pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path / "target"), "."]
+    done = finished([sys.executable, "-m", *words], package)
+    assert done.returncode == 0, done.stderr
+    files = {path.name for path in package.glob("my_plugins/*.py")}
+    assert {path.name for path in (tmp_path / "target" / "my_plugins").glob("*.py")} == files
+    points = metadata.Distribution.at(next((tmp_path / "target").glob("*.dist-info"))).entry_points
+    assert {(point.group, point.name) for point in points} == {
+        (group, name) for group, entries in declared()["project"]["entry-points"].items() for name in entries
+    }
+    assert all(f"my_plugins.{Path(name).stem}" in str(points) for name in files - {"lion.py"})
+
+
+def test_task_of_the_docs_trains_with_its_loss(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": f"word {n % 5}", "score": 1000.0 if n == 3 else n % 5 / 5} for n in range(24)]
+    (tmp_path / "scores.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    (tmp_path / "job.toml").write_text(
+        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "scores.jsonl"\neval = "scores.jsonl"\nlabel = "score"\n'
+        '[task]\nkind = "robust-regression"\n[training]\nmax_steps = 2\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    plan = api.resolve("cpu", "job.toml", cache=tmp_path / "cache")
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    report = api.evaluate("run", "scores.jsonl", cache=tmp_path / "cache")
+    assert report.metrics["loss"] == pytest.approx(1000 / 24, rel=0.1), "absolute errors, not squared ones"
+    assert report.metrics["mse"] > 1000 * report.metrics["loss"]
+    assert api.predict("run", "scores.jsonl", "out.jsonl", cache=tmp_path / "cache").columns == ("predicted_score",)
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on sys.path with the files of docs/plugins.md and the metadata of an installed package."""
@@ -37,15 +80,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = folder / block.splitlines()[0].removeprefix("# ")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block, encoding="utf-8")
-    metadata = folder / "my_plugins-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugins\nVersion: 1.0\n")
-    (entry_points,) = blocks("toml")
-    header, *lines = entry_points.splitlines()
-    assert header == '[project.entry-points."hwopt.plugins"]'
-    (metadata / "entry_points.txt").write_text("\n".join(["[hwopt.plugins]", *lines]).replace('"', ""))
+    written = folder / "my_plugins-1.0.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugins\nVersion: 1.0\n")
+    project = declared()["project"]
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (written / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(folder))
+    forget()
     yield folder
+    forget()
     for name in [name for name in sys.modules if name.split(".")[0] in ("my_plugins", "test_my_plugins")]:
         del sys.modules[name]
 

@@ -147,6 +147,25 @@ def test_chat_file_is_answered(tmp_path: Path, kind: str) -> None:
     assert all({key: row[key] for key in CHATS[kind]} == CHATS[kind] and isinstance(row["generated_text"], str) for row in out)
 
 
+def test_conll_file_named_txt_is_tagged(tmp_path: Path) -> None:
+    (tmp_path / "ner.txt").write_text("Peter\tB-PER\nlives\tO\nin\tO\nKöln\tB-LOC\n\n" * 40, encoding="utf-8")
+    assert "conll by its content" in said(tmp_path, "init", "ner.txt", "--yes")
+    assert load_job(tmp_path / "job.toml").job.data.format == "conll"
+    train(tmp_path)
+    assert evaluated(tmp_path, "ner.txt")["samples"] == 40
+    out = predicted(tmp_path, "ner.txt", "out.jsonl")
+    assert [row["tokens"] for row in out] == [["Peter", "lives", "in", "Köln"]] * 40
+    assert all(len(row["predicted_tags"]) == 4 for row in out)
+
+
+def test_conll_file_named_tsv_without_a_format_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "ner.tsv").write_text("Peter\tB-PER\nlives\tO\n\n" * 40)
+    words = ("run", "--profile", "cpu", "--set", "data.train=ner.tsv", "--set", "task.kind=token-classification")
+    done = hwopt(*words, "--set", "model.config={model_type='bert'}", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "For a CoNLL file set data.format = 'conll'" in done.stderr
+
+
 def test_folder_of_text_files_is_continued(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(12):

@@ -45,6 +45,23 @@ def test_notebook_installs_the_clone_and_keeps_the_torch_of_the_service(name: st
     assert "torch" not in source
 
 
+def python_of(cell: Any, address: str) -> str:
+    """The lines of a cell that are Python, with another address of the repository."""
+    source = cell.source.replace("https://github.com/OWNER/hwopt", address)
+    return "\n".join(line for line in source.splitlines() if line[:1] not in "!%")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_asks_for_the_address_of_the_repository(name: str) -> None:
+    cell = install_cell(read(name))
+    assert cell.source.startswith('REPOSITORY = "https://github.com/OWNER/hwopt"  # replace this address\n')
+    with pytest.raises(ValueError, match="Replace OWNER in the first line of this cell, then run the cell again"):
+        exec(python_of(cell, "https://github.com/OWNER/hwopt"))
+    exec(python_of(cell, "https://example.org/hwopt"))
+    first = min(cell.source.index(mark) for mark in ("\n!", "\n%"))
+    assert cell.source.index("raise ValueError") < first, "the check comes before the clone"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_has_no_output_and_all_steps_in_order(name: str) -> None:
     cells = code_cells(read(name))

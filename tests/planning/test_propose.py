@@ -55,6 +55,16 @@ def test_without_the_hub_a_model_with_random_weights_is_proposed(monkeypatch: py
     assert "distilbert/distilbert-base-uncased" in found.why
 
 
+def test_hub_out_of_reach_is_not_asked_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would retry for half a minute, with a message each time."""
+    asked: list[object] = []
+    monkeypatch.setattr(propose, "hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: asked.append(arguments) or [])
+    assert not propose.is_available("owner/a-model-that-no-cache-has")
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("data", "length"),
     [
