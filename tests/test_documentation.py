@@ -37,6 +37,10 @@ NOT_RUN = {
     ),
     "hwopt run --processes N": "names the option; README.md has a whole command",
     "hwopt run '…' --report-to tensorboard,wandb": "wandb needs an account; tests/report/test_trackers.py",
+    "hwopt bench job.toml --profile rtx3070_8gb": "takes minutes; tests/integration/test_bench.py measures a tiny job",
+    "hwopt bench job.toml --profile rtx3070_8gb --against t4_16gb -o bench.html": "the same",
+    "hwopt bench --profile cpu --seconds 5 --rounds 9": "the same",
+    "hwopt bench --profile rtx3070_8gb --claims": "takes minutes; tests/trials/test_claims.py checks parts",
     "hwopt claims": "takes minutes for all claims; tests/cli/test_claims.py and tests/memory/test_claims.py run parts",
     "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
 }
@@ -157,7 +161,7 @@ def is_launched(command: Command) -> bool:
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
     return len(command.words) == 2 and command.words[1] in (
-        *("check", "compare", "evaluate", "export", "import", "init"),
+        *("bench", "check", "compare", "evaluate", "export", "import", "init"),
         *("plan", "predict", "preview", "report", "run", "watch"),
     )
 
@@ -185,6 +189,7 @@ def test_every_reason_for_not_running_a_command_holds() -> None:
     assert all((ROOT / test).is_file() for why in NOT_RUN.values() for test in re.findall(r"tests/\S+\.py", why))
     assert set(OTHER_PROGRAMS) == PROGRAMS - {"hwopt", "accelerate", "ls"}
     run = {command.words[1] for command in commands if command.words[0] == "hwopt" and why_not_run(command) is None}
+    run |= {text.split()[1] for text, why in NOT_RUN.items() if "tests/" in why}
     named = {command.words[1] for command in commands if only_names(command)}
     assert named <= run, "a page names the command, and no page has one with its arguments"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from hwopt.errors import PluginError
 if TYPE_CHECKING:
     from hwopt.data.step_batch import MicroBatch, StepBatch
     from hwopt.plugin import RunView
+
+
+def call(method: WeakMethod[Callable[[int, Tensor], None]], number: int, parameter: Tensor) -> None:
+    """Call `method`, which exists as long as its engine."""
+    if (update := method()) is not None:
+        update(number, parameter)
 
 
 class InBackwardEngine(Engine):
@@ -39,8 +46,10 @@ class InBackwardEngine(Engine):
         """The group of each parameter."""
         self.norms: dict[int, Tensor] = {}
         """Number of a parameter -> norm of its gradient in this step."""
+        # Python's garbage collector does not see the hooks of a parameter: a strong reference would keep the model forever
+        update = WeakMethod(self.update)
         for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self.update, number))
+            parameter.register_post_accumulate_grad_hook(partial(call, update, number))
 
     def init_state(self, force: bool = False) -> None:
         # one parameter at a time: the gradients of all would need the memory that this engine saves
