@@ -30,9 +30,11 @@ from hwopt.plugin import (
     RunView,
     SpeedOption,
     Stage,
+    Tunable,
 )
 
 MAX_MICRO_BATCHES = 5  # fewer than so many are tried in place of the present number
+MOST_EVAL_RATIO = 4  # a larger evaluation batch may not fit although training does
 MAX_ROWS = 1_000_000  # a larger value is a typing error
 Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
@@ -51,6 +53,24 @@ def candidate_rows(maximum: int) -> list[int]:
 def halves(number: int) -> list[int]:
     """`number` halved again and again, rounded down, to 1."""
     return [number >> shift for shift in range(number.bit_length())]
+
+
+def split_of(step: int, rows: int) -> dict[str, int]:
+    """The options that split the `step` rows of an optimizer step into micro-batches of up to `rows`.
+
+    With one micro-batch, or if `rows` does not divide them, `merge_options` keeps them.
+    """
+    return {"train": rows} | ({"gradient_accumulation_steps": step // rows} if step % rows == 0 and rows < step else {})
+
+
+def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
+    """The option that keeps the evaluation batch of `options` for micro-batches of `rows`, as far as it is not much larger."""
+    assert options.train != "auto", "options in effect hold a number"
+    evaluation = options.eval or 2 * options.train
+    assert evaluation != "auto", "options in effect hold a number"
+    if evaluation > MOST_EVAL_RATIO * rows:
+        return {"eval": 2 * rows}
+    return {} if options.eval else {"eval": evaluation}
 
 
 class Batch(Plugin):
@@ -211,6 +231,21 @@ class Batch(Plugin):
                 for factor in (16, 8, 4, 2)
             ]
         return offers
+
+    @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        """The rows of a micro-batch: those that split a rank's rows into 1, 2, 3, 4, 6, 8, 12, … micro-batches."""
+        if options is None:
+            return []
+        assert options.train != "auto", "options in effect hold a number"
+        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
+        share = micro_batches(step, 1, context.world_size)
+        present = min(options.train, share)
+        sizes = sorted({-(-share // number) for number in candidate_rows(share)} | {present})
+        if len(sizes) < 2:
+            return []
+        choices = tuple(split_of(step, rows) | evaluation_for(rows, options) for rows in sizes)
+        return [Tunable(choices, sizes.index(present), ordered=True)]
 
     def evidence(self, run: RunView) -> Evidence:
         step, sampler, world = run.last_step_batch, run.train_loader.sampler, run.world_size

@@ -35,6 +35,7 @@ from hwopt.plugin import (
     RunView,
     SpeedOption,
     Stage,
+    Tunable,
 )
 
 
@@ -198,6 +199,20 @@ class Checkpointing(Plugin):
         if options.offload:
             offers.append(SpeedOption(options.model_copy(update={"offload": False}), "keeps the layer inputs on the device"))
         return offers
+
+    @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        """Fewer and fewer layers, and off. Turning it on costs time, but may make room for larger micro-batches.
+
+        Without the card's peaks no forecast tells whether it does, so that it is not offered.
+        """
+        if not context.model.supports_checkpointing or (options is None and context.card is None):
+            return []
+        present = None if options is None else options.layers
+        numbers = {each for each in (2, present) if isinstance(each, int) and each <= context.model.layers}
+        layers = ["all", *sorted(numbers), "selective"]
+        choices = tuple({"enabled": True, "layers": each} for each in layers)
+        return [Tunable((*choices, {"enabled": False}), len(layers) if present is None else layers.index(present), ordered=True)]
 
     def on_oom(self, run: RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
@@ -159,6 +159,12 @@ class Compile(Plugin):
             compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
 
         recipe.prepared_steps.append(compile_model)
+
+    @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        """Off, or on for the repeated layers or the whole model. CUDA graphs are left out: they reserve memory for each shape."""
+        choices: list[dict[str, Any]] = [{"enabled": False}, *({"enabled": True, "scope": scope} for scope in ("block", "model"))]
+        return [Tunable(tuple(choices), 0 if options is None else 1 + ("block", "model").index(options.scope))]
 
     def evidence(self, run: RunView) -> Evidence:
         import torch._dynamo.utils

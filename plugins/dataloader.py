@@ -17,8 +17,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
 
+PREFETCH = (2, 4, 8)
+"""Values of `prefetch_factor` that are worth a trial."""
 MAX_WORKERS = 4  # tokenized text is cheap to collate: more workers only use more memory
 
 
@@ -100,6 +102,20 @@ class Dataloader(Plugin):
         recipe.loader["persistent_workers"] = self.options.persistent_workers
         if self.options.multiprocessing_context is not None:
             recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
+
+    @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        """The number of workers up to the cores of a rank, and what each prepares ahead."""
+        if options is None:
+            return []
+        cores, workers = cores_of_a_rank(context.hardware, context.world_size), options.num_workers
+        numbers = sorted({number for number in (0, 1, 2, 3, 4, 6, 8, 12, 16) if number <= cores} | {workers})
+        found = [Tunable(tuple({"num_workers": n} for n in numbers), numbers.index(workers), ordered=True, input=True)]
+        if workers:
+            ahead = sorted({*PREFETCH, options.prefetch_factor})
+            choices = tuple({"prefetch_factor": number} for number in ahead)
+            found.append(Tunable(choices, ahead.index(options.prefetch_factor), ordered=True, input=True))
+        return found
 
     def evidence(self, run: RunView) -> Evidence:
         loader, pinned = run.train_loader, run.last_step_batch.pinned

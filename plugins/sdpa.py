@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from hwopt.hardware.device import Feature, Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
 EAGER: tuple[Kernel, ...] = ("eager",)
@@ -117,6 +117,17 @@ class Sdpa(Plugin):
             return
         recipe.model_kwargs["attn_implementation"] = "sdpa"
         recipe.process.append(partial(attention_kernels, self.options.prefer))
+
+    @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        """Each kernel that the hardware has in the first place. Attention without SDPA is a baseline and not offered."""
+        if options is None or options.prefer == EAGER or not context.model.supports_sdpa:
+            return []
+        kernels, _ = runnable(("flash", "efficient", "cudnn", "math"), context.hardware)
+        orders = [list(options.prefer), *([kernel, *(k for k in kernels if k != kernel)] for kernel in kernels)]
+        firsts = dict.fromkeys(order[0] for order in orders)
+        choices = tuple({"prefer": next(order for order in orders if order[0] == first)} for first in firsts)
+        return [Tunable(choices, 0)] if len(choices) > 1 else []
 
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)

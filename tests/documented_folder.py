@@ -145,6 +145,8 @@ def arguments(command: Command) -> list[str]:
         # a resumed run trains a step more than the one before
         steps = 4 if "--resume-from" in words else 3 if "--resume" in words else 2
         words += ["--max-steps", str(steps), "--set", "plugins.dataloader.num_workers=0"]
+    if "tune" in words:
+        words += ["--trials", "2", "--steps", "8"]
     if "init" in words:
         words += ["--yes", "-o", "written.toml"]
     return words

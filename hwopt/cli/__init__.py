@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
     "init": "Look at a data file and this machine, and write a job.toml.",
     "plan": "Show what `run` would do, also for a card that is not installed.",
+    "tune": "Measure settings of a profile in short trials, and write a profile with the fastest.",
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
     "report": "Write an HTML file about a run, or several runs.",

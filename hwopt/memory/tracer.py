@@ -75,7 +75,7 @@ def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
     decided = [
         [entry.name, entry.distribution, entry.decision, entry.options.model_dump(mode="json")]
         for entry in plan.entries
-        if not only_sizes(plan, entry.author)
+        if not only_sizes(plan, entry.author) and not only_loads(plan, entry.author)
     ]
     data = plan.job.data
     task = [plan.job.task.kind, len(data.text), data.max_target_length, labels]
@@ -92,6 +92,11 @@ def only_sizes(plan: Plan, author: str) -> bool:
     """Whether a plugin sets only numbers of rows, on which a trace does not depend."""
     written = plan.recipe.written_by_author(author)
     return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
+
+
+def only_loads(plan: Plan, author: str) -> bool:
+    """Whether a plugin sets only how step batches are loaded, which a trace does not see."""
+    return plan.recipe.fields_of(author) == ("loader",)
 
 
 def second_shape(width: int) -> Shape:

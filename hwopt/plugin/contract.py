@@ -120,6 +120,20 @@ class SpeedOption:
     """Whether they also change the training, such as another effective batch."""
 
 
+@dataclass(frozen=True)
+class Tunable:
+    """A setting of a plugin that changes the speed and not the training, with the values that `hwopt tune` may measure."""
+
+    choices: tuple[Mapping[str, Any], ...]
+    """Changes of the plugin's table, such as {"layers": 2}, {"enabled": False}. Two at least."""
+    present: int
+    """The index of the choice that is in effect."""
+    ordered: bool = False
+    """Whether the choices are sizes, the smallest first: the speed rises up to one of them, and falls after it."""
+    input: bool = False
+    """Whether it only changes when step batches are ready. It gains at most the time in which the loop waits for data."""
+
+
 class Plugin:
     """Base class of an optimization. Register the subclass in the entry-point group `hwopt.plugins`."""
 
@@ -206,6 +220,11 @@ class Plugin:
         return ()
 
     @classmethod
+    def tunables(cls, options: Any | None, context: Context) -> Sequence[Tunable]:
+        """The settings that may be faster, whatever memory they need, at the same training. `options`: None if not active."""
+        return ()
+
+    @classmethod
     def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
         return {**below, **above}
@@ -271,4 +290,5 @@ __all__ = [
     "SpeedOption",
     "Stage",
     "TaskFacts",
+    "Tunable",
 ]

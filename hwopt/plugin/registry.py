@@ -147,6 +147,7 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         "evidence",
         "on_oom",
         "memory_options",
+        "tunables",
         "merge_options",
         "scale_options",
         "options_from",

@@ -147,6 +147,21 @@ def check_memory_of(name: str, plan: Plan) -> None:
             assert isinstance(offer.options, type(plugin).Options), f"{name}: memory_options() offers {offer.options!r}"
             assert offer.slower > 0, f"{name}: memory_options() offers {offer}"
             assert offer.cost, f"{name}: memory_options() offers {offer}"
+    check_tunables_of(name, plan)
+
+
+def check_tunables_of(name: str, plan: Plan) -> None:
+    """Assert that each of the plugin's `tunables` has two or more valid choices, and that one of them is the present one."""
+    plugin = entry_of(name, plan).plugin
+    kind = type(plugin)
+    for present in (None, plugin.options):
+        table = {} if present is None else present.model_dump(exclude_none=True)
+        for tunable in kind.tunables(present, plan.context):
+            assert len(tunable.choices) >= 2, f"{name}: tunables() offers no choice: {tunable}"
+            assert 0 <= tunable.present < len(tunable.choices), f"{name}: tunables() has no present choice: {tunable}"
+            for choice in tunable.choices:
+                changed = {key: value for key, value in kind.merge_options(table, choice).items() if key != "enabled"}
+                kind.Options.model_validate(changed, strict=False)
 
 
 _baselines: dict[tuple[str, str], list[float]] = {}

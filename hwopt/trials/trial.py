@@ -67,6 +67,8 @@ class Outcome:
     """One per step, in order, without the warm-up and without the last step, which the profiler observes."""
     losses: Mapping[int, float | None] = field(default_factory=dict)
     """Step -> training loss; None: not finite."""
+    data_waits: Mapping[int, float] = field(default_factory=dict)
+    """Step -> part of its time in which the loop waited for data."""
     steps_per_epoch: int | None = None
     peak_gib: float | None = None
     """Peak memory of training and of the largest evaluation batch; `memory_kind` names the counter."""
@@ -102,7 +104,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON types."""
         rates = {f"{unit}_per_second": self.rate(unit) for unit in UNITS}
-        own = {key: value for key, value in asdict(self).items() if key != "windows"}
+        own = {key: value for key, value in asdict(self).items() if key not in ("windows", "data_waits")}
         return own | rates | {"seconds_per_epoch": self.seconds_per_epoch, "measured_steps": len(self.windows)}
 
 
@@ -143,6 +145,7 @@ def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], ste
         "completed",
         windows=steady([window for window in record.windows if window.step < steps]),
         losses={int(row["step"] or 0): row.get("loss") for row in record.log_rows},
+        data_waits={int(row["step"] or 0): row.get("data_wait") or 0.0 for row in record.log_rows},
         steps_per_epoch=record.last.get("steps_per_epoch"),
         peak_gib=record.peak_gib,
         memory_kind=MEMORY_KINDS.get(device, device),

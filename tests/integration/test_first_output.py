@@ -38,6 +38,7 @@ COMMANDS = [
     ["bench", "job.toml", "--profile", "cpu"],
     ["plan", "job.toml", "--profile", "t4_16gb"],
     ["plan", "job.toml", "--format", "json"],
+    ["tune", "job.toml", "--profile", "cpu"],
     ["preview", "job.toml"],
     ["export", "job.toml", "--profile", "cpu", "--to", "accelerate"],
     ["init", "train.csv", "--yes", "-o", "new.toml"],

@@ -1,0 +1,146 @@
+"""The space of `hwopt tune`: what the plugins offer as tunable, the plan of a setting, and what the planner forecasts for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hwopt.config.new_job import toml_value
+from hwopt.errors import HwoptError, PluginError
+from hwopt.memory.lengths import Lengths, lengths_of
+from hwopt.memory.planner import plan_memory
+from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Tunable
+from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin.registry import Registry
+from hwopt.trials.candidates import Axis, Forecast, Setting
+
+Replan = Callable[[Sequence[str]], Plan]
+"""Resolves the plan with further `--set` assignments."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A tunable of a plugin, as an axis of the search."""
+
+    plugin: str
+    tunable: Tunable
+
+    @property
+    def axis(self) -> Axis:
+        tunable = self.tunable
+        return Axis(len(tunable.choices), tunable.present, tunable.ordered, tunable.input)
+
+    def changes(self, choice: int) -> Mapping[str, Any]:
+        """The options that a choice changes; {} for the present one."""
+        return {} if choice == self.tunable.present else self.tunable.choices[choice]
+
+    def described(self, choice: int) -> str:
+        """The choice for a reader: "batch.train = 32", "checkpointing off"."""
+        options = dict(self.tunable.choices[choice])
+        enabled = options.pop("enabled", True)
+        if not enabled or not options:
+            return f"{self.plugin} {'on' if enabled else 'off'}"
+        key, value = next(iter(options.items()))
+        return f"{self.plugin}.{key} = {json.dumps(value)}"
+
+
+def dimensions_of(plan: Plan, registry: Registry) -> list[Dimension]:
+    """What the plugins offer for `plan`, the applied ones first. A broken plugin that is not applied is ignored."""
+    options = {entry.name: entry.options for entry in plan.applied()}
+    found = []
+    for name in (*options, *(name for name in registry.names if name not in options)):
+        try:
+            with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "tunables()"):
+                offered = list(registry.plugin(name).tunables(options.get(name), plan.context))
+        except PluginError:
+            if name in options:
+                raise
+            continue
+        found += [Dimension(name, tunable) for tunable in offered]
+    return found
+
+
+class Space:
+    """The settings around the plan `start`: their assignments, plans and forecasts."""
+
+    def __init__(
+        self,
+        start: Plan,
+        registry: Registry,
+        replan: Replan,
+        cache: Path,
+        on_planning: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.start, self.replan, self.cache, self.on_planning = start, replan, cache, on_planning
+        self.dimensions = dimensions_of(start, registry)
+        self.lengths: Lengths = lengths_of(start, cache)
+        self.memory: dict[Setting, MemoryPlan] = {}
+
+    @property
+    def axes(self) -> list[Axis]:
+        return [dimension.axis for dimension in self.dimensions]
+
+    def changed(self, setting: Setting) -> Iterator[tuple[Dimension, int]]:
+        """The dimensions in which `setting` differs from the start, with its choices."""
+        for dimension, choice in zip(self.dimensions, setting, strict=True):
+            if choice != dimension.tunable.present:
+                yield dimension, choice
+
+    def tables(self, setting: Setting) -> dict[str, dict[str, Any]]:
+        """Plugin -> the options that `setting` changes, as in a profile."""
+        found: dict[str, dict[str, Any]] = {}
+        for dimension, choice in self.changed(setting):
+            found.setdefault(dimension.plugin, {}).update(dimension.changes(choice))
+        return found
+
+    def assignments(self, setting: Setting) -> tuple[str, ...]:
+        """The same as arguments of `--set`."""
+        tables = self.tables(setting)
+        return tuple(
+            f"plugins.{name}.{key}={toml_value(value)}" for name, table in tables.items() for key, value in table.items()
+        )
+
+    def described(self, setting: Setting) -> str:
+        """What `setting` changes, for a reader."""
+        return ", ".join(dimension.described(choice) for dimension, choice in self.changed(setting)) or "the start"
+
+    def plan(self, setting: Setting) -> Plan | None:
+        """The plan of `setting`; None if the plugins refuse it, or if it is another training."""
+        with suppress(HwoptError):
+            plan = self.replan(self.assignments(setting))
+            if same_training(plan, self.start):
+                return plan
+        return None
+
+    def forecast(self, setting: Setting) -> Forecast | None:
+        """What the planner forecasts for `setting`; None if it cannot be used."""
+        self.on_planning(self.described(setting))
+        plan = self.plan(setting)
+        if plan is None:
+            return None
+        try:
+            memory = plan_memory(plan, self.cache, self.lengths)
+        except HwoptError:
+            return None
+        self.memory[setting] = memory
+        seconds = None if memory.time is None else memory.time.step
+        return Forecast(what_runs(plan), memory.fits, None if memory.lower_bound else memory.highest_gib, seconds)
+
+
+def same_training(plan: Plan, start: Plan) -> bool:
+    """Whether both train the same: rows per optimizer step, hyperparameters, job, and what changes the method."""
+    return (plan.batch.step, plan.training, plan.job, plan.method) == (start.batch.step, start.training, start.job, start.method)
+
+
+def what_runs(plan: Plan) -> str:
+    """What `plan` runs: equal texts for plans of which only a reason or a fallback differs."""
+    applied = {entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()}
+    for options in applied.values():
+        options.pop("fallback", None)
+    return json.dumps([applied, [plan.batch.train, plan.batch.eval, plan.batch.step]], sort_keys=True)

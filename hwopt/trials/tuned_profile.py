@@ -1,0 +1,130 @@
+"""The profile that `hwopt tune` writes: it extends the one that was tuned, with what was measured in comments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Table
+
+from hwopt.config.profile import Profile
+from hwopt.config.toml import parse_assignment
+from hwopt.errors import InputError
+from hwopt.interop.files import refuse_taken
+from hwopt.interop.imported_files import inline, plain, profile_name, text_of
+
+DIVIDED = ("extends", "name", "summary", "claims")
+"""Keys of a profile that a tuned one does not take over."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The profile that is tuned."""
+
+    name: str | None
+    """What `extends` calls it; None for a profile without a file, whose tables are copied."""
+    file: Path | None
+    """Its file, if it is not an installed profile: `extends` finds it only beside."""
+    profile: Profile
+
+    @classmethod
+    def of(cls, spec: str, profile: Profile, files: Mapping[str, Path]) -> Parent:
+        """The profile that the user called `spec`; `files` are the installed ones."""
+        if spec.endswith(".toml") or "/" in spec or "\\" in spec:
+            path = Path(spec)
+            return cls(path.stem, None if files.get(path.stem) == path else path, profile)
+        return cls(profile.name if profile.name in files else None, None, profile)
+
+    @property
+    def label(self) -> str:
+        return self.name or self.profile.name
+
+
+def output_file(given: Path | None, parent: Parent, job: Path | None, force: bool) -> Path:
+    """The file to write: `given`, else a new one beside the job (or beside a parent that is a file).
+
+    Raises InputError if it exists and `force` is not set, if its folder does not exist, or if it could not find its parent.
+    """
+    beside = None if parent.file is None else parent.file.parent
+    if given is None:
+        folder = beside if beside is not None else Path() if job is None else job.parent
+        stem = f"{parent.label}_tuned"
+        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
+        given = next(path for name in names if not (path := folder / f"{name}.toml").exists())
+    if given.suffix != ".toml":
+        raise InputError(f"--output {given}: a profile ends with .toml: {given.name}.toml")
+    refuse_taken(given, force)
+    if parent.file is not None and beside is not None:
+        if given.exists() and given.samefile(parent.file):
+            raise InputError(f"--output {given}: is the profile that is tuned; give another name")
+        if given.parent.resolve() != beside.resolve():
+            raise InputError(f"--output {given}: extends = {parent.name!r} needs both files in one folder; write into {beside}")
+    return given
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search found, for the comments of the profile."""
+
+    tables: Mapping[str, Mapping[str, Any]]
+    """Plugin -> the options that the best setting changes."""
+    gains: Mapping[str, str]
+    """Plugin -> what the trials say of its options."""
+    header: Sequence[str]
+
+
+def profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
+    """The text of the profile for the file `path`. `assignments`: those of `--set` with which everything was measured."""
+    document = tomlkit.document()
+    for line in tuned.header:
+        document.add(tomlkit.comment(plain(line)) if line else tomlkit.nl())
+    document.add(tomlkit.nl())
+    document.add("name", tomlkit.item(profile_name(path)))
+    document.add("summary", tomlkit.item(f"{parent.label}, tuned by hwopt tune"))
+    own = {} if parent.name else {key: value for key, value in parent.profile.document.data.items() if key not in DIVIDED}
+    if parent.name:
+        document.add("extends", tomlkit.item(parent.name))
+    for key in ("card", "tuned_for", "data", "training"):
+        if isinstance(own.get(key), Mapping):
+            document.add(tomlkit.nl())
+            document.add(key, table_of(own[key]))
+    plugins = tomlkit.table(is_super_table=True)
+    for name, (table, comment) in plugin_tables(own.get("plugins", {}), tuned, assignments).items():
+        plugins.add(name, table_of(table, comment))
+    document.add(tomlkit.nl())
+    document.add("plugins", plugins)
+    return text_of(document)
+
+
+def plugin_tables(
+    own: Mapping[str, Mapping[str, Any]], tuned: Tuned, assignments: Sequence[str]
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """Plugin -> (its options, a comment): those of a copied parent, of `--set`, and of the best setting."""
+    found: dict[str, tuple[dict[str, Any], str]] = {name: (dict(table), "") for name, table in own.items()}
+    for key, value in map(parse_assignment, assignments):
+        if key[0] == "plugins" and len(key) == 3:
+            found.setdefault(key[1], ({}, "--set of the command"))[0][key[2]] = value
+    for name, changed in tuned.tables.items():
+        table = found.get(name, ({}, ""))[0]
+        if "gradient_accumulation_steps" in changed:
+            table.pop("effective", None)
+        found[name] = (table | dict(changed), tuned.gains.get(name, ""))
+    return found
+
+
+def table_of(values: Mapping[str, Any], comment: str = "") -> Table:
+    table = tomlkit.table()
+    if comment:
+        table.add(tomlkit.comment(plain(comment)))
+    for key, value in values.items():
+        table.add(key, inline(value))
+    return table
+
+
+def job_assignments(assignments: Sequence[str]) -> list[str]:
+    """Those of `assignments` that belong to the job, and not to the profile."""
+    return [text for text in assignments if not re.match(r"\s*plugins\s*\.", text)]

@@ -1,0 +1,56 @@
+"""`hwopt tune` of a tiny job with real trials, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cli.test_cli import write_job
+from command_line import hwopt
+
+from hwopt import api
+
+FEW = ("--steps", "8", "--trials", "4")
+
+
+def test_tune_of_a_tiny_job_keeps_the_rows_per_step_and_leaves_no_run(tmp_path: Path) -> None:
+    """One row per micro-batch is slow: the start has 16 micro-batches, and each trial that is tried has fewer."""
+    write_job(tmp_path)
+    slow = ("--set", "plugins.batch.train=1", "--set", "plugins.batch.effective=16")
+    done = hwopt("tune", "job.toml", "--profile", "cpu", *slow, *FEW, "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 2 <= len(found["trials"]) <= 4
+    assert all(row["rate"] > 0 and row["peak_gib"] > 0 for row in found["trials"] if not row["failure"])
+    assert found["best"]["ratio"]["value"] > 1
+    assert found["file"] == "cpu_tuned.toml"
+    plan = api.resolve(str(tmp_path / "cpu_tuned.toml"), tmp_path / "job.toml")
+    assert plan.batch.step == 16
+    assert plan.batch.train > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu_tuned.toml", "dev.jsonl", "job.toml", "train.jsonl"]
+    checked = hwopt("check", "cpu_tuned.toml", "--format", "json", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_interrupt_ends_the_trial_and_exits_with_130(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "hwopt", "tune", "job.toml", "--profile", "cpu", "--steps", "100000"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(temporary.glob("hwopt-tune-*/1/metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no trial trained within two minutes"
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130, message
+    assert not list(temporary.glob("hwopt-tune-*"))
+    assert not list(tmp_path.glob("*_tuned.toml"))
