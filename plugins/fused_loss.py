@@ -13,7 +13,8 @@ Numerical effect: rounding. Products have the precision of the output layer; sof
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
@@ -160,7 +161,8 @@ class FusedHead:
 
     def __init__(self, backend: str, chunks: int, on_card: bool) -> None:
         self.backend, self.chunks, self.on_card = backend, chunks, on_card
-        self.layer: Any = None
+        self.layer: Callable[[], Any] = lambda: None
+        """Returns the layer. Weak: the plan, which outlives the run, has this object."""
         self.dtype: Any = None
 
     def attach(self, model: Any, run: RunView) -> Any:
@@ -174,20 +176,20 @@ class FusedHead:
                 "Exclude it from plugins.adapter.target_modules, or remove [plugins.fused_loss]"
             )
         vars(layer)["forward"] = return_input
-        self.layer = layer
+        self.layer = weakref.ref(layer)
         # Accelerate's autocast covers the model only, not the loss
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(run.recipe.accelerator.get("mixed_precision", "no"))
         return model
 
     def detach(self, model: Any, run: RunView) -> Any:
-        del self.layer.forward
+        del self.layer().forward
         return model
 
     def loss(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """(summed loss, number of labels), like the loss of the task. `outputs.logits`: hidden states (batch, length, hidden)."""
         import torch
 
-        hidden, labels, layer = outputs.logits.flatten(0, 1), targets.flatten(), self.layer
+        hidden, labels, layer = outputs.logits.flatten(0, 1), targets.flatten(), self.layer()
         if hidden.shape[1] != layer.in_features:
             raise PluginError(
                 f"plugin 'fused_loss': the model returns {hidden.shape[1]} values per token, but its output layer expects "

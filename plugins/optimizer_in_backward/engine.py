@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hwopt.plugin import RunView
 
 
-def call(method: WeakMethod[Callable[[int, Tensor], None]], number: int, parameter: Tensor) -> None:
+def call(method: WeakMethod[Any], number: int, parameter: Tensor) -> None:
     """Call `method`, which exists as long as its engine."""
     if (update := method()) is not None:
         update(number, parameter)

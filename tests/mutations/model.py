@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -97,8 +98,9 @@ def head_computes_logits(patch: pytest.MonkeyPatch) -> None:
         return flat, (targets != -100).sum()
 
     def attach(self: Any, model: Any, run: Any) -> Any:
-        self.layer = model.get_output_embeddings()
-        vars(self.layer)["forward"] = self.layer.forward
+        layer = model.get_output_embeddings()
+        vars(layer)["forward"] = layer.forward
+        self.layer = weakref.ref(layer)
         return model
 
     patch.setattr(fused_loss.FusedHead, "attach", attach)
