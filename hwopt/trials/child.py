@@ -1,0 +1,193 @@
+"""The program of a trial: plans the variant, builds its run, and trains a few steps without evaluations, saves and `final/`.
+
+The files of a run folder are written as in every run, so that its readers read a trial too. `main` is the program of a new
+interpreter; `serve` that of hwopt.trials.processes.ForkServer.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.errors import HwoptError, exit_code_of
+from hwopt.runs.status import write_status
+from hwopt.system.atomic_folder import write_json
+from hwopt.trials.processes import end_with
+from hwopt.trials.trial import OUTPUT, RESULT, read_request
+
+if TYPE_CHECKING:
+    from hwopt.training.run import Run
+
+OWN = ("training.logging_steps=1", "training.save_minutes=0", "training.save_steps=1000000000")
+"""Assignments of every trial: a log row for each step, no checkpoint."""
+MODULES = "modules.json"
+"""What a trial imported, for the fork server; in the folder of the trial."""
+LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.initialization", "accelerate", "hwopt.api")
+
+
+def main(folder: str, parent: str) -> None:
+    """Run the trial of `folder`, and end with its exit code, or with the process `parent`."""
+    end_with(int(parent))
+    sys.exit(run(Path(folder)))
+
+
+def serve(descriptor: str, parent: str) -> None:
+    """Import the libraries; then fork for each folder that the connection on the file `descriptor` names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(int(parent))
+    connection = Connection(int(descriptor))
+    import_modules(LIBRARIES)
+    with suppress(EOFError, OSError):
+        while True:
+            folder = Path(connection.recv_bytes().decode())
+            server = os.getpid()
+            if not (pid := os.fork()):
+                connection.close()
+                run_forked(folder, server)
+            connection.send_bytes(str(pid).encode())
+            _, status = os.waitpid(pid, 0)
+            connection.send_bytes(str(os.waitstatus_to_exitcode(status)).encode())
+            with suppress(OSError, ValueError):
+                import_modules(json.loads((folder / MODULES).read_text(encoding="utf-8")))
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules for the forks to come, and share their memory. Ignores what cannot be imported here."""
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def run_forked(folder: Path, server: int) -> None:
+    """Run the trial of `folder` in this fork, in a session of its own, and end the process."""
+    code = 1
+    try:
+        os.setsid()
+        end_with(server)
+        import torch
+
+        torch.set_num_threads(torch.get_num_threads())  # makes the pool of threads again, which a fork loses
+        output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        before = set(sys.modules)
+        code = run(folder)
+        imported = [name for name in sys.modules if name not in before and ("." not in name or ".modeling_" in name)]
+        write_json(folder / MODULES, imported)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run(folder: Path) -> int:
+    """Run the trial of `folder`; returns its exit code. status.json says why it failed."""
+    warnings.simplefilter("ignore")
+    try:
+        train(folder, read_request(folder))
+    except BaseException as error:
+        code = exit_code_of(error) or 1
+        message = str(error) if isinstance(error, HwoptError) else f"{type(error).__name__}: {error}"
+        write_status(folder, code, message)
+        traceback.print_exc()
+        return code
+    write_status(folder, 0, "done")
+    return 0
+
+
+def train(folder: Path, request: dict[str, Any]) -> None:
+    """Plan the variant of `request` as `hwopt run` does, and train its steps."""
+    from hwopt import api
+    from hwopt.interop.accelerate import exports_of
+    from hwopt.interop.launcher_environment import refuse_contradictions
+    from hwopt.model.remote_code import trust_only
+    from hwopt.runs.journal import Journal
+    from hwopt.training.build import build
+    from hwopt.training.failure import report_oom
+
+    trust_only(request["trusted"])
+    before = used_on_card()
+    plan = api.resolve(
+        request["profile"],
+        request["job"],
+        assignments=[*request["assignments"], *OWN, f"training.max_steps={request['steps']}"],
+        memory_limit=request["memory_limit"],
+    )
+    refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
+    with (
+        report_oom("the model", plan.batch_option("train")),
+        build(plan, folder, api.cache_folder(), listener=Journal()) as run,
+    ):
+        if request["without_dropout"]:
+            turn_off_dropout(run.inner_model)
+        reduced_rows = train_steps(run)
+        write_json(folder / RESULT, {"reduced_rows": reduced_rows, "device_gib": grown(before, used_on_card())})
+
+
+def train_steps(run: Run) -> int | None:
+    """Train every step of `run`. Returns the rows of its micro-batches if those of the plan did not fit.
+
+    The largest evaluation batch is tried for its memory; nothing is evaluated or saved.
+    """
+    from hwopt.saving.async_writer import AsyncWriter
+    from hwopt.training.failure import report_oom
+    from hwopt.training.loop import Loop
+    from hwopt.training.preflight import preflight
+    from hwopt.training.summary import summarize
+
+    writer = AsyncWriter(run)
+    try:
+        with report_oom("training", run.plan.batch_option("train")):
+            loop = Loop(run, writer)
+            with run.engine.synchronized(loop.backoff):
+                run.engine.init_state()
+            run.listener.on_start(run)
+            preflight(run, loop.accumulation, loop.evaluation)
+            run.eval_loader = None  # no evaluation is due without it
+            with loop.use.running():
+                loop.steps()
+            loop.report(loop.telemetry.flush())
+        run.listener.on_finish(run, summarize(run, loop.telemetry, loop.use, loop.telemetry.seconds, loop.best))
+        return max(1, run.batch.train >> loop.backoff.rung) if loop.backoff.oom_count else None
+    finally:
+        writer.close()
+
+
+def turn_off_dropout(model: Any) -> None:
+    """Set every probability of dropout in the modules of `model` to 0."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)
+
+
+def used_on_card() -> float | None:
+    """Memory in use on the current CUDA device in GiB, by all processes, as nvidia-smi shows it; None without one or NVML."""
+    import torch
+
+    from hwopt.hardware.device import GIB
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.device_memory_used() / GIB  # creates no CUDA context
+    except Exception:  # of NVML, in containers and on slices of a card
+        return None
+
+
+def grown(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before

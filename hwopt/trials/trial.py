@@ -1,0 +1,172 @@
+"""A trial: one variant of a job, trained for a few optimizer steps in a process of its own.
+
+`run_trial` starts the process, waits for it, and returns an Outcome however it ended: completed with its measurements, out of
+memory, refused (the configuration is wrong), crashed, or timed out. The process is the program of hwopt.trials.child. It writes
+the files of a run folder, which are read here as those of any run. It ends with this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
+from hwopt.model.remote_code import trusted_models
+from hwopt.report.run_record import RunRecord
+from hwopt.report.throughput import Unit, Window, rate
+from hwopt.runs.record import read_object, read_record
+from hwopt.runs.status import read_status
+from hwopt.system.atomic_folder import write_json
+from hwopt.text import cut, printable
+from hwopt.trials.processes import Launch, in_new_process
+
+Ending = Literal["completed", "out of memory", "refused", "crashed", "timed out"]
+
+REQUEST, OUTPUT, RESULT = "trial.json", "output.txt", "result.json"
+"""Files in the folder of a trial: what to train, the output of the process, and what no file of a run holds."""
+ENDINGS: Mapping[int, Ending] = {
+    0: "completed",
+    DoesNotFitError.exit_code: "out of memory",
+    InputError.exit_code: "refused",
+    PluginError.exit_code: "refused",
+    DataError.exit_code: "refused",
+}
+"""Exit code of the process -> ending; "crashed" for all others."""
+MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the process"}
+"""Type of the device -> what `Outcome.peak_gib` counts."""
+WARM_UP = 5
+"""One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a trial trains, in the words of `hwopt run`."""
+
+    name: str
+    profile: str
+    assignments: tuple[str, ...] = ()
+    """`key=value` texts as given to `--set`."""
+    memory_limit: str | None = None
+    without_dropout: bool = False
+    """Train without dropout, so that the losses of two variants can be compared: another split draws other masks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended, and what was measured. Without `ending == "completed"` there may be no windows."""
+
+    variant: Variant
+    ending: Ending
+    message: str = ""
+    """Why it did not complete: the exact message of the error."""
+    windows: Sequence[Window] = ()
+    """One per step, in order, without the warm-up and without the last step, which the profiler observes."""
+    losses: Mapping[int, float | None] = field(default_factory=dict)
+    """Step -> training loss; None: not finite."""
+    steps_per_epoch: int | None = None
+    peak_gib: float | None = None
+    """Peak memory of training and of the largest evaluation batch; `memory_kind` names the counter."""
+    memory_kind: str = ""
+    device_gib: float | None = None
+    """What the memory in use on the card grew by, as nvidia-smi shows it: CUDA's context too. None on a CPU and without NVML."""
+    gpu_percent: float | None = None
+    """Mean GPU use."""
+    not_active: tuple[str, ...] = ()
+    """Plugins whose evidence is not "active", each with what was seen."""
+    reduced_rows: int | None = None
+    """Rows of the micro-batches after the planned ones ran out of memory; None: they fitted."""
+
+    @property
+    def completed(self) -> bool:
+        return self.ending == "completed"
+
+    def rate(self, unit: Unit) -> float | None:
+        """Steps, samples or real tokens per second; None without windows."""
+        return rate(self.windows, unit)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        steps = self.rate("steps")
+        return 1 / steps if steps else None
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        """Seconds of the training steps of an epoch, without evaluations and saves."""
+        seconds, steps = self.seconds_per_step, self.steps_per_epoch
+        return seconds * steps if seconds and steps else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome as JSON types."""
+        rates = {f"{unit}_per_second": self.rate(unit) for unit in ("steps", "samples", "tokens")}  # type: ignore[arg-type]
+        own = {key: value for key, value in asdict(self).items() if key != "windows"}
+        return own | rates | {"seconds_per_epoch": self.seconds_per_epoch, "measured_steps": len(self.windows)}
+
+
+def run_trial(
+    job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch = in_new_process
+) -> Outcome:
+    """Train `variant` of `job` (None: ./job.toml, else the embedded demo) for `steps` optimizer steps; returns the outcome.
+
+    `folder` is created and gets the files of the trial; delete it afterwards. The process is killed after `limit_s` seconds,
+    and if this process is interrupted. Never raises for what the variant does.
+    """
+    folder.mkdir(parents=True)
+    request = asdict(variant) | {"job": None if job is None else str(job), "steps": steps, "trusted": trusted_models()}
+    write_json(folder / REQUEST, request)
+    code = launch(folder, limit_s)
+    if code is None:
+        return Outcome(variant, "timed out", f"no end after {limit_s:.0f} s")
+    return outcome_of(variant, folder, code, steps)
+
+
+def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Outcome:
+    """The outcome of a trial whose process ended with `exit_code`, from the files in its `folder`."""
+    written, message = read_status(folder)
+    ending = ENDINGS.get(exit_code, "crashed")
+    if ending == "completed" and (folder / "plan.json").is_file():
+        return measured(variant, read_record(folder), read_object(folder / RESULT), steps)
+    if written != exit_code:  # the process could not say it
+        message = describe_death(exit_code, folder / OUTPUT)
+        ending = "crashed"
+    return Outcome(variant, ending, message)
+
+
+def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], steps: int) -> Outcome:
+    """The outcome of a completed trial. `result` is the content of RESULT."""
+    device = str(record.plan["hardware"].get("device_type"))
+    return Outcome(
+        variant,
+        "completed",
+        windows=steady([window for window in record.windows if window.step < steps]),
+        losses={int(row["step"] or 0): row.get("loss") for row in record.log_rows},
+        steps_per_epoch=record.last.get("steps_per_epoch"),
+        peak_gib=record.peak_gib,
+        memory_kind=MEMORY_KINDS.get(device, device),
+        device_gib=result.get("device_gib"),
+        gpu_percent=record.gpu_use,
+        not_active=tuple(f"{entry['name']}: {entry['seen']}" for entry in record.evidence if entry["status"] != "active"),
+        reduced_rows=result.get("reduced_rows"),
+    )
+
+
+def steady(windows: Sequence[Window]) -> Sequence[Window]:
+    """`windows` without the warm-up."""
+    return windows[len(windows) // WARM_UP :]
+
+
+def describe_death(exit_code: int, output: Path) -> str:
+    """How a process ended that wrote no status: its signal or exit code, and the last line of its output."""
+    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines() if output.is_file() else []
+    said = f": {cut(printable(lines[-1]), 200)}" if lines else ""
+    if exit_code == -9:
+        return f"killed (SIGKILL); the system does this if the host is out of memory{said}"
+    return f"{f'ended by signal {-exit_code}' if exit_code < 0 else f'exit code {exit_code}'}{said}"
+
+
+def read_request(folder: Path) -> dict[str, Any]:
+    """The content of REQUEST."""
+    found: dict[str, Any] = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    return found
