@@ -37,6 +37,10 @@ NOT_RUN = {
     ),
     "hwopt run --processes N": "names the option; README.md has a whole command",
     "hwopt run '…' --report-to tensorboard,wandb": "wandb needs an account; tests/report/test_trackers.py",
+    "hwopt bench job.toml --profile rtx3070_8gb": "takes minutes; tests/integration/test_bench.py measures a tiny job",
+    "hwopt bench job.toml --profile rtx3070_8gb --against t4_16gb -o bench.html": "the same",
+    "hwopt bench --profile cpu --seconds 5 --rounds 9": "the same",
+    "hwopt bench --profile rtx3070_8gb --claims": "takes minutes; tests/trials/test_claims.py checks parts",
     "hwopt claims": "takes minutes for all claims; tests/cli/test_claims.py and tests/memory/test_claims.py run parts",
     "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
 }
@@ -157,7 +161,7 @@ def is_launched(command: Command) -> bool:
 def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
     return len(command.words) == 2 and command.words[1] in (
-        *("check", "compare", "evaluate", "export", "import", "init"),
+        *("bench", "check", "compare", "evaluate", "export", "import", "init"),
         *("plan", "predict", "preview", "report", "run", "watch"),
     )
 

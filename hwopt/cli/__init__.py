@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
     "report": "Write an HTML file about a run, or several runs.",
+    "bench": "Measure what a profile gains, plugin by plugin.",
     "compare": "Runs or profiles side by side: time, memory, quality, what differs.",
     "watch": "Follow a run from a second terminal.",
     "preview": "Show a training sample as the model sees it.",

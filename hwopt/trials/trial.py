@@ -8,7 +8,7 @@ the files of a run folder, which are read here as those of any run. It ends with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ ENDINGS: Mapping[int, Ending] = {
 """Exit code of the process -> ending; "crashed" for all others."""
 MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the process"}
 """Type of the device -> what `Outcome.peak_gib` counts."""
+UNITS: Sequence[Unit] = ("steps", "samples", "tokens")
 WARM_UP = 5
 """One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
 
@@ -75,7 +76,7 @@ class Outcome:
     gpu_percent: float | None = None
     """Mean GPU use."""
     not_active: tuple[str, ...] = ()
-    """Plugins whose evidence is not "active", each with what was seen."""
+    """Plugins whose evidence is not "active", each with its status and what was seen."""
     reduced_rows: int | None = None
     """Rows of the micro-batches after the planned ones ran out of memory; None: they fitted."""
 
@@ -100,7 +101,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON types."""
-        rates = {f"{unit}_per_second": self.rate(unit) for unit in ("steps", "samples", "tokens")}  # type: ignore[arg-type]
+        rates = {f"{unit}_per_second": self.rate(unit) for unit in UNITS}
         own = {key: value for key, value in asdict(self).items() if key != "windows"}
         return own | rates | {"seconds_per_epoch": self.seconds_per_epoch, "measured_steps": len(self.windows)}
 
@@ -147,9 +148,16 @@ def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], ste
         memory_kind=MEMORY_KINDS.get(device, device),
         device_gib=result.get("device_gib"),
         gpu_percent=record.gpu_use,
-        not_active=tuple(f"{entry['name']}: {entry['seen']}" for entry in record.evidence if entry["status"] != "active"),
+        not_active=tuple(not_active(record)),
         reduced_rows=result.get("reduced_rows"),
     )
+
+
+def not_active(record: RunRecord) -> Iterator[str]:
+    """The plugins whose evidence is not "active": name, status and what was seen."""
+    for entry in record.evidence:
+        if entry["status"] != "active":
+            yield f"{entry['name']} {entry['status']}: {entry['seen']}"
 
 
 def steady(windows: Sequence[Window]) -> Sequence[Window]:

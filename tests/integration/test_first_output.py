@@ -35,6 +35,7 @@ JOB = '[model]\nconfig = { model_type = "bert" }\n[data]\ntrain = "train.csv"\n'
 COMMANDS = [
     ["run", "job.toml", "--profile", "cpu"],
     ["run", "--profile", "auto"],
+    ["bench", "job.toml", "--profile", "cpu"],
     ["plan", "job.toml", "--profile", "t4_16gb"],
     ["plan", "job.toml", "--format", "json"],
     ["preview", "job.toml"],

@@ -44,7 +44,7 @@ def test_outcome_names_the_counter_of_the_memory(tmp_path: Path) -> None:
 def test_plugin_that_is_not_active_is_named(tmp_path: Path) -> None:
     evidence = {"plugins": [{"name": "tf32", "status": "inactive", "seen": "0 of 12 matmuls"}]}
     found = outcome_of(VARIANT, write_trial(tmp_path / "trial", evidence=evidence), 0, STEPS)
-    assert found.not_active == ("tf32: 0 of 12 matmuls",)
+    assert found.not_active == ("tf32 inactive: 0 of 12 matmuls",)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""The table of a bench: on the terminal, as JSON, and as an HTML page with a waterfall of what each plugin contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rich.console import Console
+
+from hwopt.report.memory import gib
+from hwopt.report.terminal import say, show_table
+
+ABSENT = "-"
+Role = Literal["baseline", "copy", "added", "profile", "left out"]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A speed over that of a reference: the median of the rounds, the lowest and the highest round."""
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    clear: bool
+    """Whether it differs from 1 by more than the noise."""
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """A variant. Figures are medians of the rounds; None: not measured."""
+
+    name: str
+    role: Role
+    reference: str = ""
+    """The variant that its speed is compared with."""
+    rounds: int = 0
+    rows_per_step: int | None = None
+    seconds_per_step: float | None = None
+    seconds_per_epoch: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    """Real tokens, without padding."""
+    peak_gib: float | None = None
+    speedup: Speedup | None = None
+    loss: str = ""
+    """The losses, compared with those of the reference."""
+    loss_agrees: bool | None = None
+    """Whether they agree as far as the plugin promises; None: not compared, or it promises nothing."""
+    ending: str = "completed"
+    """completed, not applied here, does not fit, or how its trial failed."""
+    note: str = ""
+    """Why it was not measured, and what else there is to say."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench as reports show it."""
+
+    rows: Sequence[BenchRow]
+    facts: Mapping[str, str]
+    """Job, profile, baseline, machine, versions, date."""
+    memory_kind: str = ""
+    notes: Sequence[str] = field(default=())
+
+    def row(self, role: Role) -> BenchRow | None:
+        """The first row with this role."""
+        return next((row for row in self.rows if row.role == role), None)
+
+    @property
+    def floor(self) -> Speedup | None:
+        """The copy of the baseline over the baseline: the noise."""
+        copy = self.row("copy")
+        return None if copy is None else copy.speedup
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `hwopt bench --format json` prints."""
+        return {
+            "facts": dict(self.facts),
+            "memory_kind": self.memory_kind,
+            "notes": list(self.notes),
+            "variants": [asdict(row) for row in self.rows],
+        }
+
+
+COLUMNS = ("variant", "time/step", "time/epoch", "samples/s", "real tokens/s", "peak memory", "speed", "loss", "note")
+
+
+def show_bench(console: Console, bench: Bench) -> None:
+    """Print the facts, the table, and how to read it."""
+    for label, text in bench.facts.items():
+        say(console, label, text)
+    console.print()
+    show_table(console, COLUMNS, [cells(row) for row in bench.rows], folded=8)
+    console.print()
+    for label, text in legend(bench).items():
+        say(console, label, text)
+    for note in bench.notes:
+        say(console, "note", note, "yellow")
+
+
+def legend(bench: Bench) -> dict[str, str]:
+    """How the table is to be read, by label."""
+    found = {"speed": "samples/s relative to the reference: median of the rounds (lowest to highest)"}
+    if (floor := bench.floor) is not None:
+        found["noise"] = (
+            f"two copies of the baseline differ by x{floor.low:.3f} to x{floor.high:.3f}; "
+            '"=" marks a difference that is not clearly larger'
+        )
+    if bench.memory_kind:
+        found["peak memory"] = bench.memory_kind
+    return found
+
+
+def cells(row: BenchRow) -> tuple[str, ...]:
+    """The cells of a row, in the order of COLUMNS."""
+    return (
+        row.name,
+        seconds_text(row.seconds_per_step),
+        seconds_text(row.seconds_per_epoch),
+        ABSENT if row.samples_per_second is None else f"{row.samples_per_second:,.4g}",
+        ABSENT if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        ABSENT if row.peak_gib is None else gib(row.peak_gib),
+        speed_text(row),
+        loss_text(row),
+        note_text(row),
+    )
+
+
+def seconds_text(seconds: float | None) -> str:
+    if seconds is None:
+        return ABSENT
+    unit, size = next(((unit, size) for unit, size in (("min", 60.0), ("s", 1.0)) if seconds >= 2 * size), ("ms", 1e-3))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def speed_text(row: BenchRow) -> str:
+    """The ratio with its range and its reference; "=" before one that is not clear."""
+    found = row.speedup
+    if found is None:
+        return "1" if row.role == "baseline" and row.rounds else ABSENT
+    if found.rounds == 1:
+        return f"x{found.value:.2f} of {row.reference} (1 round)"
+    sign = "" if found.clear or row.role == "copy" else "= "
+    return f"{sign}x{found.value:.2f} ({found.low:.2f} to {found.high:.2f}) of {row.reference}"
+
+
+def loss_text(row: BenchRow) -> str:
+    if not row.loss:
+        return ABSENT
+    return {True: "ok: ", False: "DIFFERS: ", None: ""}[row.loss_agrees] + row.loss
+
+
+def note_text(row: BenchRow) -> str:
+    if row.ending == "completed":
+        return row.note
+    return f"{row.ending}: {row.note}" if row.note else row.ending

@@ -1,0 +1,39 @@
+"""The HTML page of a bench: one file that loads nothing, with the waterfall as inline SVG, in a light and a dark theme."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hwopt.errors import StorageError
+from hwopt.report.bench import COLUMNS, Bench, cells, legend
+from hwopt.report.page import table
+from hwopt.report.waterfall import waterfall
+from hwopt.text import cut, printable
+
+
+def bench_page(bench: Bench, command: str) -> str:
+    """The page of `bench`, which `command` measured."""
+    environment = Environment(
+        loader=PackageLoader("hwopt", "report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("bench.html").render(
+        title=cut(printable(f"What {bench.facts.get('profile', 'the profile')} gains"), 200),
+        version=version("hwopt"),
+        facts=[(label, printable(text)) for label, text in bench.facts.items()],
+        notes=[printable(note) for note in bench.notes],
+        waterfall=waterfall(bench),
+        variants=table(COLUMNS, [cells(row) for row in bench.rows], "Medians of the rounds"),
+        legend=list(legend(bench).items()),
+        command=printable(command),
+    )
+
+
+def write_bench_page(bench: Bench, path: Path, command: str) -> None:
+    """Write the page of `bench`. Raises StorageError if the file cannot be written."""
+    try:
+        path.write_text(bench_page(bench, command), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error

@@ -1,0 +1,204 @@
+"""The variants of a bench: the baseline twice, the profile, and each plugin added to the one and left out of the other.
+
+A plugin is added by giving the baseline the profile's table for it, and left out by giving the profile the baseline's. Against a
+baseline without plugins, a plugin that is left out is off. A variant whose plan equals that of its reference is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import tomlkit
+
+from hwopt.config.job import JobFile
+from hwopt.errors import HwoptError, InputError
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
+from hwopt.report.bench import Role
+from hwopt.trials.rounds import Effect, strongest
+from hwopt.trials.trial import Variant
+
+BASELINE, COPY = "baseline", "baseline again"
+Tables = Mapping[str, Mapping[str, Any]]
+"""Plugin -> its options in a profile, of the plugins that are on."""
+Resolve = Callable[[Variant], Plan]
+FitProblem = Callable[[Plan], str]
+"""Why a plan does not fit, or ""."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant with its plan, and why it need not be run."""
+
+    variant: Variant
+    role: Role
+    reference: str = ""
+    """The variant that it is compared with; "" for the baseline."""
+    plugin: str = ""
+    plan: Plan | None = None
+    ending: str = ""
+    """Why it is not run: refused, not applied here, does not fit; "" if it is run."""
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    @property
+    def runs(self) -> bool:
+        return not self.ending
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The profile against the baseline: both as they are given to `hwopt run`, and their tables of plugins."""
+
+    profile: Variant
+    baseline: Variant
+    tables: Tables
+    baseline_tables: Tables
+
+    def changed(self) -> list[str]:
+        """The plugins whose tables differ, in the order of the profile."""
+        names = dict.fromkeys([*self.tables, *self.baseline_tables])
+        return [name for name in names if self.tables.get(name) != self.baseline_tables.get(name)]
+
+    def added(self, plugin: str) -> Variant:
+        """The baseline with the profile's table of `plugin`."""
+        change = table_assignment(plugin, self.tables.get(plugin))
+        return replace(self.baseline, name=f"+ {plugin}", assignments=(*self.baseline.assignments, change))
+
+    def left_out(self, plugin: str) -> Variant:
+        """The profile with the baseline's table of `plugin`."""
+        change = table_assignment(plugin, self.baseline_tables.get(plugin))
+        return replace(self.profile, name=f"- {plugin}", assignments=(*self.profile.assignments, change))
+
+    def variants(self) -> Iterator[Candidate]:
+        """All variants in the order of the table, not planned yet."""
+        yield Candidate(self.baseline, "baseline")
+        yield Candidate(replace(self.baseline, name=COPY), "copy", BASELINE)
+        plugins = self.changed()
+        yield from (Candidate(self.added(plugin), "added", BASELINE, plugin) for plugin in plugins)
+        yield Candidate(self.profile, "profile", BASELINE)
+        yield from (Candidate(self.left_out(plugin), "left out", self.profile.name, plugin) for plugin in plugins)
+
+
+NO_PLUGINS = "none"
+"""What --against takes for a baseline without plugins."""
+
+
+def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFile | None) -> Contest:
+    """`profile` against the profile `against`; by default against its `_before` if there is one, else without plugins.
+
+    Raises InputError for a profile that does not exist, and if both are the same one.
+    """
+    spec = profile.profile
+    if against == spec:
+        raise InputError(f"--against {against}: this is the profile itself. Give another one, or omit --against")
+    before = f"{spec}_before"
+    if against is None:
+        against = before if before in inputs.files else NO_PLUGINS
+    tables = tables_of(spec, profile.assignments, inputs, job)
+    if against == NO_PLUGINS:
+        return Contest(profile, without_plugins(profile, tables), tables, {})
+    baseline = replace(profile, name=BASELINE, profile=against)
+    return Contest(profile, baseline, tables, tables_of(against, profile.assignments, inputs, job))
+
+
+def tables_of(spec: str, assignments: Sequence[str], inputs: Inputs, job: JobFile | None) -> Tables:
+    """The tables of the plugins that the profile `spec` turns on, with those of the job and `--set` on top."""
+    return dict(inputs.profile(spec, assignments, job).plugin_tables())
+
+
+def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
+    """The assignment that gives `plugin` this table; None turns it off."""
+    if table is None:
+        return f"plugins.{plugin}.enabled=false"
+    inline = tomlkit.inline_table()
+    inline.update({"enabled": True, **table})
+    return f"plugins.{plugin}={inline.as_string()}"
+
+
+def without_plugins(profile: Variant, tables: Tables) -> Variant:
+    """`profile` with all its plugins off: its hyperparameters in fp32, 8 rows per step, and torch's defaults."""
+    off = (table_assignment(plugin, None) for plugin in tables)
+    return replace(profile, name=BASELINE, assignments=(*profile.assignments, *off))
+
+
+def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[Candidate]:
+    """All variants with their plans, and which of them are not run.
+
+    Raises what `resolve` raises for the baseline or the profile, and InputError if their plans are equal.
+    """
+    plans: dict[str, Plan] = {}
+    found = []
+    for candidate in contest.variants():
+        made = with_plan(candidate, resolve, plans, fit_problem)
+        if made.plan is not None:
+            plans[made.name] = made.plan
+        found.append(made)
+    # the profile comes after what is added to the baseline, and before what is left out of it
+    if all(each.plan is not None and signature(each.plan) == signature(plans[BASELINE]) for each in found):
+        raise InputError(
+            f"{contest.profile.profile} and its baseline have equal plans on this machine: there is nothing to compare. "
+            f"`hwopt plan --hardware detected --profile {contest.profile.profile}` says why its plugins are skipped"
+        )
+    return found
+
+
+def with_plan(candidate: Candidate, resolve: Resolve, plans: Mapping[str, Plan], fit_problem: FitProblem) -> Candidate:
+    """`candidate` with its plan, or why it is not run. `plans`: those of the variants before it, by name."""
+    if candidate.role == "copy":
+        return replace(candidate, plan=plans[BASELINE])
+    try:
+        plan = resolve(candidate.variant)
+    except HwoptError as error:
+        if candidate.role in ("baseline", "profile"):
+            raise
+        return replace(candidate, ending="refused", note=str(error))
+    candidate = replace(candidate, plan=plan)
+    if candidate.plugin and signature(plan) == signature(plans[candidate.reference]):
+        return replace(candidate, ending="not applied here", note=skip_reason(candidate, plans))
+    if problem := fit_problem(plan):
+        return replace(candidate, ending="does not fit", note=problem)
+    return candidate
+
+
+def skip_reason(candidate: Candidate, plans: Mapping[str, Plan]) -> str:
+    """Why the plugin of a candidate changes nothing: the reason for which it is skipped, in the plan that has it."""
+    assert candidate.plan is not None
+    for plan in (candidate.plan, plans[candidate.reference]):
+        for entry in plan.entries:
+            if entry.name == candidate.plugin and entry.decision == "skip":
+                return entry.reason
+    return "the plan stays the same"
+
+
+def signature(plan: Plan) -> Any:
+    """What a run of the plan depends on, as far as two plans of one job can differ."""
+    applied = [(entry.name, entry.options.model_dump(mode="json")) for entry in plan.applied()]
+    return applied, asdict(plan.batch), plan.training.model_dump(mode="json"), plan.job.data.max_length
+
+
+def effect_between(ours: Plan, theirs: Plan) -> Effect:
+    """The strongest effect of the plugins in which two plans differ."""
+    tables = [{entry.name: entry for entry in plan.applied()} for plan in (ours, theirs)]
+    found: list[Effect] = []
+    for name in dict.fromkeys([*tables[0], *tables[1]]):
+        entries = [table[name] for table in tables if name in table]
+        if len(entries) < 2 or entries[0].options != entries[1].options:
+            found += [entry.plugin.effect for entry in entries]
+    return strongest(found)
+
+
+def loss_obstacle(ours: Plan, theirs: Plan) -> str:
+    """Why the losses of two plans cannot be compared step by step: other rows per step, or other hyperparameters; or ""."""
+    if ours.batch.step != theirs.batch.step:
+        return f"{ours.batch.step} instead of {theirs.batch.step} rows per step"
+    tables = [plan.training.model_dump(mode="json") for plan in (ours, theirs)]
+    changed = [key for key in tables[0] if tables[0][key] != tables[1][key]]
+    if ours.job.data.max_length != theirs.job.data.max_length:
+        changed.append("max_length")
+    return f"other {', '.join(changed)}" if changed else ""

@@ -1,0 +1,149 @@
+"""The table of a bench on the terminal and as a page, and its waterfall."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report.browser import CHROMIUM, Browser, browser
+from report.test_page import CONTRAST, MARKUP, text_of
+
+from hwopt.errors import StorageError
+from hwopt.report.bench import Bench, BenchRow, Speedup, show_bench
+from hwopt.report.bench_page import bench_page, write_bench_page
+from hwopt.report.terminal import Terminal
+from hwopt.report.waterfall import LEFT, RIGHT, WIDTH, waterfall
+
+FACTS = {"profile": "mine", "baseline": "no plugins: fp32, 8 rows per step"}
+
+
+def row(name: str, role: str, reference: str = "", value: float | None = None, **more: Any) -> BenchRow:
+    clear = more.pop("clear", True)
+    found = None if value is None else Speedup(value, value * 0.98, value * 1.02, 5, clear)
+    measured = {"samples_per_second": 100.0, "tokens_per_second": 2345.6, "seconds_per_step": 0.08, "seconds_per_epoch": 150.0}
+    figures = {} if more.get("ending") else {"rounds": 5, "peak_gib": 0.75, **measured}
+    return BenchRow(name, role, reference, speedup=found, **(figures | more))  # type: ignore[arg-type]
+
+
+ROWS = [
+    row("baseline", "baseline"),
+    row("baseline again", "copy", "baseline", 1.004, clear=False, loss="equal", loss_agrees=True),
+    row("+ precision", "added", "baseline", 1.5, loss="up to 0.003 apart", loss_agrees=True),
+    row("+ sdpa", "added", "baseline", 1.01, clear=False, loss="equal", loss_agrees=True),
+    row("+ batch", "added", "baseline", 0.9, loss="not compared: 16 instead of 8 rows per step"),
+    row("+ tf32", "added", "baseline", ending="not applied here", note="needs a CUDA device"),
+    row("profile", "profile", "baseline", 1.6, loss="up to 0.3 apart", loss_agrees=False),
+    row("- precision", "left out", "profile", 0.7, note="not active: sdpa: math kernel"),
+    row("- batch", "left out", "profile", ending="out of memory", note="16 rows do not fit"),
+]
+BENCH = Bench(ROWS, FACTS, "resident memory of the process", ["a note"])
+
+
+def printed(bench: Bench) -> list[str]:
+    text = io.StringIO()
+    show_bench(Terminal(file=text), bench)
+    return [" ".join(line.split()) for line in text.getvalue().splitlines()]
+
+
+def test_table_has_a_row_per_variant() -> None:
+    lines = printed(BENCH)
+    table = lines[lines.index("variant time/step time/epoch samples/s real tokens/s peak memory speed loss note") + 1 :]
+    figures = "80 ms 2.5 min 100 2,346 0.75 GiB"
+    assert table[0] == f"baseline {figures} 1 -"
+    assert table[1] == f"baseline again {figures} x1.00 (0.98 to 1.02) of baseline ok: equal"
+    assert table[2] == f"+ precision {figures} x1.50 (1.47 to 1.53) of baseline ok: up to 0.003 apart"
+    assert table[5] == "+ tf32 - - - - - - - not applied here: needs a CUDA device"
+    assert table[6] == f"profile {figures} x1.60 (1.57 to 1.63) of baseline DIFFERS: up to 0.3 apart"
+    assert table[7] == f"- precision {figures} x0.70 (0.69 to 0.71) of profile - not active: sdpa: math kernel"
+    assert table[8] == "- batch - - - - - - - out of memory: 16 rows do not fit"
+    assert "noise: two copies of the baseline differ by x0.984 to x1.024" in "\n".join(lines)
+    assert lines[-1] == "note: a note"
+
+
+def test_difference_that_is_not_clear_is_marked() -> None:
+    found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup(1.01, 0.98, 1.02, 5, False))])
+    assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(printed(found))
+
+
+def test_bench_as_json() -> None:
+    document = json.loads(json.dumps(BENCH.to_dict()))
+    assert [each["name"] for each in document["variants"]] == [each.name for each in ROWS]
+    assert document["variants"][2]["speedup"]["value"] == 1.5
+    assert document["facts"] == FACTS
+
+
+def test_waterfall_leads_from_the_baseline_to_the_profile() -> None:
+    found = waterfall(BENCH)
+    assert found is not None
+    assert [bar.name for bar in found.bars] == ["baseline", "+ precision", "+ sdpa", "+ batch", "together", "profile"]
+    assert [bar.text for bar in found.bars] == ["x1", "x1.50", "= x1.01", "x0.90", f"x{1.6 / 1.35:.2f}", "x1.60"]
+    baseline, precision, sdpa, batch, together, profile = found.bars
+    assert precision.x == pytest.approx(baseline.x + baseline.width)
+    assert (sdpa.x, sdpa.width) == (pytest.approx(precision.x + precision.width), 1.0)  # not clear: no step
+    assert batch.x + batch.width == pytest.approx(precision.x + precision.width)  # to the left
+    assert together.x == pytest.approx(batch.x)
+    assert profile.x + profile.width == pytest.approx(together.x + together.width, abs=0.2)
+    assert "+ batch x0.90" in found.description
+
+
+@given(st.lists(st.floats(0.05, 20), max_size=8), st.floats(0.05, 20))
+def test_waterfall_stays_in_its_picture(effects: list[float], whole: float) -> None:
+    rows = [ROWS[0], *(row(f"+ {number}", "added", "baseline", value) for number, value in enumerate(effects))]
+    found = waterfall(replace(BENCH, rows=[*rows, row("profile", "profile", "baseline", whole)]))
+    assert found is not None
+    assert len(found.bars) == len(effects) + 3
+    for bar in found.bars:
+        assert LEFT <= bar.x <= bar.x + bar.width <= WIDTH - RIGHT + 1.1
+        assert 0 <= bar.y < bar.y + bar.height <= found.bottom
+
+
+def test_no_waterfall_without_the_speed_of_the_profile() -> None:
+    failed = replace(ROWS[6], speedup=None, ending="crashed", note="a bug")
+    assert waterfall(replace(BENCH, rows=[*ROWS[:6], failed])) is None
+    text = text_of(bench_page(replace(BENCH, rows=[*ROWS[:6], failed]), "hwopt bench"))
+    assert "crashed: a bug" in text
+
+
+def test_page_escapes_names_and_messages() -> None:
+    rows = [*ROWS, row(f"+ {MARKUP}", "added", "baseline", ending="crashed", note=MARKUP)]
+    page = bench_page(replace(BENCH, rows=rows, facts=FACTS | {"profile": MARKUP}, notes=[MARKUP]), f"hwopt bench {MARKUP}")
+    assert "<script" not in page
+    assert text_of(page).count(MARKUP) >= 5
+
+
+def test_page_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"no-such/page.html could not be written: No such file"):
+        write_bench_page(BENCH, tmp_path / "no-such" / "page.html", "hwopt bench")
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on the path; apt-get install chromium")
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_browser_draws_the_page(chromium: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    write_bench_page(BENCH, tmp_path / "page.html", "hwopt bench --profile mine")
+    chromium.requested.clear()
+    chromium.errors.clear()
+    chromium.open(tmp_path / "page.html", width=width, dark=dark)
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    widths = chromium.evaluate("[...document.querySelectorAll('svg.waterfall rect')].map(e => e.getBoundingClientRect().width)")
+    assert len(widths) == 6
+    assert sorted(widths)[1] > 5
+    faint = [(text, ratio) for ratio, least, text in chromium.evaluate(CONTRAST) if ratio < least]
+    assert faint == [], "contrast below 4.5 of a text (WCAG 2.2, 1.4.3)"
+    assert ("image", "Samples per second relative to the baseline") in chromium.accessible()
+    assert chromium.requested == [(tmp_path / "page.html").as_uri()], "nothing else is fetched"
+    assert chromium.errors == []

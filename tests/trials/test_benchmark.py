@@ -1,0 +1,229 @@
+"""Benchmark: which trials it runs in which order, when it stops, and the rows of its table. No process is started."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
+from hwopt.report.bench import BenchRow
+from hwopt.report.throughput import Window
+from hwopt.testing import plan_for, tiny_job
+from hwopt.trials import benchmark
+from hwopt.trials.benchmark import FIRST_STEPS, LEAST_STEPS, Benchmark, Effort, Progress
+from hwopt.trials.processes import Launch
+from hwopt.trials.trial import Outcome, Variant
+from hwopt.trials.variants import BASELINE, COPY, Candidate
+
+PROFILE = "mine.toml"
+
+
+@dataclass
+class Machine:
+    """Trains at the speeds that a test gives, with noise; remembers the trials."""
+
+    speeds: Mapping[str, float]
+    """Variant -> samples per second."""
+    noise: float = 0.0
+    failing: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    trials: list[tuple[str, int, bool]] = field(default_factory=list)
+    """(variant, steps, without dropout)."""
+    stop_after: int = 10_000
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(0)
+
+    def run_trial(self, job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch) -> Outcome:
+        if len(self.trials) == self.stop_after:
+            raise KeyboardInterrupt
+        self.trials.append((variant.name, steps, variant.without_dropout))
+        if variant.name in self.failing:
+            ending, message = self.failing[variant.name]
+            return Outcome(variant, ending, message)  # type: ignore[arg-type]
+        speed = self.speeds[variant.name] * (1 + self.noise * self.draw.uniform(-1, 1))
+        losses = dict(enumerate(self.losses.get(variant.name, (2.0, 1.0)), 1))
+        return Outcome(
+            variant, "completed", windows=[Window(2, 1, 8 / speed, 8, 80)], losses=losses, steps_per_epoch=10, peak_gib=1.5
+        )
+
+
+@contextmanager
+def no_process() -> Iterator[Launch]:
+    yield lambda folder, limit_s: 0
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., Plan]:
+    inputs, job = Inputs(), tiny_job(tmp_path / "data")
+    (tmp_path / PROFILE).write_text('name = "mine"\n')
+
+    def planned(*assignments: str) -> Plan:
+        return plan_for(inputs.profile(str(tmp_path / PROFILE), assignments), job)
+
+    return planned
+
+
+OPTIMIZER, LARGER = "plugins.optimizer={name='adamw_torch_fused'}", "plugins.batch={train=16}"
+
+
+@pytest.fixture
+def candidates(plan: Callable[..., Plan]) -> list[Candidate]:
+    def candidate(name: str, role: str, reference: str, *assignments: str, **more: str) -> Candidate:
+        return Candidate(Variant(name, PROFILE, assignments), role, reference, plan=plan(*assignments), **more)  # type: ignore[arg-type]
+
+    return [
+        candidate(BASELINE, "baseline", ""),
+        candidate(COPY, "copy", BASELINE),
+        candidate("+ optimizer", "added", BASELINE, OPTIMIZER),
+        candidate("+ tf32", "added", BASELINE, ending="not applied here", note="no card"),
+        candidate("profile", "profile", BASELINE, OPTIMIZER, LARGER),
+        candidate("- optimizer", "left out", "profile", LARGER),
+    ]
+
+
+def run(
+    machine: Machine, candidates: list[Candidate], folder: Path, monkeypatch: pytest.MonkeyPatch, **effort: float
+) -> tuple[Benchmark, dict[str, BenchRow]]:
+    monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
+    made = Benchmark(None, candidates, Effort(**effort), folder, no_process)  # type: ignore[arg-type]
+    try:
+        made.run()
+    except KeyboardInterrupt:
+        assert len(machine.trials) == machine.stop_after
+    return made, {row.name: row for row in made.rows()}
+
+
+SPEEDS = {BASELINE: 100.0, COPY: 100.0, "+ optimizer": 100.0, "profile": 150.0, "- optimizer": 150.0}
+
+
+def test_rounds_are_interleaved_and_rotated(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(SPEEDS, noise=0.01)
+    run(machine, candidates, tmp_path, monkeypatch)
+    names = [name for name, _, _ in machine.trials]
+    assert names[:5] == [BASELINE, COPY, "+ optimizer", "profile", "- optimizer"]
+    assert names[5:10] == [COPY, "+ optimizer", "profile", "- optimizer", BASELINE]
+    assert names[10:15] == ["+ optimizer", "profile", "- optimizer", BASELINE, COPY]
+    assert "+ tf32" not in names
+
+
+def test_first_round_is_without_dropout_and_the_others_with(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(SPEEDS)
+    run(machine, candidates, tmp_path, monkeypatch)
+    assert [(steps, without) for _, steps, without in machine.trials[:5]] == [(FIRST_STEPS, True)] * 5
+    assert not any(without for _, _, without in machine.trials[5:])
+
+
+def test_every_variant_trains_the_rows_that_the_baseline_trains_in_the_time(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(SPEEDS)
+    run(machine, candidates, tmp_path, monkeypatch, seconds=20.0)
+    steps = dict(name_steps[:2] for name_steps in machine.trials[5:])
+    assert steps == {BASELINE: 250, COPY: 250, "+ optimizer": 250, "profile": 125, "- optimizer": 125}  # 2,000 rows
+    machine.trials.clear()
+    run(machine, candidates, tmp_path, monkeypatch, seconds=0.1)
+    assert {steps for _, steps, _ in machine.trials[5:]} == {LEAST_STEPS}
+    machine.trials.clear()
+    run(machine, candidates, tmp_path, monkeypatch, steps=12)
+    assert dict(name_steps[:2] for name_steps in machine.trials[5:])["profile"] == 12
+    assert dict(name_steps[:2] for name_steps in machine.trials[5:])[BASELINE] == 24
+
+
+def test_clear_variant_stops_after_three_rounds(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(SPEEDS | {"+ optimizer": 130.0}, noise=0.01)
+    _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=5)
+    assert rows["+ optimizer"].rounds == 3
+    assert rows["+ optimizer"].speedup is not None
+    assert rows["+ optimizer"].speedup.clear
+    # left out of the profile, the optimizer changes nothing: all rounds, and so its reference and the noise floor
+    assert [rows[name].rounds for name in ("- optimizer", "profile", BASELINE, COPY)] == [5, 5, 5, 5]
+    assert not rows["- optimizer"].speedup.clear  # type: ignore[union-attr]
+
+
+def test_bench_ends_once_all_is_clear(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(SPEEDS | {"+ optimizer": 130.0, "- optimizer": 120.0}, noise=0.01)
+    _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=9)
+    assert {row.rounds for row in rows.values()} == {0, 3}
+    assert len(machine.trials) == 5 * 4
+
+
+def test_crash_and_out_of_memory_are_rows(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {"+ optimizer": ("crashed", "ValueError: a bug"), "- optimizer": ("out of memory", "16 rows do not fit")}
+    machine = Machine(SPEEDS, failing=failing)
+    _, rows = run(machine, candidates, tmp_path, monkeypatch)
+    assert (rows["+ optimizer"].ending, rows["+ optimizer"].note) == ("crashed", "ValueError: a bug")
+    assert (rows["- optimizer"].ending, rows["- optimizer"].note) == ("out of memory", "16 rows do not fit")
+    assert (rows["+ tf32"].ending, rows["+ tf32"].note) == ("not applied here", "no card")
+    assert [name for name, _, _ in machine.trials].count("+ optimizer") == 1
+    assert rows["profile"].speedup is not None
+    assert rows["profile"].speedup.value == pytest.approx(1.5)
+
+
+def test_baseline_that_crashes_leaves_the_other_figures(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = {BASELINE: ("out of memory", "too large"), COPY: ("out of memory", "too large")}
+    _, rows = run(Machine(SPEEDS, failing=failing), candidates, tmp_path, monkeypatch)
+    assert (rows["profile"].samples_per_second, rows["profile"].speedup) == (pytest.approx(150), None)
+    assert rows["- optimizer"].speedup is not None
+
+
+def test_interrupted_bench_keeps_what_was_measured(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rows = run(Machine(SPEEDS, stop_after=8), candidates, tmp_path, monkeypatch)
+    assert {name: row.rounds for name, row in rows.items()} == {
+        BASELINE: 0,
+        COPY: 1,
+        "+ optimizer": 1,
+        "+ tf32": 0,
+        "profile": 1,
+        "- optimizer": 0,
+    }
+    assert rows["profile"].speedup is None
+    _, rows = run(Machine(SPEEDS, stop_after=1), candidates, tmp_path, monkeypatch)
+    assert rows["profile"].ending == "not measured"
+
+
+def test_row_has_the_medians(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = run(Machine(SPEEDS), candidates, tmp_path, monkeypatch)
+    row = rows["profile"]
+    assert (row.samples_per_second, row.tokens_per_second, row.peak_gib) == (pytest.approx(150), pytest.approx(1500), 1.5)
+    assert (row.seconds_per_step, row.seconds_per_epoch) == (pytest.approx(8 / 150), pytest.approx(80 / 150))
+
+
+def test_losses_are_compared_with_those_of_the_reference(
+    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {"+ optimizer": (2.0, 1.001), COPY: (2.0, 1.5)}
+    _, rows = run(Machine(SPEEDS, losses=losses), candidates, tmp_path, monkeypatch)
+    assert (rows["+ optimizer"].loss, rows["+ optimizer"].loss_agrees) == ("up to 0.001 apart", True)
+    assert (rows[COPY].loss, rows[COPY].loss_agrees) == ("up to 0.5 apart", False)
+    assert (rows["profile"].loss, rows["profile"].loss_agrees) == ("not compared: 16 instead of 8 rows per step", None)
+    assert (rows["- optimizer"].loss, rows["- optimizer"].loss_agrees) == ("equal", True)
+
+
+def test_progress_hears_of_every_trial(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Heard(Progress):
+        def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
+            heard.append((name, number))
+            assert (seconds_left is None) == (len(heard) == 1)
+
+    machine = Machine(SPEEDS)
+    monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
+    Benchmark(None, candidates, Effort(), tmp_path, no_process, Heard()).run()
+    assert [name for name, _ in heard] == [name for name, _, _ in machine.trials]
+    assert {number for _, number in heard} == set(range(6))

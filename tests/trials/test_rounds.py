@@ -1,0 +1,129 @@
+"""The rounds of a bench: the order, when a variant is clear, and whether losses agree."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.trials.rounds import TOLERANCE, Parity, Ratios, parity, ratios, rotated, steps_for, strongest
+
+NAMES = st.lists(st.text(min_size=1, max_size=3), unique=True, max_size=8)
+SPEEDS = st.dictionaries(st.integers(1, 9), st.floats(0.01, 1e6), max_size=9)
+LOSSES = st.dictionaries(st.integers(1, 20), st.none() | st.floats(1e-3, 1e3), max_size=20)
+FLOOR = Ratios((1.01, 0.98, 1.0))
+
+
+@given(NAMES, st.integers(0, 50))
+def test_rotation_keeps_the_variants(names: list[str], number: int) -> None:
+    assert sorted(rotated(names, number)) == sorted(names)
+
+
+@given(st.integers(1, 8))
+def test_each_variant_is_measured_at_each_place_once(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    orders = [rotated(names, number) for number in range(count)]
+    for place in range(count):
+        assert {order[place] for order in orders} == set(names)
+
+
+@given(SPEEDS, SPEEDS)
+def test_ratios_compare_the_same_rounds_only(ours: dict[int, float], theirs: dict[int, float]) -> None:
+    found = ratios(ours, theirs)
+    common = sorted(ours.keys() & theirs.keys())
+    assert (found is None) == (not common)
+    if found is not None:
+        assert found.values == tuple(ours[number] / theirs[number] for number in common)
+        assert found.low <= found.median <= found.high
+
+
+@pytest.mark.parametrize(
+    ("values", "clear"),
+    [
+        ((1.1, 1.2, 1.05), True),
+        ((0.9, 0.8, 0.95), True),
+        ((1.1, 1.2, 0.99), False),  # the rounds disagree
+        ((1.1, 1.2, 1.02), False),  # one round is within the noise: 1 / 0.98 is 1.0204
+        ((1.1, 1.2, 1.03), True),
+        ((1.5, 1.6), False),  # too few rounds
+    ],
+)
+def test_clear_difference_exceeds_the_noise_in_every_round(values: tuple[float, ...], clear: bool) -> None:
+    assert Ratios(values).clear(FLOOR) is clear
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6), st.floats(1.001, 10.0))
+def test_clear_does_not_depend_on_the_direction(values: list[float], spread: float) -> None:
+    floor = Ratios((spread, 1.0, 1.0))
+    assert Ratios(tuple(values)).clear(floor) == Ratios(tuple(1 / value for value in values)).clear(floor)
+
+
+def test_nothing_is_clear_without_a_noise_floor() -> None:
+    assert not Ratios((2.0, 2.0, 2.0)).clear(None)
+    assert not Ratios((2.0, 2.0, 2.0)).clear(Ratios((1.0, 1.0)))
+
+
+def test_equal_variants_are_rarely_clear() -> None:
+    draw = random.Random(0)
+
+    def speeds() -> dict[int, float]:
+        return {number: math.exp(draw.gauss(0, 0.03)) for number in range(3)}
+
+    wrong = 0
+    for _ in range(4000):
+        base, copy, ours = speeds(), speeds(), speeds()
+        found, floor = ratios(ours, base), ratios(copy, base)
+        assert found is not None
+        wrong += found.clear(floor)
+    assert wrong / 4000 < 0.03  # 1/80 if the ratios were independent; they share the baseline
+
+
+@given(st.integers(0, 10_000), st.integers(1, 512), st.integers(1, 50))
+def test_steps_train_the_rows_and_no_step_more(rows: int, rows_per_step: int, least: int) -> None:
+    steps = steps_for(rows, rows_per_step, least)
+    assert steps >= least
+    assert steps * rows_per_step >= rows
+    assert steps == least or (steps - 1) * rows_per_step < rows
+
+
+@given(LOSSES)
+def test_equal_losses_agree(losses: dict[int, float | None]) -> None:
+    found = parity("bits", losses, losses)
+    assert (found is None) == (not losses)
+    assert found is None or found.agrees is True
+
+
+@given(st.dictionaries(st.integers(1, 20), st.floats(0.1, 10), min_size=1), st.floats(0, 0.1))
+def test_rounding_may_change_losses_within_the_tolerance(losses: dict[int, float], apart: float) -> None:
+    found = parity("rounding", {step: loss * (1 + apart) for step, loss in losses.items()}, losses)
+    assert found is not None
+    if abs(apart - TOLERANCE) > 1e-6:
+        assert found.agrees is (apart < TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("effect", "ours", "expected"),
+    [
+        ("bits", {1: 2.0, 2: 1.0}, Parity(True, "equal")),
+        ("bits", {1: 2.0, 2: 1.0 + 2**-40}, Parity(False, "up to 9.1e-13 apart")),
+        ("rounding", {1: 2.02, 2: 1.0}, Parity(True, "up to 0.01 apart")),
+        ("rounding", {1: 2.2, 2: 1.0}, Parity(False, "up to 0.1 apart")),
+        ("rounding", {1: None, 2: 1.0}, Parity(False, "1 of 2 losses not finite")),
+        ("method", {1: 3.0, 2: 1.0}, Parity(None, "another method: mean loss 2, 1.5 without")),
+        ("method", {1: None, 2: 1.0}, Parity(None, "1 of 2 losses not finite")),
+        ("bits", {3: 1.0}, None),
+    ],
+)
+def test_parity_is_judged_by_what_the_plugin_preserves(
+    effect: str, ours: dict[int, float | None], expected: Parity | None
+) -> None:
+    assert parity(effect, ours, {1: 2.0, 2: 1.0}) == expected  # type: ignore[arg-type]
+
+
+def test_strongest_effect_counts() -> None:
+    assert strongest([]) == "bits"
+    assert strongest(["bits", "method", "rounding"]) == "method"
+    assert strongest(["rounding", "bits"]) == "rounding"

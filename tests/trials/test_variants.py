@@ -1,0 +1,188 @@
+"""The variants of a bench: which there are, and which need not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hwopt.config.job import JobFile
+from hwopt.errors import InputError, PluginError
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
+from hwopt.testing import plan_for, tiny_job
+from hwopt.trials.trial import Variant
+from hwopt.trials.variants import (
+    BASELINE,
+    COPY,
+    Candidate,
+    Contest,
+    contest_of,
+    effect_between,
+    loss_obstacle,
+    planned,
+    table_assignment,
+)
+
+PROFILE = """name = "mine"
+[training]
+learning_rate = 1e-3
+[plugins.optimizer]
+name = "adamw_torch_fused"
+fallback = []
+[plugins.batch]
+train = 4
+[plugins.tf32]
+[plugins.adapter]
+enabled = false
+"""
+OTHER = PROFILE.replace('"mine"', '"other"').replace("train = 4", "train = 8").replace("[plugins.tf32]\n", "")
+
+
+class Planner:
+    """Plans variants of a tiny job for this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "mine.toml").write_text(PROFILE)
+        (folder / "other.toml").write_text(OTHER)
+        self.inputs, self.job, self.folder = Inputs(), tiny_job(folder / "data"), folder
+        self.subject = Variant("profile", str(folder / "mine.toml"))
+
+    def contest(self, against: str | None = None, *assignments: str) -> Contest:
+        subject = Variant("profile", self.subject.profile, assignments)
+        return contest_of(subject, str(self.folder / against) if against else None, self.inputs, None)
+
+    def __call__(self, variant: Variant) -> Plan:
+        return plan_for(self.inputs.profile(variant.profile, variant.assignments), self.job)
+
+    def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, Candidate]:
+        fit_problem = (lambda plan: "") if fit is None else fit
+        return {each.name: each for each in planned(self.contest(against, *assignments), self, fit_problem)}  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Planner:
+    return Planner(tmp_path)
+
+
+def test_baseline_has_no_plugins(planner: Planner) -> None:
+    found = planner.candidates()
+    plan = found[BASELINE].plan
+    assert plan is not None
+    assert list(plan.applied()) == []
+    assert (plan.batch.step, plan.training.learning_rate) == (8, 1e-3)
+    assert list(found) == [BASELINE, COPY, "+ optimizer", "+ batch", "+ tf32", "profile", "- optimizer", "- batch", "- tf32"]
+
+
+def test_each_plugin_is_added_and_left_out(planner: Planner) -> None:
+    found = planner.candidates()
+    names = {
+        name: {entry.name for entry in candidate.plan.applied()}
+        for name, candidate in found.items()
+        if candidate.plan is not None
+    }
+    assert names["+ optimizer"] == {"optimizer"}
+    assert names["profile"] == {"optimizer", "batch"}
+    assert names["- optimizer"] == {"batch"}
+    assert (found["+ optimizer"].reference, found["- optimizer"].reference) == (BASELINE, "profile")
+
+
+def test_skipped_plugin_is_not_run(planner: Planner) -> None:
+    found = planner.candidates()
+    for name in ("+ tf32", "- tf32"):
+        assert (found[name].ending, found[name].runs) == ("not applied here", False)
+        assert "CUDA" in found[name].note
+    assert found["+ batch"].runs
+
+
+def test_against_another_profile_only_the_differing_plugins_count(planner: Planner) -> None:
+    found = planner.candidates("other.toml")
+    assert list(found) == [BASELINE, COPY, "+ batch", "+ tf32", "profile", "- batch", "- tf32"]
+    steps = {name: candidate.plan.batch.step for name, candidate in found.items() if candidate.plan is not None}
+    assert (steps[BASELINE], steps["+ batch"], steps["profile"], steps["- batch"]) == (8, 4, 4, 8)
+
+
+def test_assignments_count_for_every_variant(planner: Planner) -> None:
+    found = planner.candidates(None, "plugins.batch.train=2")
+    plan = found["+ batch"].plan
+    assert plan is not None
+    assert plan.batch.train == 2
+
+
+def test_plan_that_does_not_fit_is_not_run(planner: Planner) -> None:
+    found = planner.candidates(fit=lambda plan: "9 of 8 GiB" if plan.batch.step == 4 else "")
+    endings = {name: (each.ending, each.note) for name, each in found.items() if each.ending and each.plugin != "tf32"}
+    refused = ("does not fit", "9 of 8 GiB")
+    assert endings == {"+ batch": refused, "profile": refused, "- optimizer": refused}
+
+
+def test_refused_variant_is_a_row_with_the_message(planner: Planner) -> None:
+    def resolve(variant: Variant) -> Plan:
+        if variant.name == "+ optimizer":
+            raise PluginError("plugin 'optimizer' needs plugin 'batch'")
+        return planner(variant)
+
+    found = {each.name: each for each in planned(planner.contest(), resolve, lambda plan: "")}
+    assert (found["+ optimizer"].ending, found["+ optimizer"].note) == ("refused", "plugin 'optimizer' needs plugin 'batch'")
+
+
+def test_refused_profile_is_an_error(planner: Planner) -> None:
+    def resolve(variant: Variant) -> Plan:
+        if variant.name == "profile":
+            raise PluginError("broken")
+        return planner(variant)
+
+    with pytest.raises(PluginError, match="broken"):
+        planned(planner.contest(), resolve, lambda plan: "")
+
+
+def test_profile_without_effect_here_is_an_error(planner: Planner, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[plugins.tf32]\n')
+    with pytest.raises(InputError, match="equal plans on this machine: there is nothing to compare"):
+        planner.candidates()
+
+
+def test_profile_is_not_compared_with_itself(planner: Planner) -> None:
+    with pytest.raises(InputError, match="this is the profile itself"):
+        planner.contest("mine.toml")
+
+
+def test_before_profile_is_the_default_baseline() -> None:
+    inputs = Inputs()
+    contest = contest_of(Variant("profile", "rtx3070_8gb"), None, inputs, None)
+    assert contest.baseline.profile == "rtx3070_8gb_before"
+    assert contest.changed() == ["precision", "optimizer", "batch", "dataloader", "schedule"]
+    plain = contest_of(Variant("profile", "rtx3070_8gb"), "none", inputs, None)
+    assert (plain.baseline.profile, plain.baseline_tables) == ("rtx3070_8gb", {})
+
+
+def test_table_becomes_one_assignment(planner: Planner) -> None:
+    text = table_assignment("batch", {"train": 4, "names": ['a "b"', "c"], "table": {"x": 1.5, "on": True}})
+    profile = planner.inputs.profile(planner.subject.profile, [text])
+    assert profile.content.plugins["batch"] == {
+        "enabled": True,
+        "train": 4,
+        "names": ['a "b"', "c"],
+        "table": {"x": 1.5, "on": True},
+    }
+    off = planner.inputs.profile(planner.subject.profile, [table_assignment("batch", None)])
+    assert "batch" not in dict(off.plugin_tables())
+
+
+def test_losses_of_other_steps_or_hyperparameters_are_not_compared(planner: Planner) -> None:
+    base = planner(Variant("a", planner.subject.profile))
+    assert loss_obstacle(base, base) == ""
+    larger = planner(Variant("b", planner.subject.profile, ("plugins.batch={train=16}",)))
+    assert loss_obstacle(larger, base) == "16 instead of 4 rows per step"
+    job: JobFile = tiny_job(planner.folder / "more", learning_rate=5e-3)
+    other = plan_for(planner.inputs.profile(planner.subject.profile), job)
+    assert loss_obstacle(other, base) == "other learning_rate"
+
+
+def test_effect_is_that_of_the_plugins_that_differ(planner: Planner) -> None:
+    base = planner(Variant("a", planner.subject.profile))
+    assert effect_between(base, base) == "bits"
+    without = planner(Variant("b", planner.subject.profile, ("plugins.optimizer.enabled=false",)))
+    assert effect_between(base, without) == "rounding"
+    adapted = planner(Variant("c", planner.subject.profile, ("plugins.adapter={always=true, r=2}",)))
+    assert effect_between(adapted, base) == "method"
