@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, source_options, with_shortcuts
+from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, source_options
 from hwopt.errors import StorageError
 from hwopt.text import printable
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     "out of the other, in short trainings of JOB (default: ./job.toml, else the embedded demo). Ctrl-C shows the table so far."
 )
 @source_options
-@with_shortcuts
 @profile_option
 @click.option(
     "--against",
@@ -64,9 +63,9 @@ def bench(
 ) -> int:
     if claims and (job is not None or assignments or against is not None or memory_limit is not None or output is not None):
         raise click.UsageError("--claims takes the model of the profile: omit JOB, --set, --against, --memory-limit and -o.")
-    inputs = begin([name for name in (profile, against) if name is not None and name != "none"], job, assignments, memory_limit)
     if output is not None:
         refuse_unwritable(output)
+    inputs = begin([profile], job, assignments, memory_limit)
     from hwopt.report.bench import show_bench
     from hwopt.report.terminal import Terminal
     from hwopt.system import signals

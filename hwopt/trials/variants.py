@@ -104,7 +104,10 @@ def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFi
     if against == NO_PLUGINS:
         return Contest(profile, without_plugins(profile, tables), tables, {})
     baseline = replace(profile, name=BASELINE, profile=against)
-    return Contest(profile, baseline, tables, tables_of(against, profile.assignments, inputs, job))
+    try:
+        return Contest(profile, baseline, tables, tables_of(against, profile.assignments, inputs, job))
+    except InputError as error:
+        raise InputError(str(error).replace("--profile", "--against", 1)) from error
 
 
 def tables_of(spec: str, assignments: Sequence[str], inputs: Inputs, job: JobFile | None) -> Tables:

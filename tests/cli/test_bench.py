@@ -1,0 +1,40 @@
+"""`hwopt bench`: bad input is one message, before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli.test_cli import write_job
+from command_line import hwopt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--profile", "nope"], 2, "--profile 'nope': no such profile"),
+        (["--profile", "cpu", "--against", "nope"], 2, "--against 'nope': no such profile"),
+        (["--profile", "cpu", "--against", "cpu"], 2, "--against cpu: this is the profile itself. Give another one"),
+        (["--profile", "cpu", "--against", "./no.toml"], 2, "--against ./no.toml: no such file"),
+        (["nowhere.toml", "--profile", "cpu"], 2, "no such job file"),
+        (["--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
+        (["--profile", "cpu", "--set", "plugins.optimizer.name=adamw_trch"], 2, "Did you mean 'adamw_torch'"),
+        (["--profile", "none.toml"], 2, "equal plans on this machine: there is nothing to compare"),
+        (["--profile", "cpu", "--memory-limit", "8GiB"], 2, "this machine has no CUDA device"),
+        (["--profile", "cpu", "--rounds", "2"], 2, "--rounds"),
+        (["--profile", "cpu", "--seconds", "0"], 2, "--seconds"),
+        (["--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: cannot be written"),
+        (["--profile", "cpu", "--claims"], 2, "--profile cpu: no claims. `hwopt claims` lists those of all profiles"),
+        (["--claims", "--against", "cpu"], 2, "--claims takes the model of the profile: omit JOB"),
+        (["job.toml", "--claims"], 2, "--claims takes the model of the profile: omit JOB"),
+    ],
+)
+def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (tmp_path / "none.toml").write_text('name = "none"\n[plugins.tf32]\n')
+    before = sorted(tmp_path.rglob("*"))
+    done = hwopt("bench", *arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
