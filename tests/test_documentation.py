@@ -59,6 +59,8 @@ OTHER_PROGRAMS = {
 """Other programs -> why the tests do not run their commands. `ls` is run."""
 ELSEWHERE = {"docs/plugins.md": "tests/integration/test_documented_plugins.py"}
 """Page -> the test that runs its Python blocks as one package."""
+OUTPUTS_COMPARED = {"docs/questions.md": "tests/integration/test_questions.py"}
+"""Page -> the test that runs its commands and compares their output."""
 SCRIPTS_NOT_RUN = {"from peft import PeftModel": "needs weights of the Hub"}
 """First line of a script that the tests compile only -> why."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -150,7 +152,7 @@ def why_not_run(command: Command) -> str | None:
 
 def is_run_here(command: Command) -> bool:
     """Whether a test of this file runs a command."""
-    return why_not_run(command) is None and not launches(command)
+    return why_not_run(command) is None and not launches(command) and command.page not in OUTPUTS_COMPARED
 
 
 def is_launched(command: Command) -> bool:
@@ -185,7 +187,8 @@ def test_every_block_is_of_a_known_kind(record_property: Callable[[str, object],
 def test_every_reason_for_not_running_a_command_holds() -> None:
     commands = [command for page in read_pages() for command in page.commands]
     assert set(NOT_RUN) <= {command.text for command in commands}
-    assert all((ROOT / page).is_file() and (ROOT / test).is_file() for page, test in ELSEWHERE.items())
+    elsewhere = ELSEWHERE | OUTPUTS_COMPARED
+    assert all((ROOT / page).is_file() and (ROOT / test).is_file() for page, test in elsewhere.items())
     assert all((ROOT / test).is_file() for why in NOT_RUN.values() for test in re.findall(r"tests/\S+\.py", why))
     assert set(OTHER_PROGRAMS) == PROGRAMS - {"hwopt", "accelerate", "ls"}
     run = {command.words[1] for command in commands if command.words[0] == "hwopt" and why_not_run(command) is None}

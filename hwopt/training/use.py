@@ -108,7 +108,9 @@ class UseMeter:
 
     def judged(self, figures: dict[str, Any]) -> dict[str, Any]:
         """`figures` with the facts that only a verdict needs."""
-        return figures | {"cuda": self.run.device.type == "cuda", "spilled_share": self.memory_pressure.share}
+        pressure = self.memory_pressure
+        signs = {"spilled_share": pressure.share, "spill_signs": sorted(pressure.seen)}
+        return figures | {"cuda": self.run.device.type == "cuda"} | signs
 
     def new_verdict(self, figures: dict[str, Any], seconds: float) -> Verdict | None:
         """The verdict on a log interval, if it has differed from the last one told for ENOUGH_SECONDS; else None."""

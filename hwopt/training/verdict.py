@@ -46,7 +46,8 @@ def limit_of(figures: Mapping[str, Any]) -> tuple[Limit, str]:
         return float(figures.get(name) or 0.0)
 
     if part("spilled_share") >= SPILLS:
-        return "spilling", f"the allocator was short of memory at {part('spilled_share'):.0%} of the log points"
+        signs = " and ".join(figures.get("spill_signs") or ("unknown sign",))
+        return "spilling", f"memory was short at {part('spilled_share'):.0%} of the log points: {signs}"
     if part("throttled_share") >= THROTTLED:
         reasons = ", ".join(sorted(figures.get("throttle_reasons") or ())) or "unknown reason"
         return "throttled", f"the GPU lowered its clock in {part('throttled_share'):.0%} of the samples ({reasons})"

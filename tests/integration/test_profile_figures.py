@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 from pinned_torch import with_pinned_torch
+from programs import program
 
 from hwopt.config.profile_files import profile_files
 from hwopt.memory.reference import reference_plan
 from hwopt.planning.inputs import Inputs
 
-
-def program() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "profile_figures.py"
-    spec = importlib.util.spec_from_file_location("profile_figures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIGURES = program()
+FIGURES: Any = program("profile_figures")
 COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for name, path in profile_files().items()}
 STATED = {name: found[0] for name, found in COMMENTS.items() if found}
 

@@ -166,7 +166,9 @@ bool take(int index, size_t bytes) {
     touch_context(index);
     Card& one = card(index);
     std::lock_guard<std::mutex> guard(memory_lock);
-    if (bytes > free_bytes(one)) return false;
+    size_t of_host = size_t(setting("PRETEND_SHARED_MIB", 0)) * MIB;  // as WDDM: a full card takes memory of the host
+    size_t gone = one.used + one.context, all = one.total + of_host;
+    if (gone > all || bytes > all - gone) return false;
     one.used += bytes;
     one.peak = std::max<size_t>(one.peak, one.used);
     return true;
@@ -360,6 +362,7 @@ static void (*on_wait)(const char*) = nullptr;
 void waited(const char* kind) {
     ++counter(std::string("wait.") + kind);
     if (on_wait) on_wait(kind);
+    for (double left; (left = device_ms() - now_ms()) > 0;) usleep(useconds_t(left * 1000) + 1);
 }
 
 // ---- kernels
@@ -388,9 +391,23 @@ Kernel* named_kernel(const std::string& name) {
     }
     return slot;
 }
+// With PRETEND_SLOWDOWN the device takes that many times as long for each launch as the host took to come to it
+constexpr double LONGEST_MS = 10;  // a longer pause of the host is not for a launch
+static std::atomic<double> busy_until_ms{0}, launched_ms{0};
+static double slowdown() { return setting("PRETEND_SLOWDOWN", 0); }
+double device_ms() { return slowdown() > 0 ? std::max(now_ms(), busy_until_ms.load()) : now_ms(); }
+static void keep_busy() {
+    double factor = slowdown();
+    if (factor <= 0) return;
+    double now = now_ms(), each = factor * std::min(now - launched_ms.exchange(now), LONGEST_MS), before = busy_until_ms, after;
+    do after = std::max(now, before) + each;
+    while (!busy_until_ms.compare_exchange_weak(before, after));
+}
+
 void launched(Kernel* kernel, void** arguments) {
     static std::atomic<uint64_t>& all = counter("launch");
     ++all;
+    keep_busy();
     if (!kernel) return;
     ++kernel->launches;
     if (kernel->compute && arguments) kernel->compute(*kernel, arguments);
@@ -405,6 +422,10 @@ double now_ms() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1e3 + t.tv_nsec * 1e-6;
+}
+double setting(const char* variable, double otherwise) {
+    const char* text = getenv(variable);
+    return text && *text ? atof(text) : otherwise;
 }
 
 // ---- reports, read by counters.py

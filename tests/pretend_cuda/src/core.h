@@ -84,6 +84,8 @@ struct Event {
 };
 Stream* stream_of(const void* handle);                   // also for the default streams' handles
 double now_ms();
+double device_ms();                                      // when the device will have done everything launched so far
+double setting(const char* variable, double otherwise);  // a number in an environment variable, which a test may change
 extern std::atomic<int> captures;                        // graph captures in progress
 extern bool verbose;
 

@@ -291,7 +291,8 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { retu
 API cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) { return *id = stream_of(stream)->id, cudaSuccess; }
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
     ++counter("query.stream");
-    return capturing(stream) ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+    if (capturing(stream)) return fail(cudaErrorStreamCaptureUnsupported);
+    return now_ms() < device_ms() ? fail(cudaErrorNotReady) : cudaSuccess;
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     READY();
@@ -315,14 +316,15 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
 API cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete (Event*)event, cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    ((Event*)event)->when_ms = now_ms();
+    ((Event*)event)->when_ms = device_ms();
     ((Event*)event)->capture = stream_of(stream)->capture;
     return cudaSuccess;
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
     ++counter("query.event");
-    return ((Event*)event)->capture && captures ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+    if (((Event*)event)->capture && captures) return fail(cudaErrorStreamCaptureUnsupported);
+    return now_ms() < ((Event*)event)->when_ms ? fail(cudaErrorNotReady) : cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (((Event*)event)->capture && captures) return fail(cudaErrorStreamCaptureUnsupported);

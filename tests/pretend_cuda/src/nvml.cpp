@@ -64,7 +64,12 @@ API int nvmlDeviceGetMemoryInfo_v2(Handle handle, Memory2* out) {
     return SUCCESS;
 }
 struct Utilization { unsigned gpu, memory; };
-API int nvmlDeviceGetUtilizationRates(Handle, Utilization* out) { return *out = {50, 25}, SUCCESS; }
+API int nvmlDeviceGetUtilizationRates(Handle, Utilization* out) {
+    return *out = {unsigned(setting("PRETEND_GPU_PERCENT", 50)), unsigned(setting("PRETEND_MEMORY_PERCENT", 25))}, SUCCESS;
+}
+API int nvmlDeviceGetCurrentClocksEventReasons(Handle, unsigned long long* reasons) {
+    return *reasons = (unsigned long long)setting("PRETEND_CLOCK_REASONS", 0), SUCCESS;
+}
 API int nvmlDeviceGetTemperature(Handle, int, unsigned* celsius) { return *celsius = 60, SUCCESS; }
 API int nvmlDeviceGetPowerUsage(Handle, unsigned* milliwatts) { return *milliwatts = 150000, SUCCESS; }
 API int nvmlDeviceGetEnforcedPowerLimit(Handle, unsigned* milliwatts) { return *milliwatts = 220000, SUCCESS; }
