@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,31 +77,41 @@ MAKES_HANDLE = re.compile(r"[cC]reate(?!IdentityPermutation)")
 """Functions that write a new handle through their first argument."""
 
 
-def environment(home: Path, cards: str) -> dict[str, str]:
-    """The variables of a process that runs on the pretend `cards`, with the libraries in `home`."""
+@dataclass(frozen=True)
+class Build:
+    """The folder of torch's CUDA build and of CUDA's headers, and in it a folder with the libraries for this environment.
+
+    Environments with other versions of bitsandbytes have other libraries, and may use theirs at the same time.
+    """
+
+    home: Path
+
+    @property
+    def site(self) -> Path:
+        return self.home / "site"
+
+    @property
+    def folder(self) -> Path:
+        return self.home / fingerprint()[:16]
+
+    @property
+    def libraries(self) -> Path:
+        """torch looks for NVIDIA's libraries in the first folder of this name on sys.path."""
+        return self.folder / "nvidia" / "cu13" / "lib"
+
+
+def environment(built: Build, cards: str) -> dict[str, str]:
+    """The variables of a process that runs on the pretend `cards`."""
 
     def before(variable: str, *folders: Path) -> str:
         return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
-    show_to_torch(home)
     return {
         "PRETEND_GPU": cards,
-        "PRETEND_CUDA_HOME": str(home),
-        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", home / "lib"),
-        "PYTHONPATH": before("PYTHONPATH", home / "site", HERE.parent),
+        "PRETEND_CUDA_HOME": str(built.home),
+        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", built.libraries),
+        "PYTHONPATH": before("PYTHONPATH", built.folder, built.site, HERE.parent),
     }
-
-
-def show_to_torch(home: Path) -> None:
-    """Link the libraries where torch looks for those of NVIDIA's packages, which it loads from the first such folder of sys.path.
-
-    Without the links it loads the real ones of an environment that has them.
-    """
-    folder = home / "site" / "nvidia" / "cu13" / "lib"
-    folder.mkdir(parents=True, exist_ok=True)
-    for library in (home / "lib").iterdir():
-        with suppress(FileExistsError):
-            (folder / library.name).symlink_to(library)
 
 
 def pinned(package: str) -> str:
@@ -121,30 +130,29 @@ def home_folder() -> Path:
     return cache / "hwopt" / f"pretend-cuda-{pinned('torch')}-{tag}"
 
 
-def build() -> Path:
-    """The folder with the libraries (lib/) and the CUDA build of torch (site/), built if it is missing or out of date.
+def build() -> Build:
+    """The libraries and the CUDA build of torch, made if they are missing or out of date.
 
     Raises DownloadError if pip fails, and CalledProcessError if the compiler fails.
     """
     from filelock import FileLock
 
-    home = home_folder()
-    home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / "build.lock"):
-        stamp = home / "built"
-        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != fingerprint():
-            stamp.unlink(missing_ok=True)
-            download(home / "site", f"torch=={pinned('torch')}", f"triton=={pinned('triton')}")
-            cuda = cuda_version(home / "site")
-            download(home / "headers", f"nvidia-cuda-runtime=={cuda}.*", f"nvidia-cuda-crt=={cuda}.*")
-            compile_all(home)
-            stamp.write_text(fingerprint(), encoding="utf-8")
-    return home
+    built = Build(home_folder())
+    built.home.mkdir(parents=True, exist_ok=True)
+    with FileLock(built.home / "build.lock"):
+        stamp = built.folder / "built"
+        if not stamp.is_file():
+            download(built.site, f"torch=={pinned('torch')}", f"triton=={pinned('triton')}")
+            cuda = cuda_version(built.site)
+            download(built.home / "headers", f"nvidia-cuda-runtime=={cuda}.*", f"nvidia-cuda-crt=={cuda}.*")
+            compile_all(built)
+            stamp.touch()
+    return built
 
 
 def fingerprint() -> str:
     """A hash of everything that the libraries are built from."""
-    libraries = [(path.name, path.stat().st_size) for path in bitsandbytes_libraries()]  # two environments may share the build
+    libraries = [(path.name, path.stat().st_size) for path in bitsandbytes_libraries()]
     found = hashlib.sha256(repr((pinned("torch"), pinned("triton"), libraries)).encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         found.update(path.read_bytes())
@@ -180,18 +188,18 @@ def cuda_version(site: Path) -> str:
     return found[1]
 
 
-def compile_all(home: Path) -> None:
-    """Compile all libraries into `home`/lib."""
-    print(f"pretend-cuda: compiling the libraries in {home / 'lib'}", file=sys.stderr, flush=True)
-    library_folder, work, torch = home / "lib", home / "work", home / "site/torch"
+def compile_all(built: Build) -> None:
+    """Compile all libraries."""
+    print(f"pretend-cuda: compiling the libraries in {built.libraries}", file=sys.stderr, flush=True)
+    shutil.rmtree(built.folder, ignore_errors=True)
+    library_folder, work, torch = built.libraries, built.folder / "work", built.site / "torch"
     for folder in (library_folder, work):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    flags = ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", f"-I{home / 'headers/nvidia/cu13/include'}"]
+        folder.mkdir(parents=True)
+    flags = ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", f"-I{built.home / 'headers/nvidia/cu13/include'}"]
     core = library_folder / "libpretend.so"
     output("g++", *flags, "-shared", "-Wl,-soname,libpretend.so", SOURCES / "core.cpp", "-o", core)
     wanted = undefined_functions([*sorted((torch / "lib").glob("*.so*")), *bitsandbytes_libraries()])
-    wanted |= dict.fromkeys(functions_by_name(home / "site") - wanted.keys(), "")
+    wanted |= dict.fromkeys(functions_by_name(built.site) - wanted.keys(), "")
     for library in LIBRARIES:
         compile_library(library, wanted, library_folder, work, flags)
     includes = [f"-I{torch / folder}" for folder in ("include", "include/torch/csrc/api/include")]
@@ -261,7 +269,7 @@ def output(*command: object) -> str:
 
 if __name__ == "__main__":
     try:
-        print(build())
+        print(build().folder)
     except DownloadError as error:
         print(error, file=sys.stderr)
         sys.exit(DownloadError.exit_code)
