@@ -70,7 +70,7 @@ class ImageClassification(Classification):
         _ = plain.shape  # refuses a processor of another kind
         augmented = replace(plain, augmentation=job.data.augmentation, seed=seed)
         sources = read_sources(job)
-        parts = LabelledParts.read(sources, lambda rows: self.images(rows, job))
+        parts = LabelledParts.read(sources, lambda rows: self.images(rows, job, job.data.image))
         parts.label(self, sources.train, job, config, seed)
         names = parts.names
         store = self.store(parts.train, names, augmented, cache)
@@ -90,7 +90,7 @@ class ImageClassification(Classification):
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The file of each image, or its bytes."""
-        return [content if isinstance(content, bytes) else Path(content) for content in read_images(rows, job.data.image)]
+        return [content if isinstance(content, bytes) else Path(content) for content in read_images(rows, image_name(rows, job))]
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the most probable label."""
@@ -100,12 +100,13 @@ class ImageClassification(Classification):
 
     def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> ImageStore:
         """The images with a label that the model knows, without augmentation."""
-        images = self.only_known(self.images(rows, trained.job), trained.label_names)
+        job = trained.job
+        images = self.only_known(self.images(rows, job, image_name(rows, job)), trained.label_names)
         return self.store(images, trained.label_names, ImageTransform(trained.tokenizer, channels_of(trained.config)), cache)
 
-    def images(self, rows: Rows, job: Job) -> LabelledImages:
-        """The rows that have an image and a label."""
-        images, labels = read_images(rows, job.data.image), self.read_labels(rows, job)
+    def images(self, rows: Rows, job: Job, column: str) -> LabelledImages:
+        """The rows that have an image in `column` and a label."""
+        images, labels = read_images(rows, column), self.read_labels(rows, job)
         return LabelledImages(rows.places, rows.bad_rows, images, labels).take(rows.usable())
 
     def collate(self) -> type[Collate]:
@@ -148,6 +149,15 @@ def transform_for(job: Job, config: PretrainedConfig) -> ImageTransform:
 def channels_of(config: PretrainedConfig) -> int:
     """The number of colour channels that the model takes."""
     return int(getattr(config, "num_channels", None) or 3)
+
+
+def image_name(rows: Rows, job: Job) -> str:
+    """The column with the images to predict: that of the job, else the first one with a usual name.
+
+    The model may come from a folder of images, whose column is `image`, and the table to predict may have another one.
+    """
+    names = rows.table.column_names
+    return next((name for name in (job.data.image, *NAMES) if name in names), job.data.image)
 
 
 def image_column(table: pa.Table) -> str | None:

@@ -127,6 +127,15 @@ def test_images_without_labels_are_predicted(trained: Path, tmp_path: Path) -> N
     assert (report.rows, report.predicted) == (3, 3)
 
 
+@pytest.mark.parametrize("name", ["file_name", "path", "image"])
+def test_model_of_a_folder_takes_a_table_of_paths(name: str, trained: Path, tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "photos", 4)
+    rows = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in sorted(photos.rglob("*.png"))]
+    (tmp_path / "new.csv").write_text(f"{name},label\n" + "\n".join(rows))
+    assert api.predict(trained, str(tmp_path / "new.csv"), tmp_path / "out.csv").predicted == 4
+    assert api.evaluate(trained, str(tmp_path / "new.csv")).samples == 4
+
+
 @pytest.mark.parametrize("form", ["paths", "embedded", "datasets"])
 def test_table_of_images_trains_as_the_folder_does(form: str, trained: Path, tmp_path: Path) -> None:
     data, tables = {}, {}
