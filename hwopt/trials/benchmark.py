@@ -18,7 +18,7 @@ from hwopt.planning.plan import Plan
 from hwopt.report.bench import BenchRow, Speedup
 from hwopt.report.throughput import Unit
 from hwopt.trials.processes import FORKS, ForkServer, Launch, in_new_process
-from hwopt.trials.rounds import LEAST_ROUNDS, Ratios, parity, ratios, rotated, steps_for
+from hwopt.trials.rounds import Ratios, parity, ratios, rotated, steps_for
 from hwopt.trials.trial import Outcome, run_trial
 from hwopt.trials.variants import BASELINE, COPY, Candidate, effect_between, loss_obstacle
 
@@ -231,6 +231,3 @@ def middle(values: Iterable[float | None]) -> float | None:
     """The median of the values that are known; None without one."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-__all__ = ["LEAST_ROUNDS", "Benchmark", "Effort", "Progress", "launcher_for"]

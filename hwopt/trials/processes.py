@@ -74,10 +74,14 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             pid = int(self.connection.recv_bytes())
         except (EOFError, OSError):
             return in_new_process(folder, limit_s)
+        within = False
         try:
             within = self.connection.poll(limit_s)
         finally:
             kill_session(pid)
+            if not within:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # it may not have begun its session yet
         code = int(self.connection.recv_bytes())
         return code if within else None
 

@@ -37,7 +37,6 @@ ENDINGS: Mapping[int, Ending] = {
 """Exit code of the process -> ending; "crashed" for all others."""
 MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the process"}
 """Type of the device -> what `Outcome.peak_gib` counts."""
-UNITS: Sequence[Unit] = ("steps", "samples", "tokens")
 WARM_UP = 5
 """One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
 
@@ -100,12 +99,6 @@ class Outcome:
         """Seconds of the training steps of an epoch, without evaluations and saves."""
         seconds, steps = self.seconds_per_step, self.steps_per_epoch
         return seconds * steps if seconds and steps else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The outcome as JSON types."""
-        rates = {f"{unit}_per_second": self.rate(unit) for unit in UNITS}
-        own = {key: value for key, value in asdict(self).items() if key not in ("windows", "data_waits")}
-        return own | rates | {"seconds_per_epoch": self.seconds_per_epoch, "measured_steps": len(self.windows)}
 
 
 def run_trial(

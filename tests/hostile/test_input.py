@@ -1073,8 +1073,9 @@ def check_assignments(found: list[str]) -> None:
 
 
 def check_words(command: str, found: list[str]) -> None:
-    """`run` and `plan` get an invalid option, so that they never train or trace."""
-    lacking = {"run": ["--output-dir", "job.toml"], "plan": ["--profile", "no-such"]}.get(command, [])
+    """`run`, `bench` and `plan` get an invalid option, so that they never train or trace."""
+    no_profile = ["--profile", "no-such"]
+    lacking = {"run": ["--output-dir", "job.toml"], "bench": no_profile, "plan": no_profile}.get(command, [])
     check_outcome((command, *lacking, *found), (2, 3))
 
 

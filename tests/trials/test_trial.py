@@ -96,10 +96,3 @@ def test_trial_is_asked_for_in_the_words_of_run(tmp_path: Path) -> None:
         "trusted": [],
         "limit_s": 5.0,
     }
-
-
-def test_outcome_as_json_has_the_rates(tmp_path: Path) -> None:
-    found = outcome_of(VARIANT, write_trial(tmp_path / "trial"), 0, STEPS)
-    document = json.loads(json.dumps(found.to_dict()))
-    assert document["measured_steps"] == 8
-    assert document["samples_per_second"] == found.rate("samples")
