@@ -128,11 +128,16 @@ def cells(row: BenchRow) -> tuple[str, ...]:
     )
 
 
+UNITS = ((120.0, "min", 60.0), (1.0, "s", 1.0), (0.0, "ms", 1e-3))
+"""(seconds from which the unit is used, unit, its seconds)."""
+
+
 def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return ABSENT
-    unit, size = next(((unit, size) for unit, size in (("min", 60.0), ("s", 1.0)) if seconds >= 2 * size), ("ms", 1e-3))
-    return f"{seconds / size:.3g} {unit}"
+    unit, size = next((unit, size) for least, unit, size in UNITS if seconds >= least)
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
 def speed_text(row: BenchRow) -> str:

@@ -16,7 +16,7 @@ from report.browser import CHROMIUM, Browser, browser
 from report.test_page import CONTRAST, MARKUP, text_of
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import Bench, BenchRow, Speedup, show_bench
+from hwopt.report.bench import Bench, BenchRow, Speedup, seconds_text, show_bench
 from hwopt.report.bench_page import bench_page, write_bench_page
 from hwopt.report.terminal import Terminal
 from hwopt.report.waterfall import LEFT, RIGHT, WIDTH, waterfall
@@ -65,6 +65,14 @@ def test_table_has_a_row_per_variant() -> None:
     assert table[8] == "- batch - - - - - - - out of memory: 16 rows do not fit"
     assert "noise: two copies of the baseline differ by x0.984 to x1.024" in "\n".join(lines)
     assert lines[-1] == "note: a note"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0451, "45.1 ms"), (0.9994, "999 ms"), (1.15, "1.15 s"), (119.9, "120 s"), (150, "2.5 min"), (90_000, "1,500 min")],
+)
+def test_time_is_shown_without_an_exponent(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 def test_difference_that_is_not_clear_is_marked() -> None:
