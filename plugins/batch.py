@@ -69,7 +69,7 @@ def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
     evaluation = options.eval or 2 * options.train
     assert evaluation != "auto", "options in effect hold a number"
     if evaluation > MOST_EVAL_RATIO * rows:
-        return {"eval": 2 * rows}
+        return {"eval": MOST_EVAL_RATIO * rows}
     return {} if options.eval else {"eval": evaluation}
 
 

@@ -11,6 +11,8 @@ from hwopt.trials.candidates import LEAST_GAIN, Candidates, Setting, with_choice
 
 LAST = LEAST_GAIN / 4
 """The expected gain of a move that is tried last."""
+PLATEAU = LAST / 2
+"""A search ends when no move is expected to gain as much."""
 WAITS = 0.1
 """From this part of the time in which the loop waits for data, faster arithmetic gains nothing."""
 HIDDEN = 0.1
@@ -98,7 +100,8 @@ class Moves:
 
     def best(self, now: Setting, wait: float) -> Move | None:
         """The move from `now` with the largest expected gain; `wait`: the part of the time in which the loop waits for data."""
-        return max(self.all(now, wait), key=lambda move: move.gain, default=None)
+        found = max(self.all(now, wait), key=lambda move: move.gain, default=None)
+        return found if found is not None and found.gain >= PLATEAU else None
 
     def all(self, now: Setting, wait: float) -> Iterator[Move]:
         """The moves that are worth a trial."""

@@ -80,7 +80,7 @@ class Space:
         self.start, self.replan, self.cache, self.on_planning = start, replan, cache, on_planning
         self.dimensions = dimensions_of(start, registry)
         self.lengths: Lengths = lengths_of(start, cache)
-        self.memory: dict[Setting, MemoryPlan] = {}
+        self.memory: dict[Setting, MemoryPlan | None] = {}
 
     @property
     def axes(self) -> list[Axis]:
@@ -122,15 +122,24 @@ class Space:
         """What the planner forecasts for `setting`; None if it cannot be used."""
         self.on_planning(self.described(setting))
         plan = self.plan(setting)
-        if plan is None:
+        memory = None if plan is None else self.memory_of(setting)
+        if plan is None or memory is None:
             return None
-        try:
-            memory = plan_memory(plan, self.cache, self.lengths)
-        except HwoptError:
-            return None
-        self.memory[setting] = memory
         seconds = None if memory.time is None else memory.time.step
         return Forecast(what_runs(plan), memory.fits, None if memory.lower_bound else memory.highest_gib, seconds)
+
+    def memory_of(self, setting: Setting) -> MemoryPlan | None:
+        """The memory of `setting`; None if it cannot be planned.
+
+        On a CPU only sizes count: a trace for each kernel takes seconds, has no times, and host memory is seldom short.
+        """
+        if self.start.hardware.device_type == "cpu":
+            setting = tuple(choice if axis.ordered else axis.start for axis, choice in zip(self.axes, setting, strict=True))
+        if setting not in self.memory:
+            with suppress(HwoptError):
+                plan = self.plan(setting)
+                self.memory[setting] = None if plan is None else plan_memory(plan, self.cache, self.lengths)
+        return self.memory.get(setting)
 
 
 def same_training(plan: Plan, start: Plan) -> bool:

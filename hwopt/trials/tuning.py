@@ -95,9 +95,9 @@ class Tuning(AbstractContextManager["Tuning"]):
 
     def require_fit(self) -> None:
         """Raise DoesNotFitError if the planner says that the start does not fit."""
-        plan = self.search.candidates.plan(self.search.start)
-        memory = self.space.memory.get(self.search.start)
-        if plan is not None and memory is not None and plan.fits is False:
+        self.progress.on_planning("the start")
+        memory = self.space.memory_of(self.search.start)
+        if memory is not None and memory.fits is False:
             usable = memory.free_gib - memory.reserve_gib
             raise DoesNotFitError(
                 f"The profile does not fit: it needs {memory.highest_gib:.2f} GiB, {usable:.2f} GiB are usable. "

@@ -263,4 +263,4 @@ def test_interrupted_search_keeps_its_trials_and_the_best_setting() -> None:
 def test_steep_gain_along_sizes_leads_to_the_largest() -> None:
     search = search_of([Axis(16, 0, ordered=True)], lambda s: 1 / (1 + s[0]))
     search.run()
-    assert tried(search) == [(0,), (2,), (15,)]
+    assert tried(search)[:3] == [(0,), (2,), (15,)]

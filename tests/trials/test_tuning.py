@@ -100,7 +100,9 @@ def test_json_has_all_trials(trials: Any, tmp_path: Path) -> None:
     done = hwopt("tune", "job.toml", "--profile", "cpu", "--format", "json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found["file"] == "cpu_tuned.toml"
-    assert found["best"]["assignments"] == ["plugins.batch.train=4", "plugins.batch.gradient_accumulation_steps=4"]
+    assert found["best"]["assignments"] == [
+        "plugins.batch.train=4", "plugins.batch.gradient_accumulation_steps=4", "plugins.batch.eval=16"
+    ]  # fmt: skip
     assert found["best"]["ratio"]["value"] == pytest.approx(3.0)
     assert [row["number"] for row in found["trials"]] == list(range(1, len(found["trials"]) + 1))
 
