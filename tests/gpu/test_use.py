@@ -13,6 +13,7 @@ import torch
 
 from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.plugin import RunView
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
@@ -36,10 +37,10 @@ def judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_cached_memory() -> Iterator[None]:
-    """Every test begins and ends with an empty cache of the allocator."""
-    torch.cuda.empty_cache()
+    """Every test begins and ends with an empty cache of the allocator, and without models of earlier tests."""
+    release_unused_memory()
     yield
-    torch.cuda.empty_cache()
+    release_unused_memory()
 
 
 def trained(

@@ -192,6 +192,7 @@ def compile_all(built: Build) -> None:
     """Compile all libraries."""
     print(f"pretend-cuda: compiling the libraries in {built.libraries}", file=sys.stderr, flush=True)
     shutil.rmtree(built.folder, ignore_errors=True)
+    shutil.rmtree(built.site / "nvidia", ignore_errors=True)  # torch's own libraries look there first
     library_folder, work, torch = built.libraries, built.folder / "work", built.site / "torch"
     for folder in (library_folder, work):
         folder.mkdir(parents=True)
