@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from trials.surfaces import Surface, searched
@@ -12,7 +13,8 @@ from hwopt.report.throughput import Window
 from hwopt.trials.candidates import Axis, Candidates, Forecast, Setting
 from hwopt.trials.search import Measurement, Search
 
-SURFACES = 200
+SURFACES = range(6000, 6200)
+"""The seeds of the surfaces; they were not used to choose the constants of the search. 184 held when they were written down."""
 WITHIN = 0.03
 HOLD = 0.9
 """The least part of the surfaces on which the search ends within 3 % of the best setting."""
@@ -45,18 +47,18 @@ def tried(search: Search) -> list[Setting]:
 
 
 def test_search_is_within_3_percent_of_the_best_setting_in_12_trials(record_property: Callable[[str, object], None]) -> None:
-    found = [searched(seed)[2] for seed in range(SURFACES)]
+    found = [searched(seed)[2] for seed in SURFACES]
     held = [each for each in found if each.regret <= WITHIN]
     trials = [each.trials for each in found]
-    gains = sorted(each.gain for each in found)
+    gains = [each.gain for each in found]
     record_property(
         "C10",
-        f"within {WITHIN:.0%} of the best setting on {len(held)} of {SURFACES} surfaces, "
+        f"within {WITHIN:.0%} of the best setting on {len(held)} of {len(SURFACES)} surfaces, "
         f"at worst {max(each.regret for each in found):.1%} off; "
-        f"{sum(trials) / SURFACES:.1f} trials in the mean, {max(trials)} at most; median gain {gains[SURFACES // 2]:.2f} times",
+        f"{sum(trials) / len(SURFACES):.1f} trials in the mean, {max(trials)} at most; median gain {median(gains):.2f} times",
     )
     assert max(trials) <= 12
-    assert len(held) >= HOLD * SURFACES, sorted(found, key=lambda each: -each.regret)[:10]
+    assert len(held) >= HOLD * len(SURFACES), sorted(found, key=lambda each: -each.regret)[:10]
 
 
 def test_surfaces_have_regions_that_fail_and_interactions() -> None:
