@@ -102,6 +102,7 @@ class LengthBatching(Plugin):
         seen += f"with rows at random about {at_random} ({at_random / by_length:.2f}x)"
         if by_length < at_random:
             return Evidence.active(seen)
-        if len(rows) == 1 or min(lengths) == max(lengths):
+        sorted_rows = sorted(lengths), sorted(lengths, reverse=True)
+        if by_length == min(padded_tokens(order, groups) for order in sorted_rows):
             return Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
         return Evidence.inactive(seen)

@@ -63,7 +63,7 @@ def test_search_is_within_3_percent_of_the_best_setting_in_12_trials(record_prop
 
 def test_surfaces_have_regions_that_fail_and_interactions() -> None:
     """The surfaces are no easy ones: failures are met, few starts are good, and one axis alone seldom leads to the best."""
-    surfaces = [searched(seed) for seed in range(60)]
+    surfaces = [searched(seed) for seed in SURFACES]
     failures = {trial.measurement.failure for _, search, _ in surfaces for trial in search.trials}
     assert {"crash", "out of memory"} <= failures
     starts = [surface.seconds(surface.start)[0] / surface.best() for surface, _, _ in surfaces]
