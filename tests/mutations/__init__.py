@@ -6,7 +6,7 @@ hwopt's own function if there is no library), never the plugin's evidence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Mutation:
     kind: str = "text-classification"
     job: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `tiny_job`."""
+    compiles: bool = False
+    """Whether the runs compile code, which takes half a minute."""
 
     def __str__(self) -> str:
         return f"{self.plugin}: {self.what}"
@@ -45,6 +47,14 @@ class Mutation:
         plan = plan_for(tiny_profile(**self.beside, **{self.plugin: self.options}), job)
         recorder = train_tiny(plan, folder)
         return next(evidence for entry, evidence in recorder.found if entry.name == self.plugin)
+
+
+def parameters(mutations: Iterable[Mutation]) -> list[Any]:
+    """The parameters of a test: those that compile code are integration tests."""
+    return [
+        pytest.param(mutation, id=str(mutation), marks=pytest.mark.integration if mutation.compiles else ())
+        for mutation in mutations
+    ]
 
 
 def check(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,9 @@ ON_CUDA = (
     Mutation("allocator", "the allocator ignores its settings", no_expandable_segments, "0 of"),
 )
 COMPILED = (
-    Mutation("compile", "torch.compile returns the function", never_compiled, "0 call(s) of compiled graphs", BLOCKS),
-    Mutation("compile", "inductor compiles nothing", graphs_run_eagerly, "0 call(s) of compiled graphs", BLOCKS),
+    Mutation(
+        "compile", "torch.compile returns the function", never_compiled, "0 call(s) of compiled graphs", BLOCKS, compiles=True
+    ),
+    Mutation("compile", "inductor compiles nothing", graphs_run_eagerly, "0 call(s) of compiled graphs", BLOCKS, compiles=True),
 )
 PROCESS = ON_CUDA + COMPILED

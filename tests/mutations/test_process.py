@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mutations import Mutation, check
+from mutations import Mutation, check, parameters
 from mutations.process import COMPILED
 
 
@@ -16,7 +16,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mutation", COMPILED, ids=str)
+@pytest.mark.parametrize("mutation", parameters(COMPILED))
 def test_evidence_of_an_optimization_without_effect_is_inactive(
     mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

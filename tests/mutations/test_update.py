@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mutations import Mutation, check
+from mutations import Mutation, check, parameters
 from mutations.update import UPDATE
 
 
-@pytest.mark.parametrize("mutation", UPDATE, ids=str)
+@pytest.mark.parametrize("mutation", parameters(UPDATE))
 def test_evidence_of_an_optimization_without_effect_is_inactive(
     mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ UPDATE = (
         torchao_states_in_32_bit,
         "expected quantized True",
         {"name": "adamw_torch_8bit"},
+        compiles=True,
     ),
     Mutation(
         "optimizer_in_backward",
