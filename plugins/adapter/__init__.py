@@ -189,9 +189,21 @@ def number_of_updated(states: Iterable[Mapping[str, Any]]) -> int:
     """How many of the optimizer's states have a moment with a nonzero element. Waits for the device once."""
     import torch
 
-    found = []
-    for state in states:
-        moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
-        if moments:  # the rest is the step counter
-            found.append(torch.stack([moment.any() for moment in moments]).any())
-    return int(torch.stack([flag.to(found[0].device) for flag in found]).sum()) if found else 0
+    owners, largest, plain = [], [], []
+    for number, state in enumerate(states):
+        for key, value in state.items():
+            if getattr(value, "ndim", 0) == 0 or key.startswith("qmap"):  # the step counter, and the map of 8-bit values
+                continue
+            if type(value) is torch.Tensor and value.is_floating_point():
+                plain.append((number, value))
+            else:
+                nonzero = value.any()
+                owners.append(number)
+                largest.append((nonzero.full_tensor() if hasattr(nonzero, "full_tensor") else nonzero).float())
+    if plain:  # few kernels for all of them
+        owners += [number for number, _ in plain]
+        largest += torch._foreach_norm([value for _, value in plain], float("inf"))
+    if not largest:
+        return 0
+    sizes = torch.stack([size.to(largest[0].device, torch.float32) for size in largest]).tolist()
+    return len({number for number, size in zip(owners, sizes, strict=True) if size})
