@@ -70,8 +70,11 @@ class Allocator(Plugin):
         import torch
 
         segments = torch.cuda.memory_snapshot()
-        expandable = sum(bool(segment.get("is_expandable")) for segment in segments)
-        seen = f"{expandable} of {len(segments)} allocator segments are expandable"
+        expandable = [segment for segment in segments if segment.get("is_expandable")]
+        sizes, expandable_sizes = (sum(segment["total_size"] for segment in group) for group in (segments, expandable))
+        share = expandable_sizes / max(1, sizes)
+        seen = f"{len(expandable)} of {len(segments)} allocator segments are expandable, with {share:.0%} of the memory"
         if not segments:
             return Evidence.unknown(seen)
-        return Evidence.active(seen) if expandable else Evidence.inactive(seen)
+        # the others may hold tensors of earlier work of the process
+        return Evidence.active(seen) if share > 0.5 else Evidence.inactive(seen)
