@@ -81,7 +81,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             kill_session(pid)
             if not within:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # it may not have begun its session yet
+                    os.kill(pid, signal.SIGKILL)  # its session may not exist yet
         code = int(self.connection.recv_bytes())
         return code if within else None
 
