@@ -29,6 +29,10 @@ START_UP = (
 )
 
 
+IDLE = "the tracing process was idle"
+"""What the server writes to its standard error when it ends because no request came."""
+
+
 class NotTraceable(Exception):
     """Fake tensors cannot run this recipe. The message says why."""
 
@@ -68,11 +72,13 @@ class TracingProcess:
         return self.connection.recv_bytes()
 
     def last_error(self) -> str:
-        """Return the last line that the server, which ended, wrote to its standard error; without one its exit code."""
+        """Return why the server ended: IDLE, else the last line of its standard error, else its exit code."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         self.errors.seek(0)
         lines = self.errors.read().decode("utf-8", "replace").strip().splitlines()
+        if IDLE in lines:  # libraries may write more at the exit
+            return IDLE
         return lines[-1][:200] if lines else f"exit code {self.process.poll()}"
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ def ask(request: bytes) -> bytes:
             except (EOFError, OSError):
                 reason = process.last_error()
                 close()
-                if attempt == 2 or "idle" not in reason:  # it may have ended while it was asked
+                if attempt == 2 or reason != IDLE:  # it may have ended while it was asked
                     raise NotTraceable(f"the tracing process ended: {reason}") from None
             except BaseException:  # the answer would be that of the next request
                 close()

@@ -23,6 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from hwopt.memory.tracing_process import IDLE
 from hwopt.memory.tracing_request import Request, unpack
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def serve(connection: Connection) -> None:
                 import_modules(child.imported)
             else:
                 connection.send_bytes(answer(request))
-        print("the tracing process was idle", file=sys.stderr)
+        print(IDLE, file=sys.stderr)
 
 
 class Child:

@@ -126,6 +126,19 @@ def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert trace(plan) == before
 
 
+def test_idle_server_is_recognised_although_a_library_writes_more_at_its_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracing_process.close()
+    noisy = "import atexit, sys; atexit.register(lambda: print('leaked 4 instances', file=sys.stderr)); "
+    idle = "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; "
+    monkeypatch.setattr(tracing_process, "START_UP", noisy + idle + tracing_process.START_UP)
+    trace(plan_of(tmp_path))
+    running = tracing_process.running_process()
+    assert running.process.wait(WAIT_SECONDS) == 0
+    assert running.last_error() == tracing_process.IDLE
+
+
 class Local(Plugin):
     """A plugin of a test; the tracing process cannot import this file."""
 

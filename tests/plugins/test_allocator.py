@@ -39,7 +39,11 @@ def test_cpu_is_skipped():
 
 @pytest.mark.parametrize(
     ("segments", "status"),
-    [([], "unknown"), ([{"is_expandable": False}], "inactive"), ([{"is_expandable": True}, {"is_expandable": False}], "active")],
+    [
+        ([], "unknown"),
+        ([{"is_expandable": False, "total_size": 2}], "inactive"),
+        ([{"is_expandable": True, "total_size": 20}, {"is_expandable": False, "total_size": 2}], "active"),
+    ],
 )
 def test_evidence_reads_the_allocator_segments(monkeypatch, segments, status):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
