@@ -13,7 +13,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.dry_run import Shape
 from hwopt.memory.lengths import Lengths
 from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import FORECAST_ERROR, plan_memory
+from hwopt.memory.planner import plan_memory
 from hwopt.planning.plan import Plan
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
@@ -65,8 +65,8 @@ def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], rows:
     assert memory.tier == "traced", memory.note
     torch._C._cuda_clearCublasWorkspaces()  # else those of an earlier test would not count
     real = measure_peak(plan, Shape(memory.rows, memory.width), 2)
-    # step 1 makes the optimizer's state while backward frees memory: its tensors lie in blocks of up to 1 MiB more than they need
-    error = FORECAST_ERROR if "optimizer_in_backward" in tables else 0.005
+    # an update in backward reuses blocks in an order that the trace does not have; with offload and chunked loss more than 1.5 %
+    error = 0.015 if "optimizer_in_backward" in tables else 0.005
     assert memory.peak_gib * GIB == pytest.approx(real, rel=error)
 
 
