@@ -3,7 +3,8 @@
     python benchmarks/cuda.py [--profile NAME …] [--json FILE] [--table docs/cuda.md]
 
 Each profile trains in processes of its own (tests/pretend_cuda). --json keeps the results, one profile a line, and reuses those
-that it already has. --table replaces the generated part of the file. Nothing here is a time.
+that it already has. `tox -e cuda` measures the same: with PRETEND_ROWS=FILE it keeps its results for --json. --table replaces the
+generated part of the file. Nothing here is a time.
 """
 
 from __future__ import annotations
@@ -32,19 +33,25 @@ COLUMNS = (
 
 def measured(names: list[str], path: Path | None) -> list[dict[str, Any]]:
     """The result of each profile; those of the file `path` are not measured again, and new ones are added to it."""
-    from pretend_cuda.profile_runs import measure
-
     lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
     known = {row["profile"]: row for row in map(json.loads, lines)}
     for name in names:
         if name in known:
             continue
-        known[name] = measure(name) | {"commit": commit(), "date": str(date.today())}
+        known[name] = measured_row(name, path)
         print(json.dumps(known[name]), file=sys.stderr, flush=True)
-        if path:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(known[name]) + "\n")
     return [known[name] for name in names]
+
+
+def measured_row(name: str, path: Path | None) -> dict[str, Any]:
+    """Measure one profile, and add the result to the file `path`."""
+    from pretend_cuda.profile_runs import measure
+
+    row = measure(name) | {"commit": commit(), "date": str(date.today())}
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
 
 
 def commit() -> str:

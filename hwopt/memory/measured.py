@@ -57,13 +57,14 @@ def measure(plan: Plan, shape: Shape, labels: int, what: str = "train") -> Measu
     def run_step(start_measuring: Callable[[], None]) -> None:
         recipe = write_recipe(plan.entries, plan.context)
         with dry_run_of(plan, recipe, labels, device, real=True) as run:
-            own_engine = recipe.engine is not None  # it creates earlier gradients and its state in a real step
+            own_engine = recipe.engine is not None  # it creates earlier gradients, and perhaps its state, in a real step
             if not own_engine:
                 make_optimizer_state(run)
             accumulates = accumulates_gradients(plan)
             times = 2 if own_engine and accumulates else 1
             batch = dummy_micro_batch(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)
             if own_engine:
+                run.engine.init_state()  # as a run does before step 1
                 train_step(run, dummy_micro_batch(run, shape, training=True).to(device), accumulates=False)
             step = (
                 (lambda: evaluation_step(run, batch))

@@ -65,8 +65,9 @@ def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], rows:
     assert memory.tier == "traced", memory.note
     torch._C._cuda_clearCublasWorkspaces()  # else those of an earlier test would not count
     real = measure_peak(plan, Shape(memory.rows, memory.width), 2)
-    # an update in backward reuses blocks in an order that the trace does not have; with offload and chunked loss more than 1.5 %
-    error = 0.015 if "optimizer_in_backward" in tables else 0.005
+    # bitsandbytes makes its state in the first backward pass, between activations: other free blocks are left than in the trace
+    late_state = "optimizer_in_backward" in tables and tables["optimizer"]["name"] == "adamw_bnb_8bit"
+    error = 0.015 if late_state else 0.005
     assert memory.peak_gib * GIB == pytest.approx(real, rel=error)
 
 

@@ -5,16 +5,27 @@ The counters are exact. Without length-aware micro-batches, whose number depends
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pretend_cuda.profile_cases import CASES, MAY_BE_INACTIVE
-from pretend_cuda.profile_runs import measure
+from programs import program
 
 pytestmark = [pytest.mark.device("pretend"), pytest.mark.integration]
 
+CUDA: Any = program("cuda")
+ROWS = os.environ.get("PRETEND_ROWS")
+"""A file that receives what the tests measure, for `benchmarks/cuda.py --json`."""
 MOST_LAUNCHES = 1.02
 """Launches of a step, relative to the bare loop. hwopt's are 0.97 to 0.99 of them with autocast, and fewer with O2."""
+
+
+def measure(profile: str) -> dict[str, Any]:
+    """A row of docs/cuda.md."""
+    row: dict[str, Any] = CUDA.measured_row(profile, Path(ROWS) if ROWS else None)
+    return row
 
 
 def inactive(found: dict[str, Any]) -> set[str]:

@@ -24,6 +24,7 @@ def free_port() -> int:
 
 def forked(work: Callable[[], None], output: Path | None = None) -> int:
     """The pid of a child process that calls `work` and exits with the code of its error. `output` receives what it prints."""
+    assert not has_autograd_threads(), "an earlier test compiled a model in this process; it must call `in_fork`"
     if pid := os.fork():
         return pid
     code = 1
@@ -42,6 +43,26 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
             os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def has_autograd_threads() -> bool:
+    """Whether this process has autograd's threads for devices, as after a torch.compile. Its forks cannot run a backward pass."""
+    names = (comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
+    return any(name.startswith("pt_autograd") for name in names)
+
+
+def in_fork(work: Callable[[], None], output: Path) -> None:
+    """Call `work`, which compiles a model, in a fork: this process can then still fork ranks. Raises AssertionError if it fails."""
+    code = wait_for_exit(forked(work, output), within=600)
+    assert code == 0, output.read_text()
+
+
+def until(condition: Callable[[], bool], within: float = 240.0) -> None:
+    """Wait for `condition`. Raises AssertionError after `within` seconds."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "the condition stayed false"
+        time.sleep(0.002)
 
 
 def wait_for_exit(pid: int, within: float = 120.0) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.forks import forked_ranks, wait_for_exit
+from integration.forks import forked_ranks, until, wait_for_exit
 
 from hwopt import api
 from hwopt.cli.options import quiet_transformers
@@ -172,8 +172,7 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
         number = (signal.SIGTERM, signal.SIGINT)[sent % 2]
         run = work.folder / name
         (pid,) = work.started(name)
-        while not (run / "metrics.jsonl").exists():  # the first row is written after step 3
-            time.sleep(0.002)
+        until((run / "metrics.jsonl").exists)  # the first row is written after step 3
         time.sleep(chance.uniform(0, run_seconds / 3))
         os.kill(pid, number)
         code = wait_for_exit(pid)
@@ -206,8 +205,7 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
 
     (pid,) = work.started("twice", slow_disk)
     run = work.folder / "twice"
-    while not (run / "metrics.jsonl").exists():
-        time.sleep(0.002)
+    until((run / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGTERM)  # a copy that a launcher forwards
     time.sleep(1.5 * signals.DUPLICATE_SECONDS)
@@ -237,8 +235,7 @@ def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
     """The status must not report a step as saved if the save failed."""
     (pid,) = work.started("signal-full", full_disk_when(lambda: signals.received() is not None))
     run = work.folder / "signal-full"
-    while not (run / "metrics.jsonl").exists():
-        time.sleep(0.002)
+    until((run / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGTERM)
     assert wait_for_exit(pid) == 6
     assert status(run)["exit_code"] == 6
@@ -262,8 +259,7 @@ def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     """A suspension (Ctrl-Z, a frozen container) may last longer than training.hang_timeout."""
     stopped = Work(work.folder, training={"hang_timeout": 2})
     (pid,) = stopped.started("stopped")
-    while not (work.folder / "stopped" / "metrics.jsonl").exists():
-        time.sleep(0.002)
+    until((work.folder / "stopped" / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
@@ -336,8 +332,7 @@ def test_lock_of_a_dead_process_is_released(work: Work, undisturbed: Path) -> No
     """A killed process releases its lock, even if its data-loading workers are still alive."""
     busy = Work(work.folder, tables={"dataloader": {"num_workers": 1}})
     (pid,) = busy.started("left")
-    while not (work.folder / "left" / "metrics.jsonl").exists():
-        time.sleep(0.002)
+    until((work.folder / "left" / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGKILL)
     wait_for_exit(pid)
     resumes_exactly(work, "left", undisturbed)

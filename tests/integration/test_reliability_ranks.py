@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from integration.forks import forked_ranks, wait_for_exit
+from integration.forks import forked_ranks, until, wait_for_exit
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -181,13 +181,6 @@ def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undistu
         assert (wait_for_exit(second), wait_for_exit(first)) == (-9, 9)
     assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
     work.resumes_exactly("log-point", undisturbed, saved_alone=True)
-
-
-def until(condition: Callable[[], bool], within: float = 240.0) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        time.sleep(0.01)
 
 
 def test_resume_on_another_number_of_ranks_repeats_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.forks import in_fork
 
 from hwopt.plugin import Evidence
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
@@ -59,6 +61,14 @@ def parameters(mutations: Iterable[Mutation]) -> list[Any]:
 
 def check(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Assert that the evidence is active, and inactive with the mutation."""
+    work = partial(_check, mutation, folder, monkeypatch)
+    if mutation.compiles:
+        in_fork(work, folder / "output")
+    else:
+        work()
+
+
+def _check(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = mutation.evidence(folder / "before")
     assert before.status == "active", before.seen
     with monkeypatch.context() as patched:

@@ -1,9 +1,11 @@
 """Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from integration.forks import in_fork
 from pydantic import ValidationError
 from transformers import (
     BertConfig,
@@ -192,6 +194,10 @@ def test_invalid_options_are_refused(text):
 
 @pytest.mark.integration
 def test_dora_with_checkpointing_is_compiled_in_one_graph_a_layer(tmp_path):
+    in_fork(partial(train_dora_compiled, tmp_path), tmp_path / "output")
+
+
+def train_dora_compiled(tmp_path):
     from torch._dynamo.utils import counters
 
     counters["graph_break"].clear()

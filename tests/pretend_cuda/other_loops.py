@@ -74,11 +74,16 @@ def make_optimizer(name: str, parameters: list[Any]) -> Any:
 
 
 def bare_loop(run: Run, model: Any, optimizer_name: str, dtype: torch.dtype | None) -> PerStep:
-    """The counts of a PyTorch loop with autocast, accumulation, clipping and a LambdaLR, as one writes it by hand."""
+    """The counts of a PyTorch loop with autocast, accumulation, clipping and a LambdaLR, as one writes it by hand.
+
+    Like hwopt it applies no update that is not finite, and reads the loss after the last step. `clip_grad_norm_` reads the norm
+    for an optimizer that cannot skip an update itself; a loss scaler does so too.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(optimizer_name, parameters)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    reads_norm = not (scaler.is_enabled() or getattr(optimizer, "_step_supports_amp_scaling", False))
     accumulation = run.batch.accumulation(1)
     loader: Any = DataLoader(samples_of(run), run.batch.train, shuffle=True, drop_last=True, collate_fn=padded, pin_memory=True)
     batches = (batch for _ in range(1000) for batch in loader)
@@ -92,11 +97,12 @@ def bare_loop(run: Run, model: Any, optimizer_name: str, dtype: torch.dtype | No
                     loss = model(**batch).loss / accumulation
                 scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=reads_norm)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
+        loss.item()
 
     found = PerStep.of(steps)
     optimizer.zero_grad(set_to_none=True)
