@@ -52,7 +52,7 @@ def has_autograd_threads() -> bool:
 
 
 def in_fork(work: Callable[[], None], output: Path) -> None:
-    """Call `work`, which compiles a model, in a fork: this process can then still fork ranks. Raises AssertionError if it fails."""
+    """Call `work`, which compiles a model, in a fork: this process can then still fork ranks. Raises AssertionError."""
     code = wait_for_exit(forked(work, output), within=600)
     assert code == 0, output.read_text()
 
