@@ -110,7 +110,8 @@ class Dataloader(Plugin):
             return []
         cores, workers = cores_of_a_rank(context.hardware, context.world_size), options.num_workers
         numbers = sorted({number for number in (0, 1, 2, 3, 4, 6, 8, 12, 16) if number <= cores} | {workers})
-        found = [Tunable(tuple({"num_workers": n} for n in numbers), numbers.index(workers), ordered=True, input=True)]
+        choices = tuple({"num_workers": number} for number in numbers)
+        found = [Tunable(choices, numbers.index(workers), ordered=True, input=True, parallel=True)]
         if workers:
             ahead = sorted({*PREFETCH, options.prefetch_factor})
             choices = tuple({"prefetch_factor": number} for number in ahead)

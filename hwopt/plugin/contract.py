@@ -132,6 +132,8 @@ class Tunable:
     """Whether the choices are sizes, the smallest first: the speed rises up to one of them, and falls after it."""
     input: bool = False
     """Whether it only changes when step batches are ready. It gains at most the time in which the loop waits for data."""
+    parallel: bool = False
+    """Whether step batches are ready faster in proportion to the number, as with data workers. Needs `input`."""
 
 
 class Plugin:

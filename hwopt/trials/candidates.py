@@ -1,20 +1,24 @@
-"""Which settings are worth a trial: what the planner forecasts of them, and what the trials ruled out."""
+"""Which settings are worth a trial: all that the axes allow, without those that the planner and the trials rule out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from operator import ne
+from itertools import chain, product
+from operator import ge
 from typing import Literal
 
-SLOWER = 1.02
-"""A setting that the forecast makes slower by more is not tried."""
-LEAST_GAIN = 0.02
-"""The part of the time that a change must promise."""
-SMALLER_COST = 0.03
-"""What a smaller size costs beyond the forecast, as a part of the time: a roofline does not know that small micro-batches use a
-device badly."""
+import numpy as np
+from numpy.typing import NDArray
+
+SLOWER = 1.5
+"""A setting that the forecast makes slower by more is not tried. A roofline does not know that small micro-batches use a device
+badly, so it may be wrong about what makes room for larger ones."""
+DOUBT = 0.3
+"""The chance that a setting runs which has a choice that may have made a trial fail."""
+MOST = 50_000
+"""Settings that are looked at. If the axes allow more, only those with up to three changes of the start are."""
 
 Setting = tuple[int, ...]
 """The index of a choice for each axis."""
@@ -31,6 +35,19 @@ class Axis:
     """Whether the choices are sizes, the smallest first."""
     input: bool = False
     """Whether it only changes when step batches are ready."""
+    parallel: bool = False
+    """Whether step batches are ready faster in proportion to the size, as with data workers."""
+    values: tuple[float, ...] = ()
+    """The sizes, if they are numbers."""
+
+    @property
+    def scale(self) -> NDArray[np.float64]:
+        """(choices,) the place of each size: its logarithm to base 2, or its index. The places lie around 0."""
+        places = np.arange(self.choices, dtype=np.float64)
+        if self.values and min(self.values) > 0:
+            places = np.log2(np.array(self.values, dtype=np.float64))
+        centered: NDArray[np.float64] = places - places.mean()
+        return centered
 
 
 @dataclass(frozen=True)
@@ -52,14 +69,38 @@ class Candidates:
     def __init__(self, axes: Sequence[Axis], forecast: Callable[[Setting], Forecast | None]) -> None:
         self.axes, self.forecast = axes, forecast
         self.start: Setting = tuple(axis.start for axis in axes)
-        self.sizes = [number for number, axis in enumerate(axes) if axis.ordered and not axis.input]
-        """The axes of sizes that may change the memory."""
+        self.settings: list[Setting] = list(self.all())
         self.forecasts: dict[Setting, Forecast | None] = {}
         self.measured: set[str] = set()
         """The plans that were measured."""
-        self.broken: set[tuple[int, int]] = set()
-        """(axis, choice) that crashed, or were too slow for the time limit."""
         self.least_oom_gib: float | None = None
+        """Forecast of the smallest setting that ran out of memory."""
+        self.most_fitted_gib = 0.0
+        """Forecast of the largest setting that did not."""
+        self.oom_sizes: list[Setting] = []
+        """The sizes of those without a forecast."""
+        self.fit_sizes: list[Setting] = []
+        """The sizes of the trials that did not fail."""
+        self.worked: set[tuple[int, int]] = set()
+        """(axis, choice) of the trials that did not fail."""
+        self.failed: list[set[tuple[int, int]]] = []
+        """The same of each trial that crashed, or was too slow for the time limit."""
+
+    def all(self) -> Iterator[Setting]:
+        """All settings, the start first, then those with few changes."""
+        choices = [range(axis.choices) for axis in self.axes]
+        count = int(np.prod([axis.choices for axis in self.axes], dtype=np.float64))
+        changed = product(*choices) if count <= MOST else near(self.start, choices, 3)
+        yield from sorted(changed, key=self.changes)
+
+    def changes(self, setting: Setting) -> int:
+        """The number of axes in which `setting` differs from the start."""
+        return sum(choice != start for choice, start in zip(setting, self.start, strict=True))
+
+    def sizes(self, setting: Setting) -> Setting:
+        """`setting` with the start's choices of all axes that are no sizes: what decides how much memory it needs."""
+        sizes = (axis.ordered and not axis.input for axis in self.axes)
+        return tuple(new if size else old for size, new, old in zip(sizes, setting, self.start, strict=True))
 
     def plan(self, setting: Setting) -> Forecast | None:
         """The forecast of `setting`; None if it is no plan, or another training."""
@@ -67,16 +108,74 @@ class Candidates:
             self.forecasts[setting] = self.forecast(setting)
         return self.forecasts[setting]
 
-    def is_possible(self, setting: Setting) -> bool:
-        """Whether `setting` can run, as far as it is known, and is no plan that was measured."""
-        plan = self.plan(setting)
-        if plan is None or plan.fits is False or plan.plan in self.measured or not self.broken.isdisjoint(enumerate(setting)):
-            return False
-        return plan.peak_gib is None or self.least_oom_gib is None or plan.peak_gib < self.least_oom_gib
+    def is_possible(self, setting: Setting, beside: Setting) -> bool:
+        """Whether `setting` can run, as far as it is known, is no plan that was measured, and may be as fast as `beside`.
 
-    def is_worth(self, setting: Setting, beside: Setting) -> bool:
-        """Whether `setting` is possible, and not predicted to be slower than `beside` at both ends of the forecast."""
-        return self.is_possible(setting) and min(self.relative_seconds(setting, beside) or (1.0,)) <= SLOWER
+        The planner is asked about its sizes first: they decide whether most settings fit, and few of them differ.
+        """
+        if self.is_suspect(setting):
+            return False
+        if not self.fits(self.sizes(setting)) or not self.fits(setting):
+            return False
+        plan = self.plan(setting)
+        assert plan is not None, "it fits"
+        if plan.plan in self.measured:
+            return False
+        return min(self.relative_seconds(setting, beside) or (1.0,)) <= SLOWER
+
+    def fits(self, setting: Setting) -> bool:
+        """Whether `setting` is a plan that may fit, by the forecast and by the trials that ran out of memory."""
+        plan = self.plan(setting)
+        if plan is None or plan.fits is False:
+            return False
+        if plan.peak_gib is None:
+            return not any(all(map(ge, self.sizes(setting), sizes)) for sizes in self.oom_sizes)
+        return self.least_oom_gib is None or plan.peak_gib < self.least_oom_gib
+
+    def is_suspect(self, setting: Setting) -> bool:
+        """Whether `setting` has a choice that makes trials fail, or all choices that may have made one fail."""
+        blamed, unexplained = self.causes()
+        if any(self.implies(setting, cause) for cause in blamed):
+            return True
+        return any(all(self.implies(setting, cause) for cause in causes) for causes in unexplained)
+
+    def chance(self, setting: Setting) -> float:
+        """The chance that `setting` runs, by the trials that failed."""
+        _, unexplained = self.causes()
+        doubts = sum(any(self.implies(setting, cause) for cause in causes) for causes in unexplained)
+        sizes = self.sizes(setting)
+        steps = min(
+            (sum(max(0, more - size) for size, more in zip(sizes, oom, strict=True)) for oom in self.oom_sizes), default=None
+        )
+        room = 1.0 if steps is None or self.has_fitted(setting) else 1 - 0.5**steps
+        return DOUBT**doubts * room
+
+    def has_fitted(self, setting: Setting) -> bool:
+        """Whether a trial with the same sizes or larger ones did not fail."""
+        return any(all(map(ge, fitted, self.sizes(setting))) for fitted in self.fit_sizes)
+
+    def causes(self) -> tuple[set[tuple[int, int]], list[set[tuple[int, int]]]]:
+        """The choices that explain several failed trials, and for each other one the choices that may be its cause.
+
+        No choice of the input is a cause, nor one that another trial had without a failure, unless all were.
+        """
+        blamed = set()
+        unexplained = [
+            {cause for cause in failed - self.worked if not self.axes[cause[0]].input} or failed for failed in self.failed
+        ]
+        while unexplained:
+            cause, count = Counter(chain.from_iterable(unexplained)).most_common(1)[0]
+            if count == 1:
+                break
+            blamed.add(cause)
+            unexplained = [causes for causes in unexplained if cause not in causes]
+        return blamed, unexplained
+
+    def implies(self, setting: Setting, cause: tuple[int, int]) -> bool:
+        """Whether `setting` has the choice that caused a failure, or a larger size than one above the start."""
+        axis, choice = cause
+        larger = self.axes[axis].ordered and self.start[axis] < choice < setting[axis]
+        return setting[axis] == choice or larger
 
     def relative_seconds(self, setting: Setting, to: Setting) -> tuple[float, float] | None:
         """The predicted time of a step with `setting` relative to that with `to`, at both ends; None without a forecast."""
@@ -85,68 +184,55 @@ class Candidates:
             return None
         return ours.seconds[0] / theirs.seconds[0], ours.seconds[1] / theirs.seconds[1]
 
-    def predicted_gain(self, setting: Setting, to: Setting) -> float:
-        """The part of the time that `setting` saves by the forecast; 0 without one."""
-        time = self.relative_seconds(setting, to)
-        return 1 - sum(time) / 2 if time else 0.0
+    def record(self, setting: Setting, failure: Failure | None) -> None:
+        """Remember that `setting` was measured, and what its failure rules out: out of memory, all that needs as much.
 
-    def smaller_cost(self, setting: Setting, than: Setting) -> float:
-        """What the smaller sizes of `setting` cost beyond the forecast, as a part of the time."""
-        lost = (max(0, old - new) for axis, new, old in zip(self.axes, setting, than, strict=True) if axis.ordered)
-        return SMALLER_COST * sum(lost)
-
-    def record(self, setting: Setting, beside: Setting, failure: Failure | None) -> None:
-        """Remember that `setting` was measured, and what its failure rules out.
-
-        Out of memory: all that needs as much. A crash: the one choice in which it differs from `beside`, and larger sizes.
+        Without a forecast, that is what has the same sizes or larger ones.
         """
         plan = self.plan(setting)
+        peak = None
         if plan is not None:
             self.measured.add(plan.plan)
-        changed = [(number, choice) for number, choice in enumerate(setting) if choice != beside[number]]
-        if failure == "out of memory" and plan is not None and plan.peak_gib is not None:
-            self.least_oom_gib = min(plan.peak_gib, self.least_oom_gib or plan.peak_gib)
-        elif failure is not None and len(changed) == 1:
-            (number, choice) = changed[0]
-            larger = self.axes[number].ordered and choice > beside[number]
-            self.broken |= {(number, other) for other in range(choice, self.axes[number].choices if larger else choice + 1)}
+            peak = plan.peak_gib
+        if failure is None:
+            self.worked |= set(enumerate(setting))
+            self.fit_sizes.append(self.sizes(setting))
+            self.most_fitted_gib = max(peak or 0.0, self.most_fitted_gib)
+        elif failure == "out of memory" and peak is not None and peak > self.most_fitted_gib:
+            self.least_oom_gib = min(peak, self.least_oom_gib or peak)
+        elif failure == "out of memory" and not self.has_fitted(setting):
+            self.oom_sizes.append(self.sizes(setting))
+        else:
+            self.failed.append(set(enumerate(setting)))
 
-    def predicted_best(self) -> Setting:
-        """The setting that is predicted to be fastest at the worse end of the forecast; the start without a forecast.
+    def prior(self) -> NDArray[np.float64]:
+        """(settings,) the logarithm of the predicted seconds relative to those of the start; zeros without a forecast of time.
 
-        Of each two axes of which one has sizes, all pairs of choices are compared, until no pair is better. Each change must
-        promise LEAST_GAIN.
+        Each choice is forecast once, beside the start, because a forecast may take seconds. Effects of several add up.
         """
-        found, plan = self.start, self.plan(self.start)
-        for _ in self.axes if plan is not None and plan.seconds is not None else ():
-            times = {
-                setting: max(time) + LEAST_GAIN * sum(map(ne, setting, found)) + self.smaller_cost(setting, found)
-                for setting in self.pairs(found)
-                if (time := self.relative_seconds(setting, found)) and self.is_possible(setting)
-            }
-            nearest = min(times, key=lambda setting: times[setting], default=found)
-            if times.get(nearest, 1.0) >= 1:
-                break
-            found = nearest
+        plan = self.plan(self.start)
+        found = np.zeros(len(self.settings))
+        if plan is None or plan.seconds is None:
+            return found
+        chosen = np.array(self.settings)
+        for number, axis in enumerate(self.axes):
+            if not axis.input:
+                effects = np.array([self.effect(number, choice) for choice in range(axis.choices)])
+                found += effects[chosen[:, number]]
         return found
 
-    def pairs(self, setting: Setting) -> Iterator[Setting]:
-        """`setting` with other choices of one axis, and of one axis and an axis of sizes."""
-        axes = [number for number, axis in enumerate(self.axes) if not axis.input]
-        for one, sizes in product(axes, self.sizes):
-            for choice, size in product(range(self.axes[one].choices), range(self.axes[sizes].choices)):
-                yield with_choice(with_choice(setting, one, choice), sizes, size)
+    def effect(self, number: int, choice: int) -> float:
+        """The logarithm of the predicted time of a choice beside the start, relative to the start: the middle of both ends."""
+        time = self.relative_seconds(with_choice(self.start, number, choice), self.start)
+        return 0.0 if time is None else float(np.log(time).mean())
 
-    def exchanged(self, setting: Setting, less: int, more: int) -> Iterator[Setting]:
-        """For each smaller size of the axis `less`, the largest size of the axis `more` that fits only with it."""
-        for choice in range(setting[less]):
-            smaller = with_choice(setting, less, choice)
-            for size in range(self.axes[more].choices - 1, setting[more], -1):
-                if self.is_possible(found := with_choice(smaller, more, size)):
-                    alone = self.plan(with_choice(setting, more, size))
-                    if alone is None or alone.fits is False:
-                        yield found
-                    break
+
+def near(start: Setting, choices: Sequence[range], changes: int) -> Iterator[Setting]:
+    """The settings that differ from `start` in up to `changes` axes, each one once."""
+    found = {start}
+    for _ in range(changes):
+        found |= {with_choice(setting, axis, choice) for setting in found for axis, each in enumerate(choices) for choice in each}
+    yield from found
 
 
 def with_choice(setting: Setting, axis: int, choice: int) -> Setting:

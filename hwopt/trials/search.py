@@ -1,45 +1,48 @@
 """Search: the fastest setting of a plan, in few trials. It measures through a callable, and asks the planner through another.
 
 A setting is a choice for each axis: micro-batch, workers, prefetch, checkpointing, compilation, attention kernel. There are some
-thousands of settings, so the search moves from the start to better neighbours. It never tries a setting that
+thousands of settings. This is Bayesian optimization: the first trial is the start, and each further one is the setting with
+the largest expected improvement by a Gaussian process (hwopt.trials.surrogate) over all trials so far and the forecast. It never
+tries a setting that
 
 * the planner says does not fit, or that is the plan of a trial;
-* the roofline predicts to be slower at both ends of its range;
-* needs as much memory as one that ran out of memory, or has a choice that crashed;
+* the roofline predicts to be half as slow again at both ends of its range;
+* needs as much memory as one that ran out of memory, or has the choices with which a trial crashed;
 * prepares step batches faster although the loop does not wait for them.
 
-The first trial is the start. The second is a jump to the setting that the roofline predicts to be fastest, if there is one. Each
-further trial is the move with the largest expected gain:
+The surrogate models the time in which the loop computes. More data workers shorten the wait for data in proportion, and fewer may
+cause one (hwopt.trials.preparation_time).
 
-* another choice of one axis, with the predicted gain; for the input, with the measured part of the time that waits for data;
-* along sizes (micro-batch, workers), with half the gain of the last move in that direction, in larger steps if it was large;
-* an exchange: a larger size of one axis that fits only with a smaller one of another axis;
-* all changes together that were faster, but not clearly.
-
-A move that missed halves the expected gain of its direction, so that no axis takes all trials. The search ends at the plateau,
-when no move is expected to gain anything, or after 12 trials: then only moves with small expected gains are left. On simulated
-surfaces it takes 10.7 trials in the mean and ends within 3 % of the best setting on 95 of 100 (tests/trials/test_search.py).
-
-Noise: a trial has windows (see hwopt.report.throughput). A candidate replaces the current setting only if it is 1 % faster and
-the 95 % interval of the ratio is above 1. Two processes with one setting differ by more than windows of one process, so a gain
-below 2 % must also hold against a repetition of the current setting, which is one trial more.
-
-While the loop waits for data, the wait hides what other axes gain. Then the time without the wait is compared.
+The search ends at the plateau, when no setting is expected to gain anything, or after 12 trials. Its result is the setting that
+the surrogate, which weighs all trials, expects to be fastest, if its trial is clearly faster than the start: the 95 % interval of
+the ratio is above 1 (see hwopt.report.throughput for the windows of a trial).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hwopt.report.throughput import Ratio, Unit, Window, rate_ratio
-from hwopt.trials.candidates import SLOWER, Axis, Candidates, Failure, Forecast, Setting
-from hwopt.trials.moves import WAITS, Move, Moves
+import numpy as np
+from numpy.typing import NDArray
+
+from hwopt.report.throughput import Ratio, Unit, Window, rate, rate_ratio
+from hwopt.trials.candidates import Axis, Candidates, Failure, Forecast, Setting, with_choice
+from hwopt.trials.preparation_time import WAITS, PreparationTime
+from hwopt.trials.surrogate import Belief, Numbers, Surrogate
 
 TRIALS = 12
-SMALL, CLOSE = 1.01, 1.02
-"""A smaller ratio is not adopted; a smaller one than CLOSE must hold against a repetition of the current setting."""
+PLATEAU = 0.0015
+"""A search ends when no setting is expected to gain as large a part of the time."""
+CHANGE = 0.02
+"""The part of an expected improvement that each changed axis costs: of equal settings, the one with fewer changes is tried."""
+SAME = 0.003
+"""Settings whose expected times differ by a smaller part are equally fast."""
+NEARLY = 0.9
+"""The input is nearly as slow as the loop if it takes this part of the time: it would hide a gain."""
+TINY = 1e-12
+"""Seconds."""
 UNKNOWN_NOISE_GAIN = 1.05
 """The least ratio that counts as faster if a trial has too few windows to know its noise."""
 
@@ -57,9 +60,11 @@ class Measurement:
     unit: Unit = "samples"
 
     @property
-    def computing(self) -> tuple[Window, ...]:
-        """The windows without the wait for data, which is taken as equal in all of them."""
-        return tuple(replace(window, seconds=window.seconds * (1 - self.data_wait)) for window in self.windows)
+    def seconds(self) -> float:
+        """The time of a sample, or of a real token if they are the unit."""
+        units = rate(self.windows, self.unit)
+        assert units, "it did not fail"
+        return 1 / units
 
     def over(self, other: Measurement) -> Ratio | None:
         """The ratio of the speeds."""
@@ -73,8 +78,6 @@ class Trial:
     measurement: Measurement
     ratio: Ratio | None
     """Of its speed to that of the start; None for a failure."""
-    repeated: bool = False
-    """Whether the current setting was measured again."""
 
 
 @dataclass
@@ -88,28 +91,34 @@ class Search:
     limit: int = TRIALS
     on_trial: Callable[[Trial], None] = lambda trial: None
     trials: list[Trial] = field(default_factory=list)
-    adopted: list[Trial] = field(default_factory=list)
-    """The start, and the trials that were adopted, in order."""
 
     def __post_init__(self) -> None:
         self.candidates = Candidates(self.axes, self.forecast)
-        self.moves = Moves(self.candidates)
+        self.surrogate = Surrogate(self.axes)
+        self.settings = np.array(self.candidates.settings, np.int64).reshape(-1, len(self.axes))
+        self.places = {setting: place for place, setting in enumerate(self.candidates.settings)}
+        self.prior = np.zeros(len(self.settings))
+        self.workers = np.ones(len(self.settings))
+        """(settings,) the number of data workers of each."""
+        for number, axis in enumerate(self.axes):
+            if axis.parallel:
+                self.workers = np.array(axis.values or range(axis.choices), np.float64)[self.settings[:, number]]
 
     def run(self) -> Ending:
         """Search, and return why the search ended. `best` and `trials` have what was found, also after an exception.
 
         If the start fails, only its trial is there.
         """
-        if not self.tries(self.start):
+        if self.tries(self.start) is not None:
             return "plateau"
-        jump = self.candidates.predicted_best()
-        if self.left and self.candidates.is_worth(jump, self.start) and not self.tries(jump):
-            self.moves.miss_jump(jump)
-        while self.left:
-            move = self.moves.best(self.current.setting, self.current.measurement.data_wait)
-            if move is None:
+        self.prior = self.candidates.prior()
+        while len(self.trials) < self.limit:
+            setting = self.next()
+            if setting is None:
+                if (simpler := self.simpler()) is not None:
+                    self.tries(simpler)
                 return "plateau"
-            self.follow(move)
+            self.tries(setting)
         return "limit"
 
     @property
@@ -117,76 +126,103 @@ class Search:
         return self.candidates.start
 
     @property
-    def left(self) -> int:
-        """The number of trials that are left."""
-        return self.limit - len(self.trials)
-
-    @property
-    def current(self) -> Trial:
-        """The trial of the setting that is changed next."""
-        return self.adopted[-1]
+    def good(self) -> list[Trial]:
+        """The trials that did not fail."""
+        return [trial for trial in self.trials if trial.measurement.failure is None]
 
     @property
     def winner(self) -> Trial:
-        """The last trial that was adopted and is clearly faster than the start; else the first trial."""
-        return next((trial for trial in reversed(self.adopted) if clearly_faster(trial.ratio)), self.trials[0])
+        """The trial that is expected to be fastest, of those that are clearly faster than the start; else the first one."""
+        if not self.good:
+            return self.trials[0]
+        expected = self.expected_seconds(self.computing())
+        faster = [(seconds, trial) for seconds, trial in zip(expected, self.good, strict=True) if clearly_faster(trial.ratio)]
+        least = min((seconds for seconds, _ in faster), default=0.0)
+        same = [trial for seconds, trial in faster if seconds <= (1 + SAME) * least]
+        return min(same, key=lambda trial: self.candidates.changes(trial.setting), default=self.trials[0])
 
     @property
     def best(self) -> Setting:
         return self.winner.setting if self.trials else self.start
 
-    def follow(self, move: Move) -> None:
-        """Try a move, and remember what it gained."""
-        before, number = self.current, len(self.trials)
-        adopted = self.tries(move.setting)
-        ratio = self.trials[number].measurement.over(before.measurement)
-        if adopted:
-            self.moves.gain(move.direction, 1 - 1 / ratio.value if ratio else 0.0)
-        else:
-            self.moves.miss(move, before.setting, ratio.value if ratio else None)
-
-    def tries(self, setting: Setting) -> bool:
-        """Measure `setting`. Returns whether it was adopted."""
-        trial = self.record(setting)
-        failure = trial.measurement.failure
-        self.candidates.record(setting, self.current.setting if self.adopted else setting, failure)
-        if failure is None and (len(self.trials) == 1 or self.is_faster(trial.measurement)):
-            self.adopted.append(trial)
-            return True
-        return False
-
-    def is_faster(self, candidate: Measurement) -> bool:
-        """Whether `candidate` is clearly faster than the current setting, and if the gain is small, also than a repetition of it.
-
-        If the loop waits for data, which hides the gain, the time without the wait counts.
-        """
-        now = self.current.measurement
-        ratio = candidate.over(now)
-        if ratio is None:
-            return False
-        if max(candidate.data_wait, now.data_wait) >= WAITS and ratio.value >= 1 / SLOWER:
-            hidden = rate_ratio(candidate.computing, now.computing, candidate.unit)
-            if hidden is not None and hidden.value >= CLOSE and clearly_faster(hidden):
-                return True
-        if ratio.value < SMALL or not clearly_faster(ratio):
-            return False
-        return ratio.value >= CLOSE or self.is_faster_than_repetition(candidate)
-
-    def is_faster_than_repetition(self, candidate: Measurement) -> bool:
-        """Whether `candidate` is clearly faster than a repetition of the current setting; True if no trial is left for it."""
-        again = next((trial for trial in self.trials if trial.setting == self.current.setting and trial.repeated), None)
-        if again is None and self.left:
-            again = self.record(self.current.setting, repeated=True)
-        return again is None or clearly_faster(candidate.over(again.measurement))
-
-    def record(self, setting: Setting, repeated: bool = False) -> Trial:
-        """Measure `setting`, and add the trial."""
+    def tries(self, setting: Setting) -> Failure | None:
+        """Measure `setting`, and return its failure."""
         measurement = self.measure(setting)
         start = self.trials[0].measurement if self.trials else measurement
-        trial = Trial(len(self.trials) + 1, setting, measurement, measurement.over(start), repeated)
+        trial = Trial(len(self.trials) + 1, setting, measurement, measurement.over(start))
         self.trials.append(trial)
+        self.candidates.record(setting, measurement.failure)
         self.on_trial(trial)
-        return trial
+        return measurement.failure
+
+    def next(self) -> Setting | None:
+        """The possible setting with the largest expected gain; None at the plateau."""
+        computing = self.computing()
+        expected = self.expected_seconds(computing)
+        fastest = self.good[int(expected.argmin())]
+        gains = self.expected_gains(computing, fastest, float(expected.min()))
+        for place in np.argsort(-gains, kind="stable"):
+            setting: Setting = self.candidates.settings[place]
+            if gains[place] < PLATEAU:
+                return None
+            if self.candidates.is_possible(setting, fastest.setting):
+                return setting
+        return None
+
+    def simpler(self) -> Setting | None:
+        """The best setting without the changes that are expected to gain nothing; None if it was measured."""
+        best = self.best
+        mean = self.computing().mean
+        changes = [number for number, choice in enumerate(best) if choice != self.start[number] and not self.axes[number].input]
+        found = best
+        for number in changes:
+            without = with_choice(best, number, self.start[number])
+            if without in self.places and mean[self.places[without]] <= mean[self.places[best]] + SAME:
+                found = with_choice(found, number, self.start[number])
+        return found if found in self.places and self.candidates.is_possible(found, best) else None
+
+    def expected_gains(self, computing: Belief, fastest: Trial, seconds: float) -> Numbers:
+        """(settings,) the part of the time that each is expected to gain on the fastest trial; 0 for what need not be tried.
+
+        `seconds`: the expected time of that trial.
+        """
+        preparation = self.preparation_time()
+        target = preparation.target(self.workers, seconds)
+        gains = computing.improvement(np.log(np.maximum(target, TINY)))
+        gains = np.minimum(gains, np.log(seconds / np.clip(preparation.least(self.workers), TINY, seconds)))
+        gains *= preparation.chance(self.workers, seconds)
+        for place in np.flatnonzero(gains >= PLATEAU) if len(self.good) < len(self.trials) else ():
+            gains[place] *= self.candidates.chance(self.candidates.settings[place])
+        gains *= 1 - CHANGE * (self.settings != fastest.setting).sum(axis=1)
+        waits = fastest.measurement.data_wait >= WAITS
+        slow_input = float(preparation.least(self.workers[[self.places[fastest.setting]]])[0]) >= NEARLY * seconds
+        for number, axis in enumerate(self.axes):
+            if axis.input and not waits and not (axis.parallel and slow_input):
+                gains[self.settings[:, number] > fastest.setting[number]] = 0.0
+        gains[[self.places[trial.setting] for trial in self.trials]] = 0.0
+        return gains
+
+    def computing(self) -> Belief:
+        """What the trials tell of the time in which the loop computes, for all settings."""
+        measured = [trial.measurement for trial in self.good]
+        seconds = np.array([each.seconds * (1 - each.data_wait) for each in measured])
+        return self.surrogate.belief(self.settings, self.prior, self.places_of_good(), seconds)
+
+    def expected_seconds(self, computing: Belief) -> Numbers:
+        """(trials that did not fail,) the time of each by the surrogate, with the wait that the trial measured."""
+        waits = np.array([trial.measurement.data_wait for trial in self.good])
+        seconds: Numbers = np.exp(computing.mean[self.places_of_good()]) / (1 - waits)
+        return seconds
+
+    def preparation_time(self) -> PreparationTime:
+        """What the trials tell of the time in which step batches are prepared."""
+        workers = self.workers[self.places_of_good()].tolist()
+        measured = [trial.measurement for trial in self.good]
+        return PreparationTime.of((n, each.seconds, each.data_wait) for n, each in zip(workers, measured, strict=True))
+
+    def places_of_good(self) -> NDArray[np.int64]:
+        """(trials that did not fail,) the index of the setting of each."""
+        return np.array([self.places[trial.setting] for trial in self.good])
 
 
 def clearly_faster(ratio: Ratio | None) -> bool:

@@ -34,7 +34,16 @@ class Dimension:
     @property
     def axis(self) -> Axis:
         tunable = self.tunable
-        return Axis(len(tunable.choices), tunable.present, tunable.ordered, tunable.input)
+        sizes = self.sizes if tunable.ordered else ()
+        return Axis(len(tunable.choices), tunable.present, tunable.ordered, tunable.input, tunable.parallel, sizes)
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The number of each choice; () if a choice is no number."""
+        numbers = [value for choice in self.tunable.choices for value in choice.values()]
+        if len(numbers) != len(self.tunable.choices) or not all(type(number) in (int, float) for number in numbers):
+            return ()
+        return tuple(float(number) for number in numbers)
 
     def changes(self, choice: int) -> Mapping[str, Any]:
         """The options that a choice changes; {} for the present one."""

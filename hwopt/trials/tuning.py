@@ -136,10 +136,9 @@ class Tuning(AbstractContextManager["Tuning"]):
 
     def row(self, trial: Trial) -> TrialRow:
         outcome, measurement = self.outcomes[trial.number - 1], trial.measurement
-        setting = self.space.described(trial.setting)
         return TrialRow(
             trial.number,
-            f"{setting}, again" if trial.repeated else setting,
+            self.space.described(trial.setting),
             self.space.assignments(trial.setting),
             rate(measurement.windows, self.unit),
             self.unit,
@@ -177,7 +176,7 @@ class Tuning(AbstractContextManager["Tuning"]):
         """What the trials say of the options of `plugin` in the best setting."""
         own = [number for number, dimension in enumerate(self.space.dimensions) if dimension.plugin == plugin]
         best = self.search.best
-        first = next(trial for trial in self.search.adopted if all(trial.setting[number] == best[number] for number in own))
+        first = next(trial for trial in self.search.good if all(trial.setting[number] == best[number] for number in own))
         return f"trial {first.number}: {ratio_text(first.ratio)} times the speed of the start"
 
     def header(self, parent: str) -> list[str]:

@@ -1,0 +1,111 @@
+"""Surrogate: a Gaussian process that tells, after a few trials, how long a step takes with every setting, and how sure that is.
+
+It models the logarithm of the time in which the loop computes. The forecast of the planner is its mean, if there is one. What a
+trial measures moves the time of all settings that are alike: the kernel is a sum over the axes, because a change of one axis has
+about the same relative effect beside any choice of the others, and of a small part for what the sum does not explain.
+
+Source: Rasmussen and Williams 2006, Gaussian Processes for Machine Learning, chapters 2 and 4; additive kernels: Duvenaud et al.
+2011 (arXiv:1112.4394); expected improvement: Jones, Schonlau and Welch 1998, Efficient Global Optimization.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hwopt.trials.candidates import Axis
+
+Numbers = NDArray[np.float64]
+
+SIZE, SLOPE, CHOICE, INPUT, TOGETHER = 0.35, 0.25, 0.06, 0.04, 0.03
+"""Standard deviations of the logarithm of the time: a smooth effect of a size; its slope over the scale of the size; the effect
+of a choice; that of an input size, which takes cores from the model; and that of choices together. Chosen on the simulated
+surfaces of tests/trials."""
+LENGTH = 2.0
+"""Distance on the scale of a size (a factor of four) over which its smooth effect changes."""
+CONSTANT = 1.0
+"""Standard deviation of the logarithm of the forecast's error that all settings have in common."""
+NOISE = 0.01
+"""Standard deviation of a trial: processes with one setting differ by about one percent."""
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is expected of each of a number of settings."""
+
+    mean: Numbers
+    """(settings,) the logarithm of the seconds."""
+    deviation: Numbers
+    """(settings,) its standard deviation."""
+
+    def improvement(self, on: Numbers) -> Numbers:
+        """The expected improvement on the logarithm of seconds `on`: how much less the time is, on average over the belief."""
+        distance = on - self.mean
+        ratio = distance / self.deviation
+        density = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
+        improvement: Numbers = distance * below(ratio) + self.deviation * density
+        return improvement
+
+
+def below(ratio: Numbers) -> Numbers:
+    """The probability that a standard normal number is below `ratio`."""
+    found: Numbers = (1 + np.vectorize(math.erf, otypes=[np.float64])(ratio / math.sqrt(2))) / 2
+    return found
+
+
+class Surrogate:
+    """A Gaussian process over the settings of `axes`."""
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self.axes = axes
+        self.scales = [axis.scale for axis in axes]
+
+    def belief(self, settings: NDArray[np.int64], prior: Numbers, measured: NDArray[np.int64], seconds: Numbers) -> Belief:
+        """What is expected of `settings` (settings, axes) after trials with `seconds` (trials,).
+
+        `prior`: (settings,) the logarithm of the forecast of each, up to a constant. `measured`: (trials,) index of each trial's
+        setting in `settings`.
+        """
+        tried = settings[measured]
+        error = np.log(seconds) - prior[measured]
+        triangle = np.linalg.cholesky(self.kernel(tried, tried) + NOISE**2 * np.eye(len(tried)))
+        across = np.linalg.solve(triangle, self.kernel(tried, settings))
+        mean = prior + error[0] + across.T @ np.linalg.solve(triangle, error - error[0])
+        variance = self.variances(settings) - (across**2).sum(axis=0)
+        return Belief(mean, np.sqrt(np.maximum(variance, 1e-12)))
+
+    def kernel(self, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> Numbers:
+        """The covariances (ours, theirs) of the logarithm of the time."""
+        total = np.full((len(ours), len(theirs)), CONSTANT**2)
+        alike = np.ones_like(total)
+        for number, axis in enumerate(self.axes):
+            one, other = ours[:, number, None], theirs[None, :, number]
+            equal = (one == other).astype(np.float64)
+            if axis.input:
+                total += INPUT**2 * equal
+            elif axis.ordered:
+                scale = self.scales[number]
+                near = np.exp(-(((scale[one] - scale[other]) / LENGTH) ** 2) / 2)
+                total += SIZE**2 * near + SLOPE**2 * scale[one] * scale[other]
+                alike *= near
+            else:
+                total += CHOICE**2 * equal
+                alike *= equal
+        covariances: Numbers = total + TOGETHER**2 * alike
+        return covariances
+
+    def variances(self, settings: NDArray[np.int64]) -> Numbers:
+        """The diagonal of `kernel(settings, settings)`."""
+        total = np.full(len(settings), CONSTANT**2 + TOGETHER**2)
+        for number, axis in enumerate(self.axes):
+            if axis.input:
+                total += INPUT**2
+            elif axis.ordered:
+                total += SIZE**2 + SLOPE**2 * self.scales[number][settings[:, number]] ** 2
+            else:
+                total += CHOICE**2
+        return total
