@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.rows import ReadOptions
 from hwopt.data.sources import EXTENSIONS, configured
 from hwopt.errors import DataError, is_gated
+from hwopt.system.hub import hub_is_out_of_reach, work_offline
 from hwopt.text import first_line, listing, nearest
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def read_dataset(source: str, split: str, options: ReadOptions) -> pa.Table:
     local = Path(name).is_dir()
     # `datasets` does not notice that a local file changed, so its copy of a folder is made again
     again: dict[str, Any] = {}
+    if not local and hub_is_out_of_reach():
+        work_offline()
     if local and not options.streaming:
         again = {"download_mode": datasets.DownloadMode.REUSE_CACHE_IF_EXISTS, "verification_mode": "no_checks"}
     try:

@@ -13,7 +13,7 @@ from hwopt.config.task_kinds import task_class, task_facts
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
-from hwopt.planning.inputs import hub_is_out_of_reach
+from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.tasks.recognition import DataColumns
 from hwopt.text import printable
 

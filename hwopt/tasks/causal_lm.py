@@ -164,7 +164,7 @@ class CausalLM(Task):
             column = prompt_column(names, data.messages)
             if column is not None:
                 return read_prompts(rows, column)
-        (prompts,) = text_columns(rows, data.text if data.prompt is None else (data.prompt,))
+        (prompts,) = text_columns(rows, data.text) if data.prompt is None else text_columns(rows, (data.prompt,), "data.prompt")
         return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:

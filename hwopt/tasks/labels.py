@@ -35,7 +35,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     import pyarrow as pa
 
     table, source = rows.table, rows.source
-    column = find_column(table, name, source)
+    column = find_column(table, name, source, "data.label")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
