@@ -18,7 +18,7 @@ from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
 from hwopt.planning.table_rules import rules_of
 from hwopt.plugin.registry import Registry
-from hwopt.system.hub import hub_is_out_of_reach, work_offline
+from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.system.paths import path_kind
 
 
@@ -82,7 +82,7 @@ def refuse_mistakes(
         with found.placing():
             nowhere = path_kind(Path(model), "model.name:") == "missing"
         if nowhere and hub_is_out_of_reach():
-            work_offline()
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if memory_limit is not None:
         parse_memory_limit(memory_limit)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -18,9 +21,15 @@ def hub_is_out_of_reach() -> bool:
         return True
 
 
-def work_offline() -> None:
-    """Set the hub's clients to use their caches only. They read the environment when they are imported."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for name in ("huggingface_hub.constants", "datasets.config"):
-        if (client := sys.modules.get(name)) is not None and os.environ["HF_HUB_OFFLINE"] == "1":
-            client.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+@contextmanager
+def offline_clients(offline: bool = True) -> Iterator[None]:
+    """The hub's clients use their caches only, if `offline`. They read the environment when they are imported, not later."""
+    loaded: list[Any] = [sys.modules[name] for name in ("huggingface_hub.constants", "datasets.config") if name in sys.modules]
+    before = [client.HF_HUB_OFFLINE for client in loaded]
+    try:
+        for client in loaded if offline else ():
+            client.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for client, value in zip(loaded, before, strict=True):
+            client.HF_HUB_OFFLINE = value
