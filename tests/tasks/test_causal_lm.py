@@ -141,9 +141,7 @@ def test_empty_text_column_is_refused(tmp_path: Path) -> None:
 
 
 def test_file_without_known_columns_names_the_keys(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match="no column 'text'. It has: ask. Set data.text, data.messages, or data.prompt and data.com"
-    ):
+    with pytest.raises(DataError, match="no column 'text'. It has: ask. Set data.text, data.messages, or data.prompt"):
         prepare(write(tmp_path / "a.jsonl", [{"ask": "a"}]), tmp_path / "cache")
 
 
