@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import click
-from click.exceptions import Exit
+from click.exceptions import Exit, NoArgsIsHelpError
 
 from hwopt import __version__
 from hwopt.errors import StorageError
@@ -165,6 +165,9 @@ def run_command(arguments: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except Exit as error:
         return int(error.exit_code)
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             error = with_instead(error)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
 """Keys of `data` that name columns."""
 
+LONGEST_QUESTION = 70
+"""Letters of a question with its answers, so that a line of 80 columns holds it. The answers of a longer one come before it."""
+
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
 @click.argument("data", required=False)
@@ -52,12 +55,17 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     length = proposal.max_length
     proposal = proposal.with_answers(
         max_length=length and questions.number("Maximum length in tokens", length),
-        model=questions.text("Model", proposal.model.name),
+        model=questions.text(*model_question(proposal.model.name)),
         profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
     )
     write_new(output, proposal.text(output))
     say(console, "written", str(output))
     click.echo("\n" + printable("\n".join(proposal.commands(output))))
+
+
+def model_question(proposed: str | None) -> tuple[str, str | None]:
+    """(question, proposed answer); without a proposal the question says what no answer means."""
+    return ("Model" if proposed else "Model, a hub name or a folder (empty: the small one)", proposed)
 
 
 class Questions:
@@ -72,8 +80,14 @@ class Questions:
                 raise click.BadParameter(f"{cut(answer)!r} is none of the names.{nearest(answer, accepted)}")
             return answer
 
-        shown = f"{what} ({', '.join(accepted)})" if show else what
-        return str(click.prompt(shown, default=proposed, value_proc=check)) if self.ask else proposed
+        if not self.ask:
+            return proposed
+        names = ", ".join(accepted)
+        if show and len(what) + len(names) + len(proposed) > LONGEST_QUESTION:
+            click.echo(click.wrap_text(f"{what}: {names}", 78))
+        elif show:
+            what = f"{what} ({names})"
+        return str(click.prompt(what, default=proposed, value_proc=check))
 
     def number(self, what: str, proposed: int) -> int:
         return int(click.prompt(what, default=proposed, type=click.IntRange(min=2))) if self.ask else proposed

@@ -202,12 +202,17 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
         raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
+    if path.suffix.lower() in DATA_EXTENSIONS:
+        raise InputError(f"{path}: is no job: a job is a TOML file. If it holds your data, write a job for it: hwopt init {path}")
     document = read(path)
     if (plugins := document.data.get("plugins")) is None:
         return make_job(document, assignments)
     without = replace(document, data={key: value for key, value in document.data.items() if key != "plugins"})
     return replace(make_job(without, assignments), plugins=replace(document, data={"plugins": plugins}, notes=()))
 
+
+DATA_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")
+"""Of files that are given as JOB by mistake."""
 
 ALTERNATIVES = (
     {("model", "name"), ("model", "config")},

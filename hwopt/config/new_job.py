@@ -52,7 +52,8 @@ def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
     for table, keys in tables.items():
         lines += ["", f"[{table}]"]
         for key, value in keys.items():
-            comment = " or ".join(task_kinds()) if (table, key) == ("task", "kind") else COMMENTS.get(f"{table}.{key}")
+            others = f"or {', '.join(kind for kind in task_kinds() if kind != value)}"
+            comment = others if (table, key) == ("task", "kind") else COMMENTS.get(f"{table}.{key}")
             lines.append(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else ""))
         lines += OPTIONAL.get(table, ())
     text = "\n".join(lines) + "\n"

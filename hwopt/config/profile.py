@@ -24,7 +24,7 @@ from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import path_kind
-from hwopt.text import listing, nearest, truncate
+from hwopt.text import nearest, truncate
 
 PLAIN = TableRules()
 
@@ -160,9 +160,9 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
             )
         return path
     if spec not in files:
-        known = sorted([*files, "auto"])
-        near = nearest(re.sub(r"\W", "", spec).lower(), known)  # for example "RTX 3070"
-        raise InputError(f"--profile {truncate(spec)}: no such profile.{near} `hwopt profiles` lists all: {listing(known, 30)}")
+        near = nearest(re.sub(r"\W", "", spec).lower(), sorted([*files, "auto"]))  # for example "RTX 3070"
+        what = f"--profile {truncate(spec)}: no such profile.{near}"
+        raise InputError(f"{what} `hwopt profiles` lists them; the name of a file ends with .toml")
     return files[spec]
 
 

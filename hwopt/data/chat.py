@@ -72,7 +72,7 @@ def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation 
     from hwopt.data.tables import find_column
 
     table = rows.table
-    values = {name: values_of(find_column(table, name, rows.source), name, rows) for name in columns}
+    values = {name: values_of(find_column(table, name, rows.source, "data.messages"), name, rows) for name in columns}
     for extra in ("input", "system") if len(columns) == 2 else ("tools", "system"):
         if extra in table.column_names:
             values[extra] = values_of(table[extra], extra, rows)
@@ -104,7 +104,7 @@ def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
     """
     from hwopt.data.tables import find_column
 
-    values = {column: values_of(find_column(rows.table, column, rows.source), column, rows)}
+    values = {column: values_of(find_column(rows.table, column, rows.source, "data.messages"), column, rows)}
     for extra in ("input", "tools", "system"):
         if extra in rows.table.column_names:
             values[extra] = values_of(rows.table[extra], extra, rows)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.rows import ReadOptions
 from hwopt.data.sources import EXTENSIONS, configured
 from hwopt.errors import DataError, is_gated
+from hwopt.system.hub import hub_is_out_of_reach, offline_clients
 from hwopt.text import first_line, listing, nearest
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def read_dataset(source: str, split: str, options: ReadOptions) -> pa.Table:
     if local and not options.streaming:
         again = {"download_mode": datasets.DownloadMode.REUSE_CACHE_IF_EXISTS, "verification_mode": "no_checks"}
     try:
-        found = datasets.load_dataset(name, configuration, split=split, streaming=options.streaming, **again)
-        return first_streamed(found, options.max_rows) if options.streaming else to_arrow(found)
+        with offline_clients(not local and hub_is_out_of_reach()):
+            found = datasets.load_dataset(name, configuration, split=split, streaming=options.streaming, **again)
+            return first_streamed(found, options.max_rows) if options.streaming else to_arrow(found)
     except Exception as error:  # the hub client, the network and datasets each raise their own
         refuse_names(source, split, str(error), error)
         if is_gated(error):

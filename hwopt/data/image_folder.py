@@ -81,7 +81,8 @@ def part_of(folder: Path, split: str | None) -> Path:
         return split_folders(folder).get("train", folder)
     found = {each.name: each for each in folders_in(folder)}
     if split not in found:
-        raise DataError(f"{folder}: has no folder {split!r}.{nearest(split, found)} It has: {listing(list(found))}")
+        names = f": {listing(list(found))}" if found else " no folders"
+        raise DataError(f"{folder}: has no folder {split!r}.{nearest(split, found)} It has{names}")
     return found[split]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.data.conll_reader import CONLL_EXTENSIONS
-from hwopt.data.image_folder import is_image_folder
+from hwopt.data.image_folder import is_image, is_image_folder
 from hwopt.errors import DataError
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
@@ -119,6 +119,8 @@ def names_in(folder: Path) -> list[str]:
 def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
     if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
+        if not names_in(path):
+            raise DataError(f"{path}: is an empty folder; give one with the data in it")
         raise DataError(
             f"{path}: is a folder, but not one made by save_to_disk() of `datasets`, nor one with a folder of images per class"
             f"{files_hint(path)}"
@@ -155,6 +157,8 @@ def refuse_other_files(path: Path, format: str | None = None) -> None:
         raise DataError(
             f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
         )
+    if format is None and is_image(path.name):
+        raise DataError(f"{path}: is one image; give a folder of images, or a table with their paths")
     if format is None and suffix not in EXTENSIONS:
         raise DataError(
             f"{path}: unknown file extension {suffix!r}; hwopt reads {listing(EXTENSIONS)}. "

@@ -63,7 +63,7 @@ def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
     return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), bad_rows)
 
 
-def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
+def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> list[list[str]]:
     """The columns `names`: one list of strings each, one string per row. Bad rows (no text) are marked and have "" here.
 
     Raises DataError if a column is missing (with the nearest name) or does not hold text.
@@ -72,10 +72,10 @@ def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
 
     found = []
     for name in names:
-        column = find_column(rows.table, name, rows.source)
+        column = find_column(rows.table, name, rows.source, key)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with data.text")
+            raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with {key}")
         non_strings = rows.non_strings.get(name, {})
         texts = []
         for row, text in enumerate(string_values(column, rows, name)):
@@ -85,7 +85,7 @@ def text_columns(rows: Rows, names: Sequence[str]) -> list[list[str]]:
                 rows.mark_bad(row, f"{name!r} is not text: {truncate(non_strings[row])}")
             texts.append(text or "")
         if texts and not any(text.strip() for text in texts):
-            raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with data.text")
+            raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")
         found.append(texts)
     for row, cells in enumerate(zip(*found, strict=True)):
         if not any(cell.strip() for cell in cells):
@@ -112,10 +112,10 @@ def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | 
         return found
 
 
-def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
-    """The column `name`, or the field "COLUMN.FIELD" of a nested one.
+def find_column(table: pa.Table, name: str, source: str, key: str = "data.text") -> pa.ChunkedArray:
+    """The column `name`, or the field "COLUMN.FIELD" of a nested one. `key` of the job names it: "data.label".
 
-    Raises DataError, with the nearest name and all names, if it is missing or not unique.
+    Raises DataError, with the nearest name, all names and the key, if it is missing or not unique.
     """
     if table.column_names.count(name) > 1:
         raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
@@ -125,7 +125,8 @@ def find_column(table: pa.Table, name: str, source: str) -> pa.ChunkedArray:
     if fields.column_names.count(name) == 1:
         return fields[name]
     raise DataError(
-        f"{source}: has no column {name!r}.{nearest(name, fields.column_names)} It has: {listing(fields.column_names, 30)}"
+        f"{source}: has no column {name!r}.{nearest(name, fields.column_names)} It has: {listing(fields.column_names, 30)}. "
+        f"Set {key} to one of them"
     )
 
 

@@ -31,6 +31,11 @@ def remarks(plan: Plan) -> Iterator[str]:
     """The notes, fallbacks and skips of the plan, which the exported file does not show."""
     for note in plan.notes:
         yield f"note: {note}"
+    if plan.hardware.device_type == "cpu" and plan.profile.card.compute_capability is not None:
+        yield (
+            "WARNING: the file starts ranks on CPUs, since this machine has no GPU. "
+            f"For the card of profile {plan.profile.name} add --hardware profile"
+        )
     for entry in plan.entries:
         if entry.decision != "apply":
             yield f"{entry.name}: {entry.decision}: {entry.reason}"

@@ -134,12 +134,16 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     return chosen
 
 
+FORMAT = 2
+"""Of the cached facts; increase it when they are read in another way."""
+
+
 def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
     """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache."""
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
-    identity = json.dumps([config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
+    identity = json.dumps([FORMAT, config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path:
         # a cache file that is incomplete, of another version or not accessible is computed again
@@ -184,7 +188,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
     takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
     longest = positions if isinstance(positions, int) and positions > 0 else None
     cost = forward_cost(model, longest) or ForwardCost(0, 0.0, 0.0)
-    dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+    dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")  # the last one: T5
     return ModelFacts(
         name=name,
         model_type=config.model_type,

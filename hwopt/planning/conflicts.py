@@ -76,7 +76,8 @@ def missing(entries: tuple[PluginDecision, ...]) -> Iterator[str]:
             if name not in found:
                 yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove [plugins.{entry.name}]"
             elif found[name].decision == "skip":
-                yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}"
+                without = f"To train without both set plugins.{entry.name}.enabled = false"
+                yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}. {without}"
 
 
 def declared(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:

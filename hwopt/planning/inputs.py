@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from hwopt.config.job import JobFile, load_job, make_job
 from hwopt.config.profile import Profile, load_profile, make_profile
@@ -21,6 +18,7 @@ from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
 from hwopt.planning.table_rules import rules_of
 from hwopt.plugin.registry import Registry
+from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.system.paths import path_kind
 
 
@@ -93,12 +91,3 @@ def refuse_missing_data(job: JobFile | None) -> None:
     """Raise DataError if the job's data do not exist. A run needs them, a plan does not."""
     if job is not None:
         refuse_missing(job.job.data)
-
-
-def hub_is_out_of_reach() -> bool:
-    """Whether the hub's host name cannot be resolved; its client would retry for half a minute."""
-    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
-    try:
-        return not getproxies() and not socket.getaddrinfo(hub, None)
-    except OSError:
-        return True

@@ -13,7 +13,7 @@ from hwopt.config.task_kinds import task_class, task_facts
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
-from hwopt.planning.inputs import hub_is_out_of_reach
+from hwopt.system.hub import hub_is_out_of_reach, offline_clients
 from hwopt.tasks.recognition import DataColumns
 from hwopt.text import printable
 
@@ -54,8 +54,10 @@ def is_available(name: str) -> bool:
     """Whether the hub can be reached, or the config of the model is on this machine."""
     from transformers.utils.hub import is_offline_mode
 
-    offline = is_offline_mode() or hub_is_out_of_reach()
-    return not offline or find_model_file(name, "config.json", None, cached_only=True) is not None
+    if not (is_offline_mode() or hub_is_out_of_reach()):
+        return True
+    with offline_clients():
+        return find_model_file(name, "config.json", None, cached_only=True) is not None
 
 
 def propose_length(data: DataColumns) -> int | None:

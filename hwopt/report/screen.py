@@ -5,6 +5,7 @@ On a terminal a line with a progress bar is updated in place. In a log file or a
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ class Screen(Listener):
             say(self.console, "verdict", f"{verdict['limit']}: {verdict['figure']}. Next: {verdict['next']}")
         self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+        if hasattr(run.skeleton, "save_pretrained"):  # another model is built in Python
+            say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))} FILE -o predictions.csv")
 
     def show_warnings(self, run: Run) -> None:
         """Print which data is not used: at the start, and again at the end."""

@@ -85,9 +85,9 @@ def shown_source(source: str) -> str:
 def origin(run: SavableRun) -> str:
     """A sentence that says which model was trained, for what, and with which profile."""
     model, task = run.plan.job.model, run.task.kind
-    base = f"`{plain(shown_source(model.name))}`" if model.name else f"a {plain(model.label)} model"
+    base = code(shown_source(model.name)) if model.name else f"a {plain(model.label)} model"
     start = "Fine-tuned from" if model.name else "Trained from random weights:"
-    return f"{start} {base} for {task} with hwopt {version('hwopt')}, profile `{plain(run.plan.profile.name)}`."
+    return f"{start} {base} for {task} with hwopt {version('hwopt')}, profile {code(run.plan.profile.name)}."
 
 
 def loading(run: SavableRun) -> str:
@@ -162,6 +162,12 @@ def section(title: str, columns: Sequence[str], rows: Any) -> list[str]:
     lines = ["| " + " | ".join(map(plain, row)) + " |" for row in rows]
     head = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return [f"## {title}", "\n".join([*head, *lines])] if lines else []
+
+
+def code(text: str) -> str:
+    """`text` on one line as code of Markdown, in which a backslash escapes nothing."""
+    line = " ".join(cut(text, 200).split())
+    return f"`{line}`" if "`" not in line else plain(line)
 
 
 def plain(text: str) -> str:

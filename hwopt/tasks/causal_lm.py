@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
+COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
+"""What names the columns of a file, for a message about a file without them."""
+
 BLOCK = 1_024
 """Tokens per block of plain text, unless the job or the model has a smaller limit."""
 
@@ -66,18 +69,18 @@ def _samples(rows: Rows, job: Job) -> Texts:
     """The rows that can be used, as the job says, or as conversations if their columns are recognised."""
     data = job.data
     if data.prompt is not None:
-        return _texts(rows, (data.prompt, str(data.completion)))
+        return _texts(rows, (data.prompt, str(data.completion)), "data.prompt and data.completion")
     known = data.messages is None and set(data.text) <= set(rows.table.column_names)
     if columns := () if known else chat_columns(rows.table.column_names, data.messages):
         found = read_conversations(rows, columns)
         usable = rows.usable()
         return Texts(rows.places, rows.bad_rows, [], [found[row] for row in range(len(found))]).take(usable)  # type: ignore[misc]
-    return _texts(rows, data.text)
+    return _texts(rows, data.text, COLUMN_KEYS)
 
 
-def _texts(rows: Rows, names: Sequence[str]) -> Texts:
+def _texts(rows: Rows, names: Sequence[str], key: str) -> Texts:
     """The rows that have a text."""
-    texts = text_columns(rows, names)
+    texts = text_columns(rows, names, key)
     return Texts(rows.places, rows.bad_rows, texts).take(rows.usable())
 
 
@@ -159,12 +162,13 @@ class CausalLM(Task):
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""
-        data, names = job.data, rows.table.column_names
-        if data.prompt is None and (data.messages is not None or not set(data.text) <= set(names)):
-            column = prompt_column(names, data.messages)
+        data, known = job.data, rows.table.column_names
+        if data.prompt is None and (data.messages is not None or not set(data.text) <= set(known)):
+            column = prompt_column(known, data.messages)
             if column is not None:
                 return read_prompts(rows, column)
-        (prompts,) = text_columns(rows, data.text if data.prompt is None else (data.prompt,))
+        names, key = (data.text, COLUMN_KEYS) if data.prompt is None else ((data.prompt,), "data.prompt")
+        (prompts,) = text_columns(rows, names, key)
         return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:

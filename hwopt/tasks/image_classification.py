@@ -188,7 +188,7 @@ def read_images(rows: Rows, name: str) -> list[str | bytes]:
     """
     import pyarrow as pa
 
-    column = find_column(rows.table, name, rows.source)
+    column = find_column(rows.table, name, rows.source, "data.image")
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         found: list[Any] = list(string_values(column, rows, name))

@@ -52,4 +52,4 @@ class ImagePredictor:
         try:
             return {"pixel_values": self.transform(content)}
         except ValueError as error:
-            return str(error)
+            return str(error) if isinstance(content, bytes) else f"{error}: {content}"

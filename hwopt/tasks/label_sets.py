@@ -22,7 +22,7 @@ def read_flags(rows: Rows, names: Sequence[str]) -> list[list[str]]:
     """The names of the columns that have 1 in each row. Rows with another value than 0 or 1 are marked as bad."""
     found: list[list[str]] = [[] for _ in range(rows.table.num_rows)]
     for name in names:
-        for row, value in enumerate(find_column(rows.table, name, rows.source).to_pylist()):
+        for row, value in enumerate(find_column(rows.table, name, rows.source, "data.label").to_pylist()):
             flag = FLAGS.get(str(value).strip().lower())
             if flag is None:
                 rows.mark_bad(row, f"{name!r} is neither 0 nor 1: {truncate(value)}")
@@ -38,7 +38,7 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
     """
     import pyarrow as pa
 
-    column = find_column(rows.table, name, rows.source)
+    column = find_column(rows.table, name, rows.source, "data.label")
     classes = sequence_class_names(rows.table, name)
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
     if not (text or is_list(column.type)):

@@ -35,12 +35,13 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     import pyarrow as pa
 
     table, source = rows.table, rows.source
-    column = find_column(table, name, source)
+    column = find_column(table, name, source, "data.label")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
-        raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers")
+        lists = "; for lists of labels set task.kind = 'multi-label-classification'" if pa.types.is_list(kind) else ""
+        raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
     given: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     values = with_points(given)

@@ -142,7 +142,7 @@ def read_numbers(rows: Rows, name: str) -> list[float]:
     """
     import pyarrow as pa
 
-    column = find_column(rows.table, name, rows.source)
+    column = find_column(rows.table, name, rows.source, "data.label")
     kind = column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)

@@ -155,7 +155,7 @@ class Seq2SeqLM(Task):
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The prompt of each row."""
-        (prompts,) = text_columns(rows, (str(job.data.prompt),))
+        (prompts,) = text_columns(rows, (str(job.data.prompt),), "data.prompt")
         return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
@@ -225,8 +225,8 @@ def start_token(config: PretrainedConfig) -> int:
 
 def _pairs(rows: Rows, job: Job) -> Pairs:
     """The rows that have a prompt and a completion."""
-    columns = (str(job.data.prompt), str(job.data.completion))
-    prompts, completions = (text_columns(rows, (name,))[0] for name in columns)
+    (prompts,) = text_columns(rows, (str(job.data.prompt),), "data.prompt")
+    (completions,) = text_columns(rows, (str(job.data.completion),), "data.completion")
     return Pairs(rows.places, rows.bad_rows, prompts, completions).take(rows.usable())
 
 

@@ -46,7 +46,7 @@ def present(table: pa.Table, name: str, usual: Sequence[str]) -> str:
 def read_words(rows: Rows, name: str) -> list[list[str]]:
     """The words of each row. Rows without words are marked as bad. Raises DataError for a column of another type."""
     found = []
-    for row, items in enumerate(list_column(rows, name, "words")):
+    for row, items in enumerate(list_column(rows, name, "words", "data.text")):
         if not items or not all(isinstance(item, str) for item in items):
             rows.mark_bad(row, f"{name!r} has no words" if not items else f"{name!r} is no list of words: {truncate(items)}")
             items = []
@@ -58,7 +58,7 @@ def read_tags(rows: Rows, name: str, words: Sequence[Sequence[str]]) -> list[lis
     """The tags of each row. Rows without one tag for each word are marked as bad."""
     classes = sequence_class_names(rows.table, name)
     found = []
-    for row, (items, own) in enumerate(zip(list_column(rows, name, "tags"), words, strict=True)):
+    for row, (items, own) in enumerate(zip(list_column(rows, name, "tags", "data.label"), words, strict=True)):
         tags = [tag_name(item, classes) for item in items or ()]
         if own and len(tags) != len(own):
             rows.mark_bad(row, f"{name!r} has {len(tags):,} tags for {len(own):,} words")
@@ -75,10 +75,10 @@ def tag_name(item: Any, classes: Sequence[str] | None) -> str:
     return item.strip() if isinstance(item, str) else str(item) if isinstance(item, int) else ""
 
 
-def list_column(rows: Rows, name: str, what: str) -> list[list[Any] | None]:
+def list_column(rows: Rows, name: str, what: str, key: str) -> list[list[Any] | None]:
     """The lists in the column `name`; None for null."""
     try:
-        column = find_column(rows.table, name, rows.source)
+        column = find_column(rows.table, name, rows.source, key)
     except DataError as error:
         raise DataError(f"{error}. For a CoNLL file set data.format = 'conll'") from error
     original = rows.non_strings.get(name, {})

@@ -32,5 +32,5 @@ def stop(run: Run, code: int, checkpoints: Checkpointer) -> NoReturn:
     checkpoints.save()
     checkpoints.writer.wait()
     run.engine.all_reduce_max(0)
-    run.say(f"Stopped after step {run.step:,}, saved in {run.folder}. Resume with --resume")
+    run.say(f"Stopped after step {run.step:,}, saved in {run.folder}. The same command with --resume continues it")
     raise signals.exception_for(code)

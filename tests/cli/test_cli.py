@@ -71,12 +71,16 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--per_device_train_batch_size", "4"], 2, "Give --set plugins.batch.train=VALUE"),
         (["run", "--lr", "fast"], 2, "training.learning_rate: input should be a valid number"),
         (["run", "--profiel", "cpu"], 2, "--profile"),
+        (["run", "train.csv"], 2, "train.csv: is no job: .* hwopt init train.csv"),
+        (["plan", "--profile", "rtx3070_8g"], 2, r"Did you mean 'rtx3070_8gb'\? `hwopt profiles` lists them; [^,]*$"),
+        (["run", "--profile", "cpu", "--set", "data.label=colr"], 4, "no column 'colr'.*Set data.label to one of them"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:
     import re
 
     write_job(tmp_path)
+    (tmp_path / "train.csv").write_bytes("text;label\nschön;gut\n".encode("cp1252"))
     done = hwopt(*arguments, cwd=tmp_path)
     assert done.returncode == code, (done.stdout, done.stderr)
     assert re.search(expected, done.stderr), done.stderr
@@ -212,3 +216,9 @@ def test_semicolons_are_recognised_and_empty_texts_are_skipped(tmp_path: Path) -
     assert "skipped 1 of 20 rows of gaps.csv: line 5 (has no text)" in done.stdout
     (tmp_path / "empty.csv").write_text("text,label\n,colour\n,other\n")
     assert hwopt("run", "--profile", "cpu", "--set", "data.train=empty.csv", cwd=tmp_path).returncode == 4
+
+
+def test_no_arguments_print_the_whole_help(tmp_path: Path) -> None:
+    alone, asked = hwopt(cwd=tmp_path), hwopt("--help", cwd=tmp_path)
+    assert alone.returncode == 2
+    assert alone.stderr.strip() == asked.stdout.strip()

@@ -111,3 +111,22 @@ def test_data_sets_and_files_are_joined(clone: Path, tmp_path: Path) -> None:
     rows = read_all([f"{clone}:second", str(file)], None, ReadOptions())
     assert rows.table["text"].to_pylist() == [*(f"second {number}" for number in range(5)), "own"]
     assert (rows.places.at(4), rows.places.at(5)) == (f"{clone}:second: row 5", f"{file}:1")
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they ask six times for a name that is not on this machine, with a message each time."""
+    import datasets
+    from huggingface_hub import constants
+
+    def load_dataset(*arguments: Any, **options: Any) -> None:
+        assert {constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE} == {away}
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("hwopt.data.dataset_reader.hub_is_out_of_reach", lambda: away)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match="photoss: no such file or folder, and no such hub data set .*no network"):
+        texts("photoss")
+    assert not constants.HF_HUB_OFFLINE  # the network may come back

@@ -74,6 +74,17 @@ def test_folder_of_the_training_split_is_read_by_default(tmp_path: Path) -> None
     assert table_of(tmp_path, "val") == [{"image": os.path.join("cat", "2.png"), "label": "cat"}]
     with pytest.raises(DataError, match=r"has no folder 'vall'. Did you mean 'val'\? It has: Train, test, val"):
         table_of(tmp_path, "vall")
+    with pytest.raises(DataError, match="has no folder 'val'. It has no folders$"):
+        table_of(tmp_path / "val" / "cat", "val")
+
+
+def test_one_image_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+    photos(tmp_path, "1.png")
+    with pytest.raises(DataError, match="1.png: is one image; give a folder of images, or a table with their paths"):
+        read_rows(str(tmp_path / "1.png"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: is an empty folder"):
+        read_rows(str(tmp_path / "empty"))
 
 
 def test_images_without_folders_of_classes_have_no_label(tmp_path: Path) -> None:

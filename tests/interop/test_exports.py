@@ -361,9 +361,13 @@ def test_standard_output_holds_only_the_file(folder: Path, capsys: pytest.Captur
     assert yaml.safe_load(found.out)["use_cpu"] is True
     assert "note: no CUDA device" in found.err
     assert "tf32: skip: needs a CUDA device" in found.err
+    assert "WARNING: the file starts ranks on CPUs" in found.err
+    assert "add --hardware profile" in found.err
     arguments = ["--to", "accelerate", "--hardware", "profile", "--world-size", "2"]
     assert run_command(["export", "job.toml", "--profile", "rtx3070_8gb_zero", *arguments]) == 0
-    config = yaml.safe_load(capsys.readouterr().out)
+    found = capsys.readouterr()
+    assert "WARNING" not in found.err
+    config = yaml.safe_load(found.out)
     assert (config["use_cpu"], config["deepspeed_config"]["offload_optimizer_device"]) == (False, "cpu")
 
 

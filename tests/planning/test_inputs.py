@@ -17,10 +17,11 @@ from hwopt.errors import DataError, HwoptError, InputError, StorageError, is_gat
 from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
-from hwopt.planning.inputs import Inputs, hub_is_out_of_reach, refuse_missing_data, refuse_mistakes
+from hwopt.planning.inputs import Inputs, refuse_missing_data, refuse_mistakes
 from hwopt.plugin.registry import Registry
 from hwopt.runs.folder import run_folder
 from hwopt.saving.reader import checkpoint_in
+from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.testing import TINY_BERT
 
 

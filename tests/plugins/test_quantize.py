@@ -124,7 +124,7 @@ def test_packed_weights_take_half_a_byte(tmp_path: Path) -> None:
 def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
-    with pytest.raises(PluginError, match="which is skipped: .* unless plugins.adapter.always = true"):
+    with pytest.raises(PluginError, match="which is skipped: .*To train without both set plugins.quantize.enabled = false"):
         plan_for(tiny_profile(adapter={}, quantize={}), tiny_job(tmp_path, "causal-lm"))
 
 

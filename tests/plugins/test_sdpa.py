@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from hwopt.config.profile import load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import described
-from hwopt.model.facts import ModelFacts
+from hwopt.model.config import load_config
+from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
@@ -74,6 +75,12 @@ def test_cpu_order_depends_on_dropout():
     assert (dropout.kind, dropout.options[0].prefer) == ("fallback", ("math", "flash"))
     assert "needs attention dropout 0 in training, found 0.1" in dropout.reason
     assert decided(None, "math", "flash", attention_dropout=0.1).kind == "apply"
+
+
+def test_dropout_of_t5_is_known():
+    """Its config has one rate for all of its dropouts."""
+    config = load_config(None, {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4})
+    assert model_facts(config, "seq2seq-lm", "t5").attention_dropout == 0.1
 
 
 def test_remaining_kernels_are_valid_options():

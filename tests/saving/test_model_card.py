@@ -14,7 +14,7 @@ from transformers import pipeline
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.saving.model_card import base_license, plain, results
+from hwopt.saving.model_card import base_license, code, plain, results
 from hwopt.system.atomic_folder import find_corruption
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
@@ -102,4 +102,5 @@ def test_results_have_a_column_for_each_part_that_was_evaluated() -> None:
 
 
 def test_text_of_files_is_no_markup() -> None:
+    assert (code("rtx3070_8gb"), code("a`b_")) == ("`rtx3070_8gb`", r"a\`b\_")
     assert plain("a|b\n<img> [x](y) `c`") == r"a\|b \<img\> \[x\](y) \`c\`"

@@ -140,6 +140,11 @@ def test_empty_text_column_is_refused(tmp_path: Path) -> None:
         prepare(write(tmp_path / "a.jsonl", [{"text": ""}]), tmp_path / "cache")
 
 
+def test_file_without_known_columns_names_the_keys(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no column 'text'. It has: ask. Set data.text, data.messages, or data.prompt"):
+        prepare(write(tmp_path / "a.jsonl", [{"ask": "a"}]), tmp_path / "cache")
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
