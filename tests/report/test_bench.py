@@ -26,6 +26,15 @@ SMALL_OR_OUTSIDE = """
   && (e.getCTM().a * parseFloat(getComputedStyle(e).fontSize) < 11 || box.left < 0 || box.right > innerWidth))
   .map(([box, e]) => e.textContent)
 """
+BROKEN_WORDS = """
+[...document.querySelectorAll("tbody th, tbody td")].map(e => e.firstChild).filter(Boolean).flatMap(text =>
+  [...text.data.matchAll(/\\S+/g)].filter(({0: word, index}) => {
+    const range = document.createRange();
+    range.setStart(text, index);
+    range.setEnd(text, index + word.length);
+    return range.getClientRects().length > 1;
+  }).map(found => found[0]))
+"""
 HIDDEN_SPEED = """
 [...document.querySelectorAll("tbody tr")].filter(e => e.cells[1].getBoundingClientRect().left > innerWidth * 0.6)
   .map(e => e.textContent)
@@ -199,6 +208,7 @@ def test_browser_draws_the_page(chromium: Browser, tmp_path: Path, width: int, d
     assert len(shown) == 6, "one of the two pictures"
     assert sorted(shown)[1] > 5
     assert chromium.evaluate(SMALL_OR_OUTSIDE) == [], "text of a picture below 11 pixels, or outside the window"
+    assert chromium.evaluate(BROKEN_WORDS) == [], "a line break inside a word"
     assert chromium.evaluate(HIDDEN_SPEED) == [], "the speed of a variant stands beside its name"
     faint = [(text, ratio) for ratio, least, text in chromium.evaluate(CONTRAST) if ratio < least]
     assert faint == [], "contrast below 4.5 of a text (WCAG 2.2, 1.4.3)"
