@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="Training of the baseline in each; other variants train as many rows.",
 )
-@click.option("--steps", type=click.IntRange(min=12), help="Optimizer steps in each, instead of --seconds; with --claims 40.")
+@click.option(
+    "--steps", type=click.IntRange(min=12), help="Optimizer steps in each, instead of --seconds. With --claims: 40 by default."
+)
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds after which one is killed."
 )
