@@ -131,6 +131,24 @@ def test_both_sides_of_a_ratio_are_measured_in_each_round(folder: Path, trials: 
     assert trials == [own, before, changed, before, changed, own, changed, own, before]
 
 
+class Heard(Progress):
+    """Keeps the estimates of the time left."""
+
+    def __init__(self) -> None:
+        self.left: list[float | None] = []
+
+    def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
+        self.left.append(seconds_left)
+
+
+def test_progress_has_an_estimate_of_the_time_left(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
+    made, name = bench(folder, CARD)
+    made.trial_seconds = [10.0] * 99
+    heard = Heard()
+    made.measure(name, heard)
+    assert heard.left == [pytest.approx(seconds) for seconds in (90, 80, 70, 60, 50, 40, 30, 20, 10)]
+
+
 def test_nothing_is_measured_on_another_card(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
     for machine in (CPU, described("NVIDIA Other Card", (8, 6), 8.0), described("NVIDIA Some Card", (8, 6), 80.0)):
         made, name = bench(folder, machine)
