@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="Training of the baseline in each; other variants train as many rows.",
 )
-@click.option("--steps", type=click.IntRange(min=12), help="Optimizer steps in each, instead of --seconds.")
+@click.option(
+    "--steps", type=click.IntRange(min=12), help="Optimizer steps in each, instead of --seconds. With --claims: 40 by default."
+)
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds after which one is killed."
 )
@@ -100,19 +102,21 @@ def bench(
 
 
 def check_claims(inputs: Inputs, profile: str, effort: Effort, progress: ProgressLine, format_: str) -> None:
-    """Print the verdicts on the claims of `profile`, as `hwopt claims` does."""
+    """Print the verdicts on the claims of `profile`, as `hwopt claims` does; after Ctrl-C those that were measured until then."""
     from hwopt.report.claims import as_dict, show_findings
     from hwopt.report.terminal import Terminal
     from hwopt.trials.claims import check
 
     try:
-        findings = check(inputs, profile, effort, progress)
+        findings, ended = check(inputs, profile, effort, progress)
     finally:
         progress.clear()
     if format_ == "json":
         click.echo(json.dumps([as_dict(finding) for finding in findings], indent=2))
     else:
         show_findings(Terminal(), findings)
+    if ended is not None:
+        raise ended
 
 
 def refuse_unwritable(output: Path) -> None:

@@ -170,10 +170,10 @@ def no_forecast(claim: Claim, plan: Plan) -> str:
     return f"the profile states no peaks of {plan.hardware.name}"
 
 
-def described(plan: Plan) -> str:
-    """The model, the rows and the card of a plan."""
+def described(plan: Plan, device: str = "") -> str:
+    """The model, the rows and the device; by default the card of the plan."""
     model = f"{plan.model.model_type}, {plan.model.parameters / 1e6:,.1f} M"
-    return f"{model}, {plan.batch.train} x {plan.job.data.max_length} tokens, {plan.hardware.name}"
+    return f"{model}, {plan.batch.train} x {plan.job.data.max_length} tokens, {device or plan.hardware.name}"
 
 
 def profiles_with_claims(inputs: Inputs, names: Sequence[str] = ()) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from hwopt.report.memory import gib
 from hwopt.report.terminal import say, show_table
+from hwopt.report.verdicts import Line
 
 ABSENT = "-"
 Role = Literal["baseline", "copy", "added", "profile", "left out"]
@@ -84,6 +86,9 @@ class Bench:
         }
 
 
+COLOURS = {"good": "green", "bad": "red", "open": "yellow", "result": ""}
+FAILED = ("crashed", "timed out", "out of memory")
+"""Endings of a trial that ran."""
 COLUMNS = ("variant", "time/step", "time/epoch", "samples/s", "real tokens/s", "peak memory", "speed", "loss", "note")
 
 
@@ -98,6 +103,43 @@ def show_bench(console: Console, bench: Bench) -> None:
         say(console, label, text)
     for note in bench.notes:
         say(console, "note", note, "yellow")
+    console.print()
+    for line in verdict(bench):
+        say(console, f"verdict, {line.label}", line.text, COLOURS[line.grade])
+
+
+def verdict(bench: Bench) -> Iterator[Line]:
+    """What the profile gains in speed, what it costs in memory, and which variants differ or failed."""
+    profile, baseline = bench.row("profile"), bench.row("baseline")
+    if profile is None or baseline is None:
+        return
+    yield speed_line(bench, profile)
+    if profile.peak_gib is not None and baseline.peak_gib is not None:
+        yield Line("memory", f"{gib(profile.peak_gib)} at the peak, the baseline {gib(baseline.peak_gib)}", "result")
+    if apart := [row.name for row in bench.rows if row.loss_agrees is False]:
+        yield Line("loss", f"{', '.join(apart)}: the losses differ by more than the plugins promise", "bad")
+    if failed := [f"{row.name} ({row.ending})" for row in bench.rows if row.ending in FAILED]:
+        yield Line("trials", f"failed: {', '.join(failed)}", "bad")
+
+
+def speed_line(bench: Bench, profile: BenchRow) -> Line:
+    """The speed of the profile, and the plugin that contributes most of it."""
+    found = profile.speedup
+    if found is None:
+        return Line("speed", f"the profile has no speed: {note_text(profile)}", "open")
+    text = f"the profile trains {found.value:.2f} ({found.low:.2f} to {found.high:.2f}) times the samples/s of the baseline"
+    if not found.clear:
+        return Line("speed", f"{text}: no clear difference in {found.rounds} rounds", "open")
+    effects = {
+        row.name.removeprefix("+ "): effect.value
+        for row in bench.rows
+        if row.role == "added"
+        and (effect := row.speedup) is not None
+        and effect.clear
+        and (effect.value > 1) == (found.value > 1)
+    }
+    most = max(effects, key=lambda name: abs(math.log(effects[name])), default="")
+    return Line("speed", f"{text}; most of it by {most}" if most else text, "good" if found.value > 1 else "bad")
 
 
 def legend(bench: Bench) -> dict[str, str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import COLUMNS, Bench, cells, legend
+from hwopt.report.bench import COLUMNS, Bench, cells, legend, verdict
 from hwopt.report.page import table
-from hwopt.report.waterfall import waterfall
+from hwopt.report.verdicts import Line
+from hwopt.report.waterfall import NARROW, WIDE, waterfall
 from hwopt.text import cut, printable
 
 
@@ -24,11 +26,18 @@ def bench_page(bench: Bench, command: str) -> str:
         version=version("hwopt"),
         facts=[(label, printable(text)) for label, text in bench.facts.items()],
         notes=[printable(note) for note in bench.notes],
-        waterfall=waterfall(bench),
-        variants=table(COLUMNS, [cells(row) for row in bench.rows], "Medians of the rounds"),
+        verdict=[Line(line.label, printable(line.text), line.grade) for line in verdict(bench)],
+        pictures=[picture for layout in (WIDE, NARROW) if (picture := waterfall(bench, layout)) is not None],
+        variants=table(speed_first(COLUMNS), [speed_first(cells(row)) for row in bench.rows], "Medians of the rounds"),
         legend=list(legend(bench).items()),
         command=printable(command),
     )
+
+
+def speed_first(row: Sequence[str]) -> Sequence[str]:
+    """The cells of a row with the speed beside the name: a narrow window shows both."""
+    place = COLUMNS.index("speed")
+    return (row[0], row[place], *row[1:place], *row[place + 1 :])
 
 
 def write_bench_page(bench: Bench, path: Path, command: str) -> None:

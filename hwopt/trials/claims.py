@@ -1,35 +1,44 @@
 """Measures the claims of a profile that this machine can check; the others are compared with the forecast of the plan.
 
-A claim can be measured on the card of the profile only, a ratio too: no figure of another card is called measured. The model is
-that of `[tuned_for]`, with made-up rows of the full length. All configurations are trained in turn in each round, so a ratio is
-one of neighbours in time; its range is that of the rounds.
+A claim can be measured on the card of the profile only, a ratio too: no figure of another card is called measured. A profile
+without a card is one for CPUs: its ratios are measured on any CPU. The model is that of `[tuned_for]`, with made-up rows of the
+full length. All configurations are trained in turn in each round, so a ratio is one of neighbours in time; its range is that of
+the rounds.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache as memoized
 from pathlib import Path
+from statistics import median
 
+from hwopt.config.card import longest_match
 from hwopt.config.claim import Claim
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import Hardware
 from hwopt.memory.claims import Finding, Forecast, Found, described, judge
+from hwopt.memory.reference import reference_plan
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
-from hwopt.trials.benchmark import Effort, Progress
+from hwopt.trials.benchmark import Effort, Progress, launcher_for, new_processes, remarks
 from hwopt.trials.made_up_job import write_made_up_job
 from hwopt.trials.preparation import PREFIX
-from hwopt.trials.processes import Launch, in_new_process
+from hwopt.trials.processes import Launch
 from hwopt.trials.progress import ProgressLine
 from hwopt.trials.rounds import rotated
-from hwopt.trials.trial import Outcome, Variant, run_trial
+from hwopt.trials.trial import MEMORY_KINDS, Outcome, Variant, run_trial
 
-MEASURED = ("samples_per_second", "steps_per_second", "epoch_seconds", "total_seconds", "peak_memory_gib", "gpu_utilization")
+SPEEDS = ("samples_per_second", "steps_per_second", "epoch_seconds", "total_seconds")
+MEASURED = (*SPEEDS, "peak_memory_gib", "free_memory_gib", "optimizer_state_gib", "gpu_utilization")
 """Quantities that a trial measures."""
 STEPS = 40
 
@@ -53,23 +62,37 @@ def sides(profile: str, claim: Claim) -> list[Setting]:
 
 
 class ClaimBench:
-    """Checks the claims of profiles on the device `machine`."""
+    """Checks the claims of profiles on the device `machine`. `measure` may be interrupted: what is measured by then stays."""
 
     def __init__(
-        self, inputs: Inputs, machine: Hardware, forecast: Forecast, folder: Path, effort: Effort, launch: Launch = in_new_process
+        self,
+        inputs: Inputs,
+        machine: Hardware,
+        forecast: Forecast,
+        folder: Path,
+        effort: Effort,
+        launcher: Callable[[], AbstractContextManager[Launch]] = new_processes,
     ) -> None:
         self.inputs, self.machine, self.forecast = inputs, machine, forecast
-        self.folder, self.effort, self.launch = folder, effort, launch
+        self.folder, self.effort, self.launcher = folder, effort, launcher
         self.measured: dict[Setting, dict[int, Outcome]] = {}
         self.failed: dict[Setting, Outcome] = {}
+        self.trial_seconds: list[float] = []
+        self.plan_of = memoized(self._plan_of)
 
     def obstacle(self, profile: str, claim: Claim) -> str:
-        """The card that this machine lacks for the claim; "" if it has the cards of both sides."""
+        """The device that this machine lacks for the claim; "" if it has the devices of both sides."""
         for side in sides(profile, claim):
-            found = self.inputs.profile(side.profile)
-            if found.card_of(self.machine) is None:
-                card = " / ".join(found.card.match) or "its card"
-                return f"needs {card}, found {self.machine.name}"
+            card, machine = self.inputs.profile(side.profile).card, self.machine
+            if card.capability is None and machine.device_type == "cpu":
+                if claim.is_ratio or longest_match(card.match, machine.name):
+                    continue
+                if not card.match:
+                    return f"an absolute figure needs the name of its CPU: {side.profile} has no card.match"
+            elif self.inputs.profile(side.profile).card_of(machine) is not None:
+                continue
+            name = " / ".join(card.match) or ("a CPU" if card.capability is None else "its card")
+            return f"needs {name}, found {machine.name}"
         return ""
 
     def measure(self, profile: str, progress: Progress) -> None:
@@ -81,11 +104,17 @@ class ClaimBench:
         ]
         settings = {side.name: side for claim in claims for side in sides(profile, claim)}
         jobs = {name: self.job_of(side.profile) for name, side in settings.items()}
-        for number in range(self.effort.rounds if settings else 0):
-            progress.on_round(number + 1, self.effort.rounds)
-            for name in rotated([name for name in settings if settings[name] not in self.failed], number):
-                progress.on_trial(name, number + 1, self.effort.rounds, None)
-                self.run_trial(settings[name], jobs[name], number)
+        rounds = self.effort.rounds
+        for number in range(rounds):
+            names = [name for name in settings if settings[name] not in self.failed]
+            if not names:
+                return
+            progress.on_round(number + 1, rounds)
+            with self.launcher() as launch:
+                for place, name in enumerate(rotated(names, number)):
+                    left = len(names) - place + len(names) * (rounds - number - 1)
+                    progress.on_trial(name, number + 1, rounds, median(self.trial_seconds) * left if self.trial_seconds else None)
+                    self.run_trial(settings[name], jobs[name], number, launch)
 
     def job_of(self, profile: str) -> Path:
         """The made-up job for the model of `profile`, written once."""
@@ -93,13 +122,14 @@ class ClaimBench:
         path = folder / "job.toml"
         return path if path.is_file() else write_made_up_job(self.inputs.profile(profile), folder)
 
-    def run_trial(self, setting: Setting, job: Path, number: int) -> None:
-        folder = self.folder / f"trial-{number}"
+    def run_trial(self, setting: Setting, job: Path, number: int, launch: Launch) -> None:
+        folder, began = self.folder / f"trial-{number}", time.monotonic()
         variant = Variant(setting.name, setting.profile, setting.changes)
         try:
-            outcome = run_trial(job, variant, self.effort.steps or STEPS, folder, self.effort.limit_s, self.launch)
+            outcome = run_trial(job, variant, self.effort.steps or STEPS, folder, self.effort.limit_s, launch)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        self.trial_seconds.append(time.monotonic() - began)
         if outcome.completed:
             self.measured.setdefault(setting, {})[number] = outcome
         else:
@@ -124,47 +154,61 @@ class ClaimBench:
         return replace(found, explanation="; ".join(dict.fromkeys(filter(None, (found.explanation, why)))))
 
     def measured_finding(self, profile: str, claim: Claim) -> Finding:
+        """The verdict by the trials; by the forecast if they do not have the quantity."""
         by_side = [self.values(side, claim) for side in sides(profile, claim)]
-        if claim.is_ratio:
-            own, base = by_side
-            values = [own[number] / base[number] for number in sorted(own.keys() & base.keys()) if base[number]]
-        else:
-            values = list(by_side[0].values())
-        if not values:
-            return self.forecast_of(profile, claim, "the trial did not report the quantity")
-        plan, _ = self.forecast.planned(profile, claim.changes, claim.samples)
-        on = f"{described(plan)}, {len(values)} rounds, {self.machine.name}"
-        return judge(profile, claim, Found(min(values), max(values), "measured", on))
+        rounds = sorted(set.intersection(*(set(values) for values in by_side)))
+        if not rounds:
+            complete = all(side in self.measured for side in sides(profile, claim))
+            why = "the trial did not report the quantity" if complete else "interrupted before it was measured"
+            return self.forecast_of(profile, claim, why)
+        own = by_side[0]
+        values = [own[number] / by_side[1][number] if claim.is_ratio else own[number] for number in rounds]
+        on = f"{described(self.plan_of(sides(profile, claim)[0]), self.machine.name)}, rounds: {len(rounds)}"
+        finding = judge(profile, claim, Found(min(values), max(values), "measured", on))
+        notes = dict.fromkeys(note for side in sides(profile, claim) for note in self.remarks(side))
+        return replace(finding, explanation="; ".join(filter(None, (finding.explanation, *notes))))
+
+    def remarks(self, side: Setting) -> Iterator[str]:
+        """What a reader must know of the trials of `side`: plugins that were not active, and smaller micro-batches."""
+        outcomes = list(self.measured[side].values())
+        yield from (f"{side.name}: {remark}" for remark in remarks(self.plan_of(side), outcomes))
+
+    def _plan_of(self, side: Setting) -> Plan:
+        return reference_plan(side.profile, self.inputs, self.forecast.cache, side.changes)
 
     def values(self, setting: Setting, claim: Claim) -> dict[int, float]:
         """Round -> the quantity of the claim, of the rounds that have it."""
         found = {number: self.quantity(setting, claim, outcome) for number, outcome in self.measured.get(setting, {}).items()}
-        return {number: value for number, value in found.items() if value is not None}
+        return {number: value for number, value in found.items() if value}
 
     def quantity(self, setting: Setting, claim: Claim, outcome: Outcome) -> float | None:
         """The quantity of the claim in one trial; None if it has none."""
-        speed = outcome.rate("samples")
         match claim.what:
-            case "samples_per_second":
-                return speed
             case "steps_per_second":
                 return outcome.rate("steps")
             case "peak_memory_gib":
-                return outcome.peak_gib if claim.memory == "allocator" else outcome.device_gib
+                if claim.memory == "nvidia-smi":
+                    return outcome.device_gib
+                return outcome.peak_gib if outcome.memory_kind == MEMORY_KINDS["cuda"] else None
+            case "free_memory_gib":
+                return None if outcome.device_gib is None else self.machine.free_memory_gib - outcome.device_gib
+            case "optimizer_state_gib":
+                return outcome.held_gib.get("optimizer_state")
             case "gpu_utilization":
                 return outcome.gpu_percent
+        speed = outcome.rate("samples")
+        if claim.what == "samples_per_second" or not speed:
+            return speed
         samples = claim.samples or self.inputs.profile(setting.profile).content.tuned_for.samples
-        if not samples or not speed:
+        if not samples:
             return None
-        epochs = 1.0
-        if claim.what == "total_seconds":
-            plan, _ = self.forecast.planned(setting.profile, setting.changes, claim.samples)
-            epochs = plan.training.num_train_epochs
+        epochs = self.plan_of(setting).training.num_train_epochs if claim.what == "total_seconds" else 1.0
         return epochs * samples / speed
 
 
-def check(inputs: Inputs, spec: str, effort: Effort, progress: ProgressLine) -> list[Finding]:
-    """The verdicts on the claims of the profile `spec` ("auto": that of this machine). Trials run in a temporary folder.
+def check(inputs: Inputs, spec: str, effort: Effort, progress: ProgressLine) -> tuple[list[Finding], BaseException | None]:
+    """The verdicts on the claims of the profile `spec` ("auto": that of this machine), and what a signal raised that ended
+    the measurement early. Trials run in a temporary folder.
 
     Raises InputError if the profile has no claims.
     """
@@ -172,7 +216,12 @@ def check(inputs: Inputs, spec: str, effort: Effort, progress: ProgressLine) -> 
     name = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)[0].name if spec == "auto" else spec
     if not inputs.profile(name).content.claims:
         raise InputError(f"--profile {name}: no claims. `hwopt claims` lists those of all profiles")
+    forecast, launcher = Forecast(inputs, cache_folder(), progress.on_plan), launcher_for(machine.device_type)
+    ended: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        bench = ClaimBench(inputs, machine, Forecast(inputs, cache_folder(), progress.on_plan), Path(folder), effort)
-        bench.measure(name, progress)
-        return list(bench.findings(name))
+        bench = ClaimBench(inputs, machine, forecast, Path(folder), effort, launcher)
+        try:
+            bench.measure(name, progress)
+        except (KeyboardInterrupt, SystemExit) as signal:
+            ended = signal
+        return list(bench.findings(name)), ended

@@ -74,6 +74,8 @@ class Outcome:
     memory_kind: str = ""
     device_gib: float | None = None
     """What the memory in use on the card grew by, as nvidia-smi shows it: CUDA's context too. None on a CPU and without NVML."""
+    held_gib: Mapping[str, float] = field(default_factory=dict)
+    """GiB that the process held after step 1, by kind: weights, gradients, optimizer state, fp32 masters."""
     gpu_percent: float | None = None
     """Mean GPU use."""
     not_active: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], ste
         peak_gib=record.peak_gib,
         memory_kind=MEMORY_KINDS.get(device, device),
         device_gib=result.get("device_gib"),
+        held_gib=record.held_gib,
         gpu_percent=record.gpu_use,
         not_active=tuple(not_active(record)),
         reduced_rows=result.get("reduced_rows"),

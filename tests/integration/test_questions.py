@@ -16,8 +16,12 @@ from hwopt.training import use
 QUESTIONS: Any = program("questions")
 TEXT = QUESTIONS.PAGE.read_text(encoding="utf-8")
 BLOCKS = list(QUESTIONS.blocks(TEXT))
-FEW_STEPS = ["--max-steps", "12"]
-"""Of a run whose figures are not compared."""
+SHORTER = {
+    "run": ["--max-steps", "12"],
+    "bench": ["--steps", "12", "--rounds", "3"],
+    "tune": ["--steps", "8", "--trials", "2"],
+}
+"""Options of commands whose figures are not compared."""
 PLANS = ("compare", "plan")
 
 
@@ -30,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def excerpt(block: Any, folder: Path) -> str:
     """What the page would show of the command's output today."""
-    few = FEW_STEPS if block.measured and block.arguments[0] == "run" else []
-    done = hwopt(*block.arguments, *few, cwd=folder, HF_HUB_OFFLINE="1", COLUMNS="120")
+    shorter = SHORTER.get(block.arguments[0], []) if block.measured else []
+    done = hwopt(*block.arguments, *shorter, cwd=folder, HF_HUB_OFFLINE="1", COLUMNS="120")
     assert done.returncode == 0, done.stderr
     found: str = block.excerpt(done.stdout)
     return found

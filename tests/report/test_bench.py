@@ -16,11 +16,29 @@ from report.browser import CHROMIUM, Browser, browser
 from report.test_page import CONTRAST, MARKUP, text_of
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import Bench, BenchRow, Speedup, seconds_text, show_bench
+from hwopt.report.bench import Bench, BenchRow, Speedup, seconds_text, show_bench, verdict
 from hwopt.report.bench_page import bench_page, write_bench_page
 from hwopt.report.terminal import Terminal
-from hwopt.report.waterfall import LEFT, RIGHT, WIDTH, waterfall
+from hwopt.report.waterfall import NARROW, WIDE, Layout, waterfall
 
+SMALL_OR_OUTSIDE = """
+[...document.querySelectorAll("svg.waterfall text")].map(e => [e.getBoundingClientRect(), e]).filter(([box, e]) => box.width
+  && (e.getCTM().a * parseFloat(getComputedStyle(e).fontSize) < 11 || box.left < 0 || box.right > innerWidth))
+  .map(([box, e]) => e.textContent)
+"""
+BROKEN_WORDS = """
+[...document.querySelectorAll("tbody th, tbody td")].map(e => e.firstChild).filter(Boolean).flatMap(text =>
+  [...text.data.matchAll(/\\S+/g)].filter(({0: word, index}) => {
+    const range = document.createRange();
+    range.setStart(text, index);
+    range.setEnd(text, index + word.length);
+    return range.getClientRects().length > 1;
+  }).map(found => found[0]))
+"""
+HIDDEN_SPEED = """
+[...document.querySelectorAll("tbody tr")].filter(e => e.cells[1].getBoundingClientRect().left > innerWidth * 0.6)
+  .map(e => e.textContent)
+"""
 FACTS = {"profile": "mine", "baseline": "no plugins: fp32, 8 rows per step"}
 
 
@@ -64,7 +82,39 @@ def test_table_has_a_row_per_variant() -> None:
     assert table[7] == f"- precision {figures} x0.70 (0.69 to 0.71) of profile - not active: sdpa: math kernel"
     assert table[8] == "- batch - - - - - - - out of memory: 16 rows do not fit"
     assert "noise: two copies of the baseline differ by x0.984 to x1.024" in "\n".join(lines)
-    assert lines[-1] == "note: a note"
+    assert lines[lines.index("note: a note") + 2 :] == [
+        "verdict, speed: the profile trains 1.60 (1.57 to 1.63) times the samples/s of the baseline; most of it by precision",
+        "verdict, memory: 0.75 GiB at the peak, the baseline 0.75 GiB",
+        "verdict, loss: profile: the losses differ by more than the plugins promise",
+        "verdict, trials: failed: - batch (out of memory)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speed", "clear", "grade", "text"),
+    [
+        (1.6, True, "good", "trains 1.60 (1.57 to 1.63) times the samples/s of the baseline; most of it by precision"),
+        (0.8, True, "bad", "trains 0.80 (0.78 to 0.82) times the samples/s of the baseline; most of it by batch"),
+        (
+            1.01,
+            False,
+            "open",
+            "trains 1.01 (0.99 to 1.03) times the samples/s of the baseline: no clear difference in 5 rounds",
+        ),
+        (None, True, "open", "has no speed: crashed: a bug"),
+    ],
+)
+def test_verdict_says_what_the_profile_gains(speed: float | None, clear: bool, grade: str, text: str) -> None:
+    more = {} if speed else {"ending": "crashed", "note": "a bug"}
+    rows = [*ROWS[:5], row("profile", "profile", "baseline", speed, clear=clear, **more)]
+    found = next(iter(verdict(replace(BENCH, rows=rows))))
+    assert (found.label, found.grade, found.text) == ("speed", grade, f"the profile {text}")
+
+
+def test_page_begins_with_the_verdict() -> None:
+    text = text_of(bench_page(BENCH, "hwopt bench"))
+    assert text.index("speed ✓ good the profile trains 1.60") < text.index("baseline no plugins")
+    assert text.index("trials ✗ problem failed: - batch") < text.index("baseline no plugins")
 
 
 @pytest.mark.parametrize(
@@ -101,14 +151,20 @@ def test_waterfall_leads_from_the_baseline_to_the_profile() -> None:
     assert "+ batch x0.90" in found.description
 
 
-@given(st.lists(st.floats(0.05, 20), max_size=8), st.floats(0.05, 20))
-def test_waterfall_stays_in_its_picture(effects: list[float], whole: float) -> None:
+def test_profile_that_is_not_clearly_faster_is_marked_in_the_waterfall() -> None:
+    found = waterfall(replace(BENCH, rows=[*ROWS[:6], row("profile", "profile", "baseline", 1.6, clear=False)]))
+    assert found is not None
+    assert found.bars[-1].text == "= x1.60"
+
+
+@given(st.lists(st.floats(0.05, 20), max_size=8), st.floats(0.05, 20), st.sampled_from([WIDE, NARROW]))
+def test_waterfall_stays_in_its_picture(effects: list[float], whole: float, layout: Layout) -> None:
     rows = [ROWS[0], *(row(f"+ {number}", "added", "baseline", value) for number, value in enumerate(effects))]
-    found = waterfall(replace(BENCH, rows=[*rows, row("profile", "profile", "baseline", whole)]))
+    found = waterfall(replace(BENCH, rows=[*rows, row("profile", "profile", "baseline", whole)]), layout)
     assert found is not None
     assert len(found.bars) == len(effects) + 3
     for bar in found.bars:
-        assert LEFT <= bar.x <= bar.x + bar.width <= WIDTH - RIGHT + 1.1
+        assert layout.left <= bar.x <= bar.x + bar.width <= layout.width - layout.right + 1.1
         assert 0 <= bar.y < bar.y + bar.height <= found.bottom
 
 
@@ -148,8 +204,12 @@ def test_browser_draws_the_page(chromium: Browser, tmp_path: Path, width: int, d
     chromium.open(tmp_path / "page.html", width=width, dark=dark)
     assert chromium.evaluate("document.documentElement.scrollWidth") <= width
     widths = chromium.evaluate("[...document.querySelectorAll('svg.waterfall rect')].map(e => e.getBoundingClientRect().width)")
-    assert len(widths) == 6
-    assert sorted(widths)[1] > 5
+    shown = [width for width in widths if width]
+    assert len(shown) == 6, "one of the two pictures"
+    assert sorted(shown)[1] > 5
+    assert chromium.evaluate(SMALL_OR_OUTSIDE) == [], "text of a picture below 11 pixels, or outside the window"
+    assert chromium.evaluate(BROKEN_WORDS) == [], "a line break inside a word"
+    assert chromium.evaluate(HIDDEN_SPEED) == [], "the speed of a variant stands beside its name"
     faint = [(text, ratio) for ratio, least, text in chromium.evaluate(CONTRAST) if ratio < least]
     assert faint == [], "contrast below 4.5 of a text (WCAG 2.2, 1.4.3)"
     assert ("image", "Samples per second relative to the baseline") in chromium.accessible()

@@ -236,6 +236,27 @@ def test_browser_draws_the_page(chromium: Browser, page: Path, width: int, dark:
     assert chromium.evaluate("window.hacked") is None
 
 
+def test_command_breaks_between_its_words_only(chromium: Browser, tmp_path: Path) -> None:
+    words = ["hwopt", "run", "job.toml", *(f"--option-{number} a-value" for number in range(12))]
+    run = one_run(tmp_path / "run", processes=[PROCESS | {"command": " ".join(words)}])
+    (tmp_path / "report.html").write_text(page_of([run]), encoding="utf-8")
+    chromium.open(tmp_path / "report.html", width=400, dark=False)
+    heights = chromium.evaluate("[...document.querySelectorAll('pre .word')].map(e => e.getClientRects().length)")
+    assert heights == [1] * len(" ".join(words).split())
+    assert chromium.evaluate("document.querySelector('pre').innerText") == " ".join(words), "it can be copied"
+
+
+def test_wide_table_keeps_the_names_of_its_rows_in_sight(chromium: Browser, page: Path) -> None:
+    chromium.open(page, width=400, dark=True)
+    wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 60)"
+    chromium.evaluate(f"{wide}.forEach(e => {{ e.scrollLeft = 60 }})")
+    left = f"{wide}.map(e => e.querySelector('tbody th').getBoundingClientRect().left - e.getBoundingClientRect().left)"
+    found = chromium.evaluate(left)
+    assert found
+    assert found == [pytest.approx(0, abs=1)] * len(found)
+    assert set(chromium.evaluate(f"{wide}.map(e => getComputedStyle(e).backgroundAttachment)")) == {"local, scroll"}
+
+
 def test_keyboard_opens_a_table_of_values(chromium: Browser, page: Path) -> None:
     chromium.open(page, width=1400, dark=False)
     focused = []

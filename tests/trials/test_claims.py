@@ -26,17 +26,18 @@ extends = "mine"
 [plugins.batch]
 train = 4
 """
-PROFILE = """name = "mine"
-[card]
+CARD_TABLE = """[card]
 match = ["Some Card"]
 memory_gib = 8
 compute_capability = "8.6"
-[tuned_for]
+"""
+PROFILE = f"""name = "mine"
+{CARD_TABLE}[tuned_for]
 parameters = 1e6
 max_length = 24
 samples = 1000
-config = { model_type = "bert", hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 64, \
-vocab_size = 300 }
+config = {{ model_type = "bert", hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 64, \
+vocab_size = 300 }}
 [training]
 num_train_epochs = 5
 [plugins.batch]
@@ -48,6 +49,8 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "total": ('what = "total_seconds"\nexpect = [70, 80]', "refuted"),
     "memory": ('what = "peak_memory_gib"\nexpect = [2.4, 2.6]', "confirmed"),
     "allocator": ('what = "peak_memory_gib"\nmemory = "allocator"\nexpect = [2.4, 2.6]', "refuted"),
+    "free": ('what = "free_memory_gib"\nexpect = [5.4, 5.6]', "confirmed"),
+    "states": ('what = "optimizer_state_gib"\nexpect = [0.6, 1]', "refuted"),
     "gpu": ('what = "gpu_utilization"\nexpect = [90, 95]', "not measurable here"),
     "tf32": ('what = "steps_per_second"\nexpect = [1, 1]\nagainst_changes = ["plugins.batch.train=16"]', "confirmed"),
 }
@@ -78,7 +81,17 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]
         round_ = found.count((variant.profile, variant.assignments))
         found.append((variant.profile, variant.assignments))
         speed = (50.0 if "before" in variant.profile else 100.0) * 0.9**round_
-        return Outcome(variant, "completed", windows=[Window(2, 1, 8 / speed, 8, 192)], peak_gib=1.5, device_gib=2.5)
+        return Outcome(
+            variant,
+            "completed",
+            windows=[Window(2, 1, 8 / speed, 8, 192)],
+            peak_gib=1.5,
+            memory_kind="torch's allocator",
+            device_gib=2.5,
+            held_gib={"optimizer_state": 0.5},
+            not_active=("tf32 inactive: 0 matmuls",) if "before" in variant.profile else (),
+            reduced_rows=4 if "plugins.batch.train=16" in variant.assignments else None,
+        )
 
     monkeypatch.setattr(claims_module, "run_trial", run_trial)
     return found
@@ -104,7 +117,10 @@ def test_claims_are_measured_on_the_card(folder: Path, trials: list[tuple[str, t
     assert found["epoch"] == ("measured", pytest.approx(10.0), pytest.approx(10 / 0.81))
     assert found["total"] == ("measured", pytest.approx(50.0), pytest.approx(50 / 0.81))
     assert found["allocator"] == ("measured", 1.5, 1.5)
-    assert "3 rounds, NVIDIA Some Card" in findings["faster"].found.on  # type: ignore[union-attr]
+    assert findings["faster"].found.on == "bert, 0.0 M, 8 x 24 tokens, NVIDIA Some Card, rounds: 3"  # type: ignore[union-attr]
+    assert findings["faster"].explanation == "mine_before: evidence: tf32 inactive: 0 matmuls"
+    smaller = "8 rows ran out of memory: measured with micro-batches of 4"
+    assert findings["tf32"].explanation == f"mine plugins.batch.train=16: {smaller}"
     assert findings["gpu"].explanation == "no forecast; the trial did not report the quantity"
 
 
@@ -115,6 +131,24 @@ def test_both_sides_of_a_ratio_are_measured_in_each_round(folder: Path, trials: 
     assert trials == [own, before, changed, before, changed, own, changed, own, before]
 
 
+class Heard(Progress):
+    """Keeps the estimates of the time left."""
+
+    def __init__(self) -> None:
+        self.left: list[float | None] = []
+
+    def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
+        self.left.append(seconds_left)
+
+
+def test_progress_has_an_estimate_of_the_time_left(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
+    made, name = bench(folder, CARD)
+    made.trial_seconds = [10.0] * 99
+    heard = Heard()
+    made.measure(name, heard)
+    assert heard.left == [pytest.approx(seconds) for seconds in (90, 80, 70, 60, 50, 40, 30, 20, 10)]
+
+
 def test_nothing_is_measured_on_another_card(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
     for machine in (CPU, described("NVIDIA Other Card", (8, 6), 8.0), described("NVIDIA Some Card", (8, 6), 80.0)):
         made, name = bench(folder, machine)
@@ -123,6 +157,20 @@ def test_nothing_is_measured_on_another_card(folder: Path, trials: list[tuple[st
         for finding in made.findings(name):
             assert finding.verdict == "not measurable here"
             assert finding.explanation == f"no forecast; needs Some Card, found {machine.name}"
+
+
+def test_ratios_of_profiles_without_a_card_are_measured_on_a_cpu(folder: Path) -> None:
+    (folder / "mine.toml").write_text(PROFILE.replace(CARD_TABLE, ""))
+    made, name = bench(folder, CPU)
+    ratio = Claim(what="samples_per_second", expect=(1,), source="here", against="mine_before")
+    absolute = Claim(what="samples_per_second", expect=(1,), source="here")
+    assert made.obstacle(name, ratio) == ""
+    assert made.obstacle(name, absolute) == "an absolute figure needs the name of its CPU: mine has no card.match"
+    (folder / "mine.toml").write_text(PROFILE.replace(CARD_TABLE, '[card]\nmatch = ["a CPU"]\n'))
+    assert bench(folder, CPU)[0].obstacle(name, absolute) == ""
+    (folder / "mine.toml").write_text(PROFILE.replace(CARD_TABLE, '[card]\nmatch = ["EPYC"]\n'))
+    assert bench(folder, CPU)[0].obstacle(name, absolute) == "needs EPYC, found a CPU"
+    assert bench(folder, CARD)[0].obstacle(name, ratio) == "needs EPYC, found NVIDIA Some Card"
 
 
 def test_failed_trial_leaves_the_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
