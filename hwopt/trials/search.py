@@ -95,7 +95,7 @@ class Search:
     def __post_init__(self) -> None:
         self.candidates = Candidates(self.axes, self.forecast)
         self.surrogate = Surrogate(self.axes)
-        self.settings = np.array(self.candidates.settings, np.int64).reshape(-1, len(self.axes))
+        self.settings = np.array(self.candidates.settings, np.int64).reshape(len(self.candidates.settings), len(self.axes))
         self.places = {setting: place for place, setting in enumerate(self.candidates.settings)}
         self.prior = np.zeros(len(self.settings))
         self.workers = np.ones(len(self.settings))
@@ -187,13 +187,14 @@ class Search:
         `seconds`: the expected time of that trial.
         """
         preparation = self.preparation_time()
-        target = preparation.target(self.workers, seconds)
-        gains = computing.improvement(np.log(np.maximum(target, TINY)))
+        gains = computing.improvement(np.log(np.maximum(preparation.target(self.workers, seconds), TINY)))
+        # no setting is faster than its input
         gains = np.minimum(gains, np.log(seconds / np.clip(preparation.least(self.workers), TINY, seconds)))
         gains *= preparation.chance(self.workers, seconds)
         for place in np.flatnonzero(gains >= PLATEAU) if len(self.good) < len(self.trials) else ():
             gains[place] *= self.candidates.chance(self.candidates.settings[place])
         gains *= 1 - CHANGE * (self.settings != fastest.setting).sum(axis=1)
+        # a larger input size gains nothing if the loop does not wait, unless the input hides what other axes gain
         waits = fastest.measurement.data_wait >= WAITS
         slow_input = float(preparation.least(self.workers[[self.places[fastest.setting]]])[0]) >= NEARLY * seconds
         for number, axis in enumerate(self.axes):
@@ -205,7 +206,7 @@ class Search:
     def computing(self) -> Belief:
         """What the trials tell of the time in which the loop computes, for all settings."""
         measured = [trial.measurement for trial in self.good]
-        seconds = np.array([each.seconds * (1 - each.data_wait) for each in measured])
+        seconds = np.array([max(each.seconds * (1 - each.data_wait), TINY) for each in measured])
         return self.surrogate.belief(self.settings, self.prior, self.places_of_good(), seconds)
 
     def expected_seconds(self, computing: Belief) -> Numbers:
