@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from hwopt.memory.tracing_process import IDLE
 from hwopt.memory.tracing_request import Request, unpack
@@ -131,11 +132,23 @@ def run_child(work: Callable[[], bytes], sender: Connection, parent: int) -> Non
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import what a child imported, so that the next one need not. Ignores what only that child could import."""
-    for name in names:
-        with suppress(Exception):
-            importlib.import_module(name)
+    """Import what a child imported, so that the next one need not. Ignores what only that child could import.
+
+    Functions that a package compiles when it is imported stay as they are: fake tensors never run them, and the import of torch's
+    compiler takes a second.
+    """
+    import torch
+
+    with mock.patch.object(torch, "compile", uncompiled):
+        for name in names:
+            with suppress(Exception):
+                importlib.import_module(name)
     gc.freeze()
+
+
+def uncompiled(model: Any = None, **options: Any) -> Any:
+    """`torch.compile` that compiles nothing."""
+    return uncompiled if model is None else model
 
 
 class StepFailed(Exception):
