@@ -176,6 +176,7 @@ class Calls:
         setattr(type(self), name, value)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 def test_one_layer_that_differs_is_run(tmp_path: Path) -> None:
     registry = Registry()
@@ -183,6 +184,7 @@ def test_one_layer_that_differs_is_run(tmp_path: Path) -> None:
     check_equal_to_whole(planned(tmp_path, LLAMA | {"num_hidden_layers": 12}, O1 | {"odd_layer": {}}, registry))
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
     registry = Registry()

@@ -243,6 +243,7 @@ def test_two_equal_runs_have_the_same_bits(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.integration
 def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
     losses = []
     for number, workers in enumerate((0, 2)):

@@ -40,6 +40,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float)
     monkeypatch.setattr(owner, name, slower)
 
 
+@pytest.mark.integration
 def test_a_slow_loader_makes_a_run_input_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, StepDataset, "__getitem__", 0.5)
     heard = trained(tmp_path)
@@ -49,6 +50,7 @@ def test_a_slow_loader_makes_a_run_input_bound(tmp_path: Path, monkeypatch: pyte
     assert len(told) == 1, "it is told once, when it changes"
 
 
+@pytest.mark.integration
 def test_a_slow_model_on_a_cpu_is_compute_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import BertForSequenceClassification
 
