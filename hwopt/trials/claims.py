@@ -37,6 +37,8 @@ from hwopt.trials.progress import ProgressLine
 from hwopt.trials.rounds import rotated
 from hwopt.trials.trial import MEMORY_KINDS, Outcome, Variant, run_trial
 
+MOST_SPREAD = 1.5
+"""Rounds that differ by a larger factor confirm nothing: almost any claim lies between them."""
 SPEEDS = ("samples_per_second", "steps_per_second", "epoch_seconds", "total_seconds")
 MEASURED = (*SPEEDS, "peak_memory_gib", "free_memory_gib", "optimizer_state_gib", "gpu_utilization")
 """Quantities that a trial measures."""
@@ -165,6 +167,9 @@ class ClaimBench:
         values = [own[number] / by_side[1][number] if claim.is_ratio else own[number] for number in rounds]
         on = f"{described(self.plan_of(sides(profile, claim)[0]), self.machine.name)}, rounds: {len(rounds)}"
         finding = judge(profile, claim, Found(min(values), max(values), "measured", on))
+        if finding.verdict == "confirmed" and max(values) > MOST_SPREAD * min(values):
+            why = f"the rounds differ by a factor of {max(values) / min(values):.1f}; measure again on an idle machine"
+            finding = replace(finding, verdict="not measurable here", explanation=why)
         notes = dict.fromkeys(note for side in sides(profile, claim) for note in self.remarks(side))
         return replace(finding, explanation="; ".join(filter(None, (finding.explanation, *notes))))
 

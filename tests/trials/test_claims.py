@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,21 @@ def test_claims_are_measured_on_the_card(folder: Path, trials: list[tuple[str, t
     smaller = "8 rows ran out of memory: measured with micro-batches of 4"
     assert findings["tf32"].explanation == f"mine plugins.batch.train=16: {smaller}"
     assert findings["gpu"].explanation == "no forecast; the trial did not report the quantity"
+
+
+def test_rounds_that_differ_much_confirm_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([100.0, 30.0, 50.0])
+
+    def run_trial(job: Path, variant: Variant, *_: Any) -> Outcome:
+        return Outcome(variant, "completed", windows=[Window(2, 1, 8 / next(speeds), 8, 192)])
+
+    monkeypatch.setattr(claims_module, "run_trial", run_trial)
+    (folder / "mine.toml").write_text(PROFILE + '[[claims]]\nsaid = "wide"\nsource = "here"\n' + CLAIMS["epoch"][0])
+    made, name = bench(folder, CARD)
+    made.measure(name, Progress())
+    (finding,) = made.findings(name)
+    assert finding.verdict == "not measurable here"
+    assert finding.explanation == "the rounds differ by a factor of 3.3; measure again on an idle machine"
 
 
 def test_both_sides_of_a_ratio_are_measured_in_each_round(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
