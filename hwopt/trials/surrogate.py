@@ -21,10 +21,12 @@ from hwopt.trials.candidates import Axis
 
 Numbers = NDArray[np.float64]
 
-SIZE, SLOPE, CHOICE, INPUT, TOGETHER = 0.35, 0.25, 0.06, 0.04, 0.03
+SIZE, SLOPE, INPUT, TOGETHER = 0.35, 0.25, 0.04, 0.03
 """Standard deviations of the logarithm of the time: a smooth effect of a size; its slope over the scale of the size; the effect
-of a choice; that of an input size, which takes cores from the model; and that of choices together. Chosen on the simulated
-surfaces of tests/trials."""
+of an input size, which takes cores from the model; and that of choices together. Chosen on the simulated surfaces of tests/trials.
+"""
+CHOICES = (0.06, 0.15, 0.3)
+"""Of the effect of a choice without a size: the one under which the trials are most likely."""
 LENGTH = 2.0
 """Distance on the scale of a size (a factor of four) over which its smooth effect changes."""
 CONSTANT = 1.0
@@ -72,14 +74,25 @@ class Surrogate:
         """
         tried = settings[measured]
         error = np.log(seconds) - prior[measured]
-        triangle = np.linalg.cholesky(self.kernel(tried, tried) + NOISE**2 * np.eye(len(tried)))
-        across = np.linalg.solve(triangle, self.kernel(tried, settings))
+        deviation = max(CHOICES, key=lambda deviation: self.likelihood(tried, error - error[0], deviation))
+        triangle = self.triangle(tried, deviation)
+        across = np.linalg.solve(triangle, self.kernel(tried, settings, deviation))
         mean = prior + error[0] + across.T @ np.linalg.solve(triangle, error - error[0])
-        variance = self.variances(settings) - (across**2).sum(axis=0)
+        variance = self.variances(settings, deviation) - (across**2).sum(axis=0)
         return Belief(mean, np.sqrt(np.maximum(variance, 1e-12)))
 
-    def kernel(self, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> Numbers:
-        """The covariances (ours, theirs) of the logarithm of the time."""
+    def likelihood(self, tried: NDArray[np.int64], error: Numbers, choice: float) -> float:
+        """The logarithm of the likelihood of the trials, up to a constant, if choices have effects of the deviation `choice`."""
+        triangle = self.triangle(tried, choice)
+        return -float((np.linalg.solve(triangle, error) ** 2).sum() / 2 + np.log(np.diag(triangle)).sum())
+
+    def triangle(self, tried: NDArray[np.int64], choice: float) -> Numbers:
+        """The Cholesky factor (trials, trials) of the covariances of the trials."""
+        factor: Numbers = np.linalg.cholesky(self.kernel(tried, tried, choice) + NOISE**2 * np.eye(len(tried)))
+        return factor
+
+    def kernel(self, ours: NDArray[np.int64], theirs: NDArray[np.int64], choice: float) -> Numbers:
+        """The covariances (ours, theirs) of the logarithm of the time; `choice`: the deviation of the effect of a choice."""
         total = np.full((len(ours), len(theirs)), CONSTANT**2)
         alike = np.ones_like(total)
         for number, axis in enumerate(self.axes):
@@ -93,13 +106,13 @@ class Surrogate:
                 total += SIZE**2 * near + SLOPE**2 * scale[one] * scale[other]
                 alike *= near
             else:
-                total += CHOICE**2 * equal
+                total += choice**2 * equal
                 alike *= equal
         covariances: Numbers = total + TOGETHER**2 * alike
         return covariances
 
-    def variances(self, settings: NDArray[np.int64]) -> Numbers:
-        """The diagonal of `kernel(settings, settings)`."""
+    def variances(self, settings: NDArray[np.int64], choice: float) -> Numbers:
+        """The diagonal of `kernel(settings, settings, choice)`."""
         total = np.full(len(settings), CONSTANT**2 + TOGETHER**2)
         for number, axis in enumerate(self.axes):
             if axis.input:
@@ -107,5 +120,5 @@ class Surrogate:
             elif axis.ordered:
                 total += SIZE**2 + SLOPE**2 * self.scales[number][settings[:, number]] ** 2
             else:
-                total += CHOICE**2
+                total += choice**2
         return total
