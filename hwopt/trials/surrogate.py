@@ -23,7 +23,7 @@ Numbers = NDArray[np.float64]
 
 SIZE, SLOPE, INPUT, TOGETHER = 0.35, 0.25, 0.04, 0.03
 """Standard deviations of the logarithm of the time: a smooth effect of a size; its slope over the scale of the size; the effect
-of an input size, which takes cores from the model; and that of choices together. Chosen on the simulated surfaces of tests/trials.
+of an input size, which takes cores from the model; and that of choices together. Chosen on simulated surfaces (tests/trials).
 """
 CHOICES = (0.06, 0.15, 0.3)
 """Of the effect of a choice without a size: the one under which the trials are most likely."""
@@ -88,8 +88,8 @@ class Surrogate:
 
     def triangle(self, tried: NDArray[np.int64], choice: float) -> Numbers:
         """The Cholesky factor (trials, trials) of the covariances of the trials."""
-        factor: Numbers = np.linalg.cholesky(self.kernel(tried, tried, choice) + NOISE**2 * np.eye(len(tried)))
-        return factor
+        covariances = self.kernel(tried, tried, choice) + NOISE**2 * np.eye(len(tried))
+        return np.linalg.cholesky(covariances).astype(np.float64)
 
     def kernel(self, ours: NDArray[np.int64], theirs: NDArray[np.int64], choice: float) -> Numbers:
         """The covariances (ours, theirs) of the logarithm of the time; `choice`: the deviation of the effect of a choice."""
