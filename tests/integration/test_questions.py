@@ -42,8 +42,8 @@ def excerpt(block: Any, folder: Path) -> str:
 
 
 def labels(text: str) -> set[str]:
-    """What the lines of `text` say before their first figure. How many lines a gap has depends on the length of a run."""
-    return {re.split(r"[\d:]", line)[0].strip() for line in text.splitlines() if line != "…"}
+    """What the lines of `text` say before their first figure. Gaps and the widths of columns depend on the run."""
+    return {" ".join(re.split(r"[\d:]", line)[0].split()) for line in text.splitlines() if line != "…"}
 
 
 def test_the_page_has_twelve_questions_with_commands_and_outputs() -> None:
