@@ -17,6 +17,8 @@ Numbers = NDArray[np.float64]
 
 WAITS = 0.02
 """Below this part of the time the loop does not wait for data: a faster input gains nothing."""
+BOUND = 0.1
+"""From this part of the time on, the input limits the loop. A shorter wait may be the delay of a queue or a copy."""
 ALONE = 0.1
 """The speed of the input without workers, in workers: they prepare while the model computes."""
 
@@ -37,9 +39,9 @@ class PreparationTime:
         for workers, seconds, wait in trials:
             if workers == 0:
                 known.append(seconds * wait)
-            elif wait >= WAITS:
+            elif wait >= BOUND:
                 known.append(seconds * workers)
-            else:
+            elif wait < WAITS:
                 most, enough = min(most, seconds * workers), max(enough, workers)
         return cls(min(max(known), most) if known else None, most, enough)
 

@@ -218,6 +218,14 @@ def test_workers_are_first_if_the_loop_waits_and_are_not_raised_if_it_does_not()
     assert (1, 0) in tried(ready)
 
 
+def test_short_wait_does_not_end_the_search() -> None:
+    """A queue and a copy cost a little time in every step, although the input does not limit the loop."""
+    axes = [Axis(4, 0, ordered=True), Axis(3, 2, ordered=True, input=True, parallel=True)]
+    search = search_of(axes, lambda s: 1.0 - 0.2 * s[0], wait=lambda s: 0.03)
+    search.run()
+    assert search.best[0] == 3
+
+
 def test_gain_within_the_noise_is_not_adopted() -> None:
     def measure(setting: Setting) -> Measurement:
         return Measurement(windows(1.0 if setting == (0,) else 0.96, noise=0.0 if setting == (0,) else 0.2))
