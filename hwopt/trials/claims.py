@@ -80,6 +80,7 @@ class ClaimBench:
         self.measured: dict[Setting, dict[int, Outcome]] = {}
         self.failed: dict[Setting, Outcome] = {}
         self.trial_seconds: list[float] = []
+        self.interrupted = False
         self.plan_of = memoized(self._plan_of)
 
     def obstacle(self, profile: str, claim: Claim) -> str:
@@ -141,7 +142,7 @@ class ClaimBench:
         """The verdicts on all claims of `profile`, in its order: measured, else by the forecast with the reason."""
         for claim in self.inputs.profile(profile).content.claims:
             if claim.missing or claim.what not in MEASURED:
-                yield self.forecast.check(profile, claim)
+                yield self.forecast_of(profile, claim)
             elif why := self.obstacle(profile, claim):
                 yield self.forecast_of(profile, claim, why)
             elif failure := next((self.failed[side] for side in sides(profile, claim) if side in self.failed), None):
@@ -150,8 +151,10 @@ class ClaimBench:
             else:
                 yield self.measured_finding(profile, claim)
 
-    def forecast_of(self, profile: str, claim: Claim, why: str) -> Finding:
-        """The verdict by the forecast, with the reason why nothing was measured."""
+    def forecast_of(self, profile: str, claim: Claim, why: str = "") -> Finding:
+        """The verdict by the forecast, with the reason why nothing was measured. No forecast is made after an interruption."""
+        if self.interrupted:
+            return judge(profile, claim, None, why or claim.missing or "interrupted before the forecast")
         found = self.forecast.check(profile, claim)
         return replace(found, explanation="; ".join(dict.fromkeys(filter(None, (found.explanation, why)))))
 
@@ -228,5 +231,5 @@ def check(inputs: Inputs, spec: str, effort: Effort, progress: ProgressLine) -> 
         try:
             bench.measure(name, progress)
         except (KeyboardInterrupt, SystemExit) as signal:
-            ended = signal
+            ended, bench.interrupted = signal, True
         return list(bench.findings(name)), ended

@@ -15,7 +15,7 @@ from hwopt.planning.inputs import Inputs
 from hwopt.report.throughput import Window
 from hwopt.trials import claims as claims_module
 from hwopt.trials.benchmark import Effort, Progress
-from hwopt.trials.claims import ClaimBench
+from hwopt.trials.claims import ClaimBench, Setting
 from hwopt.trials.made_up_job import ROWS, write_made_up_job
 from hwopt.trials.processes import Launch
 from hwopt.trials.trial import Outcome, Variant
@@ -187,6 +187,19 @@ def test_ratios_of_profiles_without_a_card_are_measured_on_a_cpu(folder: Path) -
     (folder / "mine.toml").write_text(PROFILE.replace(CARD_TABLE, '[card]\nmatch = ["EPYC"]\n'))
     assert bench(folder, CPU)[0].obstacle(name, absolute) == "needs EPYC, found a CPU"
     assert bench(folder, CARD)[0].obstacle(name, ratio) == "needs EPYC, found NVIDIA Some Card"
+
+
+def test_no_forecast_is_made_after_an_interruption(folder: Path, trials: list[tuple[str, tuple[str, ...]]]) -> None:
+    class Slow(NoForecast):
+        def check(self, profile: str, claim: Claim) -> Finding:
+            raise AssertionError("a forecast takes minutes")
+
+    made, name = bench(folder, CARD)
+    made.run_trial(Setting(name), made.job_of(name), 0, lambda folder, seconds: 0)
+    made.forecast, made.interrupted = Slow(made.inputs, folder / "cache"), True
+    findings = {finding.claim.said: finding for finding in made.findings(name)}
+    assert findings["epoch"].verdict == "confirmed"
+    assert findings["faster"].explanation == "interrupted before it was measured"
 
 
 def test_failed_trial_leaves_the_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
