@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
 
 def has_autograd_threads() -> bool:
     """Whether this process has autograd's threads for devices, as after a torch.compile. Its forks cannot run a backward pass."""
-    names = (comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
-    return any(name.startswith("pt_autograd") for name in names)
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended since
+            if comm.read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def in_fork(work: Callable[[], None], output: Path) -> None:
