@@ -166,7 +166,7 @@ def only_names(command: Command) -> bool:
     """Whether a command is `hwopt NAME` of a command that needs arguments to be useful."""
     return len(command.words) == 2 and command.words[1] in (
         *("bench", "check", "compare", "evaluate", "export", "import", "init"),
-        *("plan", "predict", "preview", "report", "run", "tune", "watch"),
+        *("plan", "predict", "report", "run", "tune"),
     )
 
 

@@ -28,25 +28,28 @@ from hwopt.text import cut, nearest, printable
 COMMANDS = {
     "run": "Train: a card's profile, a job, and what you override.",
     "init": "Look at a data file and this machine, and write a job.toml.",
-    "plan": "Show what `run` would do, also for a card that is not installed.",
+    "plan": "Show what `run` would do, also for a card that is not installed; a training sample.",
     "tune": "Measure settings of a profile in short trials, and write a profile with the fastest.",
     "evaluate": "Evaluate the model of a run on a file.",
     "predict": "Predict the rows of a file with the model of a run.",
-    "report": "Write an HTML file about a run, or several runs.",
+    "report": "Write an HTML file about a run, or several runs; with --watch, follow a run.",
     "bench": "Measure what a profile gains, plugin by plugin.",
     "compare": "Runs or profiles side by side: time, memory, quality, what differs.",
-    "watch": "Follow a run from a second terminal.",
-    "preview": "Show a training sample as the model sees it.",
     "check": "Find mistakes in a profile, a job, or a configuration of another tool.",
     "import": "Turn a configuration of another tool into a profile and a job.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
     "claims": "Compare what the profiles promise with what their plans predict.",
     "plugins": "List the plugins, or show one with its options.",
-    "schema": "Print the JSON Schema of a job or a profile, for editors.",
     "doctor": "Check the machine, with the command that fixes each problem.",
-    "detect": "Show versions, the machine, and what each plugin could do on it, for a bug report.",
 }
+FORMER = {
+    "detect": "doctor --report",
+    "preview": "plan --sample 1",
+    "schema": "check --schema",
+    "watch": "report --watch",
+}
+"""Former command -> what to type instead."""
 
 
 def command_called(name: str) -> click.Command:
@@ -84,7 +87,9 @@ class Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"No such command {args[0][:60]!r}.{nearest(args[0], COMMANDS)}", context)
+            instead = FORMER.get(args[0])
+            hint = f" Type: hwopt {instead}" if instead else nearest(args[0], COMMANDS)
+            raise click.UsageError(f"No such command {args[0][:60]!r}.{hint}", context)
         return super().resolve_command(context, args)
 
 

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import rich_click as click
 
 from hwopt.cli.options import format_option, quiet_libraries
 
 
+def print_schema(context: click.Context, option: click.Parameter, kind: Literal["job", "profile"] | None) -> None:
+    """Print the JSON Schema and end the command."""
+    if kind is not None:
+        from hwopt.planning.schema import schema
+
+        click.echo(json.dumps(schema(kind), indent=2))
+        context.exit()
+
+
 @click.command(
     help="Report what is wrong in a profile, a job, or a configuration of another tool (Hugging Face TrainingArguments, axolotl, "
     "LLaMA-Factory, accelerate, DeepSpeed), why, and the setting that fixes it. Exits with 2 if there is an error."
+)
+@click.option(
+    "--schema",
+    type=click.Choice(["job", "profile"]),
+    is_eager=True,
+    expose_value=False,
+    callback=print_schema,
+    help="Print the JSON Schema of a job or a profile, for editors, and exit.",
 )
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--card", metavar="NAME", help="The card to check for, such as 'RTX 3070'; default: that of this machine.")

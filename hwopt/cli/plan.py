@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes; shows memory and communication under ZeRO and FSDP.")
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
+@click.option("--sample", type=click.IntRange(min=1), help="Show this training sample as the model sees it instead.")
 @click.option("--values", is_flag=True, help="Also list every value and its source.")
 @format_option
 def plan(
@@ -53,10 +55,13 @@ def plan(
     world_size: int,
     nodes: int | None,
     measure: bool,
+    sample: int | None,
     values: bool,
     format_: str,
 ) -> None:
     inputs = begin(profiles, job, assignments, memory_limit)
+    if sample is not None:
+        return show_sample(sample, profiles[0], job, assignments, inputs, format_)
     options = [hardware, world_size, memory_limit, *assignments]
     question = spelled_out(inputs, profiles, job, assignments, options)
     cache = cache_folder()
@@ -114,6 +119,21 @@ def plan(
     if values:
         console.print()
         show_values(console, plans[0])
+
+
+def show_sample(sample: int, profile: str, job: Path | None, assignments: Sequence[str], inputs: Inputs, format_: str) -> None:
+    """Show a training sample with the part that counts in the loss marked."""
+    from hwopt import api
+
+    quiet_transformers()
+    found = api.preview(profile, job, assignments=assignments, sample=sample, inputs=inputs)
+    if format_ == "json":
+        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        return
+    from hwopt.report.preview import show_preview
+    from hwopt.report.terminal import Terminal
+
+    show_preview(Terminal(), found)
 
 
 def spelled_out(

@@ -291,4 +291,4 @@ def answer(check: Callable[[], Finding]) -> Finding:
     except Exception as error:  # one odd machine must not hide the other answers
         name = check.__name__.removeprefix("check_").replace("_", " ")
         text = f"the check failed: {type(error).__name__}: {first_line(error)}"
-        return Finding(name, "warning", text, "report it with the output of hwopt detect")
+        return Finding(name, "warning", text, "report it with the output of hwopt doctor --report")

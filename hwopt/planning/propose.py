@@ -119,7 +119,7 @@ class Proposal:
         """What to do with the job at `output`."""
         file = shlex.quote(str(output))
         found = {
-            f"hwopt preview {file}": "a training sample as the model sees it",
+            f"hwopt plan {file} --sample 1": "a training sample as the model sees it",
             f"hwopt plan {file} --profile {self.profile}": "what would run, and its memory",
             f"hwopt run {file} --profile {self.profile}": "train",
         }

@@ -1,4 +1,4 @@
-"""What `hwopt watch` shows of a run of another process: a panel on a terminal, else one line per log point."""
+"""What `hwopt report --watch` shows of a run of another process: a panel on a terminal, else one line per log point."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Task:
         return sample
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
-        """The sample `row` of `TokenStore.row`, for `hwopt preview`: its decoded tokens and its label."""
+        """The sample `row` of `TokenStore.row`, for `hwopt plan --sample 1`: its decoded tokens and its label."""
         tokens = row["input_ids"].tolist()
         spans = spans_of(prepared.tokenizer, tokens, [False] * len(tokens))
         return Shown(spans, self.label_text(prepared, row["row_labels"]))

@@ -18,7 +18,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample as `hwopt preview` shows it."""
+    """A sample as `hwopt plan --sample 1` shows it."""
 
     spans: tuple[Span, ...]
     """Joined, they are the decoded tokens, special tokens included."""

@@ -170,7 +170,7 @@ def test_list_and_show_commands_print_profiles_and_plugins(tmp_path: Path) -> No
         ({"_HWOPT_COMPLETE": "bash_source"}, "complete -o nosort -F _hwopt_completion hwopt"),
         ({"_HWOPT_COMPLETE": "zsh_source"}, "compdef _hwopt_completion hwopt"),
         ({"_HWOPT_COMPLETE": "fish_source"}, "complete --no-files --command hwopt"),
-        ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt schema j", "COMP_CWORD": "2"}, "plain,job"),
+        ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt check --schema j", "COMP_CWORD": "3"}, "plain,job"),
         ({"_HWOPT_COMPLETE": "bash_complete", "COMP_WORDS": "hwopt pl", "COMP_CWORD": "1"}, "plain,plan\nplain,plugins"),
     ],
 )
@@ -181,7 +181,7 @@ def test_shell_completion_ends_without_an_error(variables: dict[str, str], shown
 
 
 def test_detect_prints_hardware_software_and_plugin_decisions(tmp_path: Path) -> None:
-    found = json.loads(hwopt("detect", "--format", "json", cwd=tmp_path).stdout)
+    found = json.loads(hwopt("doctor", "--report", "--format", "json", cwd=tmp_path).stdout)
     assert {"system", "hardware", "software", "plugins"} == set(found)
     assert {answer["decision"] for answer in found["plugins"]} <= {"apply", "fallback", "skip", "choose", "ask"}
 
@@ -222,3 +222,13 @@ def test_no_arguments_print_the_whole_help(tmp_path: Path) -> None:
     alone, asked = hwopt(cwd=tmp_path), hwopt("--help", cwd=tmp_path)
     assert alone.returncode == 2
     assert alone.stderr.strip() == asked.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [("detect", "doctor --report"), ("preview", "plan --sample 1"), ("schema", "check --schema"), ("watch", "report --watch")],
+)
+def test_former_command_names_its_successor(former: str, now: str, tmp_path: Path) -> None:
+    found = hwopt(former, "x", cwd=tmp_path)
+    assert found.returncode == 2
+    assert f"No such command '{former}'. Type: hwopt {now}" in found.stderr

@@ -1,4 +1,4 @@
-"""`hwopt preview`: a training sample as the model sees it."""
+"""`hwopt plan --sample 1`: a training sample as the model sees it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chat(tmp_path: Path) -> Path:
 
 
 def test_preview_marks_the_answers_of_a_conversation_with_brackets(chat: Path) -> None:
-    found = hwopt("preview", "--profile", "cpu", cwd=chat)
+    found = hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=chat)
     assert found.returncode == 0, found.stderr
     assert found.stdout.endswith(
         "\n<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n[[Hi.<|im_end|>]]\n"
@@ -54,7 +54,7 @@ def test_preview_marks_the_answers_of_a_conversation_with_brackets(chat: Path) -
 
 
 def test_preview_follows_assistant_turns_of_the_command_line(chat: Path) -> None:
-    found = hwopt("preview", "--profile", "cpu", "--set", "data.assistant_turns=last", "--format", "json", cwd=chat)
+    found = hwopt("plan", "--sample", "1", "--profile", "cpu", "--set", "data.assistant_turns=last", "--format", "json", cwd=chat)
     spans = json.loads(found.stdout)["spans"]
     assert [span["text"] for span in spans if span["in_loss"]] == ["4<|im_end|>"]
 
@@ -63,7 +63,7 @@ def test_preview_of_prompts_marks_the_completion_and_the_end_of_text(tmp_path: P
     rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_job(tmp_path, TINY_LLAMA, "causal-lm", {"train": "rows.jsonl", "prompt": "question", "completion": "answer"})
-    found = json.loads(hwopt("preview", "--profile", "cpu", "--sample", "3", "--format", "json", cwd=tmp_path).stdout)
+    found = json.loads(hwopt("plan", "--profile", "cpu", "--sample", "3", "--format", "json", cwd=tmp_path).stdout)
     assert [(span["text"], span["in_loss"]) for span in found["spans"]] == [
         ("What is 2?", False),
         ("It is 2.<|endoftext|>", True),
@@ -75,7 +75,7 @@ def test_preview_of_classification_shows_text_and_label(tmp_path: Path) -> None:
     write_samples(tmp_path / "train.jsonl", 40)
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     write_job(tmp_path, TINY_BERT, "text-classification", {"train": "train.jsonl", "max_length": 32})
-    found = json.loads(hwopt("preview", "--profile", "cpu", "--format", "json", cwd=tmp_path).stdout)
+    found = json.loads(hwopt("plan", "--sample", "1", "--profile", "cpu", "--format", "json", cwd=tmp_path).stdout)
     assert found["label"] == str(first["label"])
     assert found["tokens_in_loss"] is None
     (span,) = found["spans"]
@@ -94,7 +94,7 @@ def test_preview_of_classification_shows_text_and_label(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_of_preview_is_one_message(arguments: list[str], code: int, message: str, chat: Path) -> None:
-    found = hwopt("preview", "--profile", "cpu", *arguments, cwd=chat)
+    found = hwopt("plan", "--sample", "1", "--profile", "cpu", *arguments, cwd=chat)
     assert found.returncode == code
     assert message in found.stderr
     assert "Traceback" not in found.stderr

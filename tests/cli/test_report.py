@@ -62,9 +62,9 @@ def test_report_of_a_killed_run_has_what_is_there(runs: Path) -> None:
         ("compare rtx3070_8gb rtx3091_24gb", "Did you mean 'rtx3090_24gb'?"),
         ("compare a other", "the samples of data.train differ"),
         ("compare a b --job job.toml", "--job and --set are for profiles"),
-        ("watch no-run", "no-run is no run folder"),
-        ("watch missing", "missing: no such run folder"),
-        ("watch a --interval 0", "--interval"),
+        ("report --watch no-run", "no-run is no run folder"),
+        ("report --watch missing", "missing: no such run folder"),
+        ("report --watch a --interval 0", "--interval"),
     ],
 )
 def test_bad_input_ends_with_one_message_and_exit_code_2(command: str, message: str, runs: Path) -> None:
@@ -90,17 +90,17 @@ def test_runs_of_different_jobs_are_compared_on_request(runs: Path) -> None:
 
 
 def test_watch_of_an_ended_run_has_its_exit_code(runs: Path) -> None:
-    done = hwopt("watch", "a", cwd=runs)
+    done = hwopt("report", "--watch", "a", cwd=runs)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[-1] == "a: done, 100 steps"
     assert len(lines) == 21
-    done = hwopt("watch", "empty", cwd=runs)
+    done = hwopt("report", "--watch", "empty", cwd=runs)
     assert (done.returncode, done.stdout) == (7, "empty: exit code 7 at step 0 of 100: the job does not fit\n")
 
 
 def test_watch_of_a_killed_run_says_how_to_resume_it(runs: Path) -> None:
-    done = hwopt("watch", "killed", "--interval", "2", cwd=runs)
+    done = hwopt("report", "--watch", "killed", "--interval", "2", cwd=runs)
     assert done.returncode == 9
     assert "the process was killed after step 25. Resume it with --resume" in done.stderr
 
@@ -111,7 +111,7 @@ def test_watch_ends_cleanly_at_an_interrupt(runs: Path, monkeypatch: pytest.Monk
 
     owned(runs / "killed")
     monkeypatch.setattr(time, "sleep", interrupt)
-    done = hwopt("watch", "killed", cwd=runs)
+    done = hwopt("report", "--watch", "killed", cwd=runs)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "Stopped watching. The run continues."
 
@@ -119,7 +119,7 @@ def test_watch_ends_cleanly_at_an_interrupt(runs: Path, monkeypatch: pytest.Monk
 def test_commands_for_runs_import_no_torch(runs: Path) -> None:
     script = (
         "import sys; from hwopt.cli import run_command; "
-        "codes = [run_command(words.split()) for words in ('report a', 'compare a b', 'watch a')]; "
+        "codes = [run_command(words.split()) for words in ('report a', 'compare a b', 'report --watch a')]; "
         "sys.exit(codes != [0, 0, 0] or 'torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=runs, capture_output=True, check=False).returncode == 0
@@ -138,3 +138,10 @@ def test_tracker_that_cannot_be_used_ends_with_one_message(
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_watch_refuses_several_runs_and_an_output_file(runs: Path) -> None:
+    for arguments in (("a", "empty"), ("a", "-o", "page.html")):
+        done = hwopt("report", "--watch", *arguments, cwd=runs)
+        assert done.returncode == 2
+        assert "--watch follows one run and writes no file" in done.stderr

@@ -1,4 +1,4 @@
-"""What `hwopt detect` says of the machine in a bug report."""
+"""What `hwopt doctor --report` says of the machine in a bug report."""
 
 from __future__ import annotations
 

@@ -503,8 +503,8 @@ COMMAND_LINES: list[tuple[str, ...]] = [
     ("plugins", "show"),
     ("profiles", "shwo"),
     ("plugins", "--format", "yaml"),
-    ("detect", "--format", ""),
-    ("detect", "x"),
+    ("doctor", "--report", "--format", ""),
+    ("doctor", "x"),
     *(
         ("export", "job.toml", "--profile", profile, "--to", "accelerate")
         for profile in (

@@ -136,7 +136,7 @@ def test_chat_file_is_answered(tmp_path: Path, kind: str) -> None:
     said(tmp_path, "init", "chat.jsonl", "--yes")
     job = load_job(tmp_path / "job.toml").job
     assert (job.task.kind, job.data.chat_template) == ("causal-lm", "chatml")
-    preview = said(tmp_path, "preview", "job.toml", "--profile", "cpu", "--format", "json")
+    preview = said(tmp_path, "plan", "job.toml", "--sample", "1", "--profile", "cpu", "--format", "json")
     answers = [part["text"] for part in json.loads(preview)["spans"] if part["in_loss"]]
     expected = ["Paris."] if kind == "alpaca" else ["Paris.", "Madrid."]
     assert [answer.replace("<|im_end|>", "").strip() for answer in answers] == expected

@@ -39,12 +39,12 @@ COMMANDS = [
     ["plan", "job.toml", "--profile", "t4_16gb"],
     ["plan", "job.toml", "--format", "json"],
     ["tune", "job.toml", "--profile", "cpu"],
-    ["preview", "job.toml"],
+    ["plan", "job.toml", "--sample", "1"],
     ["export", "job.toml", "--profile", "cpu", "--to", "accelerate"],
     ["init", "train.csv", "--yes", "-o", "new.toml"],
     ["evaluate", "runs/x", "train.csv"],
     ["predict", "runs/x", "train.csv", "-o", "out.csv"],
-    ["detect"],
+    ["doctor", "--report"],
     ["doctor"],
 ]
 
@@ -66,7 +66,11 @@ def test_first_output_comes_before_heavy_imports(arguments: list[str], terminal:
 def test_json_output_has_only_json_on_standard_output(tmp_path: Path) -> None:
     write_pairs(tmp_path / "train.csv", ("text",), 20, seed=0)
     done = subprocess.run(
-        [sys.executable, "-m", "hwopt", "detect", "--format", "json"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hwopt", "doctor", "--report", "--format", "json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "hardware" in json.loads(done.stdout)
     assert done.stderr == "loading torch …\n"

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["colab", "kaggle"]
-STEPS = ["detect", "init", "plan", "run", "evaluate", "predict"]
+STEPS = ["doctor", "init", "plan", "run", "evaluate", "predict"]
 CHECK = "assert _exit_code == 0, _exit_code  # added by the test"
 
 

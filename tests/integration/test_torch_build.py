@@ -56,12 +56,12 @@ TINY = (
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["detect"],
+        ["doctor", "--report"],
         ["plan", TINY, "--profile", "v100_16gb"],
         ["plan", TINY, "--profile", "v100_16gb", "--profile", "t4_16gb"],
         ["run", TINY, "--profile", "cpu", "--set", "training.max_steps=1"],
     ],
-    ids=["detect", "plan", "plan of two profiles", "run"],
+    ids=["doctor", "plan", "plan of two profiles", "run"],
 )
 def test_torch_for_cpus_beside_a_card_is_reported_first(arguments: list[str], tmp_path: Path) -> None:
     first = hwopt(tmp_path, 1, *arguments).splitlines()[0]
@@ -73,8 +73,8 @@ def test_torch_for_cpus_beside_a_card_is_reported_first(arguments: list[str], tm
 
 
 def test_torch_for_cpus_beside_a_card_is_in_the_json(tmp_path: Path) -> None:
-    assert "is built for CPUs" in json.loads(hwopt(tmp_path, 1, "detect", "--format", "json"))["hardware"]["problem"]
+    assert "is built for CPUs" in json.loads(hwopt(tmp_path, 1, "doctor", "--report", "--format", "json"))["hardware"]["problem"]
 
 
 def test_driver_without_a_card_is_not_reported(tmp_path: Path) -> None:
-    assert json.loads(hwopt(tmp_path, 0, "detect", "--format", "json"))["hardware"]["problem"] == ""
+    assert json.loads(hwopt(tmp_path, 0, "doctor", "--report", "--format", "json"))["hardware"]["problem"] == ""

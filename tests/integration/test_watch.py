@@ -1,4 +1,4 @@
-"""`hwopt watch` in a process of its own, beside the process that trains."""
+"""`hwopt report --watch` in a process of its own, beside the process that trains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path) -> No
         while not (tmp_path / "runs" / "mine" / ".owner.json").exists() and run.poll() is None:
             time.sleep(0.05)
         watch = subprocess.run(
-            [*HWOPT, "watch", "runs/mine", "--interval", "0.1"], cwd=tmp_path, capture_output=True, text=True, check=False
+            [*HWOPT, "report", "--watch", "runs/mine", "--interval", "0.1"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert run.wait() == 0
     assert (watch.returncode, watch.stderr) == (0, "")
@@ -42,7 +46,7 @@ def test_interrupt_restores_the_terminal_and_leaves_the_run(tmp_path: Path) -> N
     main, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     with subprocess.Popen(
-        [*HWOPT, "watch", "run", "--interval", "0.1"],
+        [*HWOPT, "report", "--watch", "run", "--interval", "0.1"],
         cwd=tmp_path,
         stdin=terminal,
         stdout=terminal,

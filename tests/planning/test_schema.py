@@ -97,7 +97,7 @@ def test_third_party_plugin_has_its_table() -> None:
 def test_command_prints_the_schema(tmp_path: Path) -> None:
     from command_line import hwopt
 
-    assert json.loads(hwopt("schema", "job", cwd=tmp_path).stdout) == schema("job")
-    found = hwopt("schema", "plan", cwd=tmp_path)
+    assert json.loads(hwopt("check", "--schema", "job", cwd=tmp_path).stdout) == schema("job")
+    found = hwopt("check", "--schema", "plan", cwd=tmp_path)
     assert found.returncode == 2
     assert "'plan' is not one of 'job', 'profile'" in found.stderr

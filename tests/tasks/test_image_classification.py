@@ -80,7 +80,7 @@ def test_folder_of_images_to_predictions(
     tiny = "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_VIT.items()) + " }"
     lines = [f"config = {tiny}" if line.startswith("config =") else line for line in written.splitlines()]
     Path("job.toml").write_text("\n".join(lines))
-    assert run_command(["preview", "--profile", "cpu"]) == 0
+    assert run_command(["plan", "--sample", "1", "--profile", "cpu"]) == 0
     assert "pixels 3 x 16 x 16" in capsys.readouterr().out
     options = [
         "--profile",

@@ -80,7 +80,7 @@ def test_pairs_to_predictions(
     tiny = "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items()) + " }"
     lines = [f"config = {tiny}" if line.startswith("config =") else line for line in written.splitlines()]
     Path("job.toml").write_text("\n".join(lines))
-    assert run_command(["preview", "--profile", "cpu"]) == 0
+    assert run_command(["plan", "--sample", "1", "--profile", "cpu"]) == 0
     assert "[[" in capsys.readouterr().out
     settings = {"training.num_train_epochs": 8, "training.learning_rate": 1e-2, "data.max_target_length": 8, "task.rouge": "true"}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
