@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hwopt.api import execute, resolve
+    from hwopt.api import execute, plan, resolve, train
 
-__all__ = ["__version__", "execute", "resolve"]
+__all__ = ["__version__", "execute", "plan", "resolve", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("resolve", "execute"):  # on first use: they import torch
+    if name in ("execute", "plan", "resolve", "train"):  # on first use: they import torch
         from hwopt import api
 
         return getattr(api, name)

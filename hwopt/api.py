@@ -1,4 +1,7 @@
-"""hwopt from Python: `resolve` makes a plan, `execute` trains it. The command line is a thin layer over these two."""
+"""hwopt from Python: `plan` answers as `hwopt plan` does, `train` trains as `hwopt run` does.
+
+Both are sequences of `resolve`, `with_memory`, `with_gains` and `execute`, which can also be called one by one.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
+from hwopt.interop.launcher_environment import missing_ranks, parent_command
 from hwopt.memory import leftover, planner
 from hwopt.memory.advice import PlanListener, with_changes
 from hwopt.memory.communication import Ranks
@@ -38,17 +42,16 @@ from hwopt.planning.resolve import hardware_of_card, refuse_long_samples
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
-from hwopt.runs.folder import folder_for_resume, run_folder
-from hwopt.saving.reader import checkpoint_in
-from hwopt.saving.reader import read_metadata as checkpoint_says
+from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
-from hwopt.system.ranks import local_rank
+from hwopt.system.ranks import local_rank, rank_and_world
 from hwopt.tasks.prediction import Generation
 from hwopt.tasks.preview import Preview, preview_sample
 from hwopt.tasks.recognition import DataColumns, recognise
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
+from hwopt.training.listener import Listener, Summary
 
 
 def resolve(
@@ -69,7 +72,7 @@ def resolve(
 
     `assignments` are `key=value` texts as given to `--set`. `hardware="profile"` plans for the profile's card, which this
     machine need not have; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is the metadata of
-    the checkpoint to resume (`checkpoint_says`): sizes chosen then on such a machine are not chosen again. `inputs` shares
+    the checkpoint to resume (`Target.saved`): sizes chosen then on such a machine are not chosen again. `inputs` shares
     the files that are already read.
     Raises InputError, PluginError or DataError with a message that says what to change.
     """
@@ -115,6 +118,83 @@ def resolve(
     if job is None and job_name == "job.toml":
         notes.append("job: job.toml of this folder")
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def plan(
+    profile: str = "auto",
+    job: Path | str | None = None,
+    *,
+    hardware: Literal["detected", "profile"] = "profile",
+    measure: bool = False,
+    gains: bool = True,
+    listener: PlanListener | None = None,
+    **given: Any,
+) -> Plan:
+    """A plan with its memory, what would save memory if it does not fit, and what its free memory can buy.
+
+    `hardware="profile"` plans for the profile's card, which need not be installed; "auto" always plans for this machine.
+    `measure` runs a step on this device instead of predicting its memory. Without `gains` the last part is left out. `given`:
+    further arguments of `resolve`. Raises as `resolve` does.
+    """
+    assignments = tuple(given.pop("assignments", ()))
+    device: Literal["detected", "profile"] = "detected" if profile == "auto" else hardware
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return resolve(profile, job, assignments=(*assignments, *changes), hardware=device, **given)
+
+    found = with_memory(resolved(), resolved, measure=measure, cache=given.get("cache"), listener=listener)
+    return with_gains(found, resolved, cache=given.get("cache"), listener=listener) if gains else found
+
+
+def train(
+    job: Path | str | None = None,
+    profile: str = "auto",
+    *,
+    target: Target | None = None,
+    listener: Listener | None = None,
+    plan_listener: PlanListener | None = None,
+    **given: Any,
+) -> Summary:
+    """Train `job` (a TOML file; None: ./job.toml, else the embedded demo) with a profile, in a run folder.
+
+    `target`: where the run writes and what it resumes. `listener` receives the events of the run, `plan_listener` the plan
+    before it starts and, after it, what its free memory could have bought. `given`: further arguments of `resolve`.
+    On several ranks every rank calls this. Returns the summary (Hugging Face's names). Raises as `resolve` and `execute` do.
+    """
+    target, plan_listener = target or Target(), plan_listener or PlanListener()
+    target.require_usable()
+    assignments, cache = tuple(given.pop("assignments", ())), given.get("cache")
+    rank, world_size = rank_and_world(os.environ)
+    before = target.saved()
+
+    def resolved(changes: Sequence[str] = ()) -> Plan:
+        return resolve(profile, job, assignments=(*assignments, *changes), world_size=world_size, before=before, **given)
+
+    plan = resolved()
+    default = f"{'demo' if plan.is_demo else Path(job or 'job').stem}-{plan.profile.name}"
+    if target.resume and not before and plan.chose:  # the name of the run's folder needs the plan
+        before = target.saved(default)
+        plan = resolved()
+    folder = target.folder(default)
+    if note := missing_ranks(os.environ, parent_command()):
+        plan = replace(plan, notes=(*plan.notes, note))
+    if rank == 0:
+        if plan.hardware.device_type == "cuda":
+            plan = with_memory(plan, resolved, cache=cache, listener=plan_listener)
+        plan_listener.on_plan(plan)
+    summary = execute(
+        plan,
+        folder,
+        listener,
+        cache=cache,
+        replan=resolved,
+        resume=target.checkpoint or bool(target.resume),
+        fresh=target.fresh,
+        next_folder=target.next_folder(default),
+    )
+    if rank == 0 and plan.memory is not None:  # after the training, because the search takes seconds
+        with_gains(plan, resolved, cache=cache, listener=plan_listener)
+    return summary
 
 
 def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -264,20 +344,19 @@ def predict(
 __all__ = [
     "Inputs",
     "PlanListener",
+    "Target",
     "cache_folder",
-    "checkpoint_in",
-    "checkpoint_says",
     "evaluate",
     "execute",
-    "folder_for_resume",
+    "plan",
     "predict",
     "preview",
     "propose",
     "recognise",
     "resolve",
-    "run_folder",
     "spread_over_ranks",
     "task_kinds",
+    "train",
     "with_gains",
     "with_memory",
 ]

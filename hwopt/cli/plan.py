@@ -80,21 +80,20 @@ def plan(
     listener = ProgressLine() if format_ == "json" or len(profiles) > 1 else PlanScreen(console)
 
     def planned(profile: str) -> Plan:
-        def resolved(changes: Sequence[str] = ()) -> Plan:
-            return api.resolve(
-                profile,
-                job,
-                assignments=[*assignments, *changes],
-                hardware="detected" if hardware == "detected" or profile == "auto" else "profile",
-                strict=strict,
-                memory_limit=memory_limit,
-                world_size=world_size,
-                inputs=inputs,
-            )
-
         listener.on_trial(profile)
-        found = api.with_memory(resolved(), resolved, measure=measure, listener=listener)
-        return found if len(profiles) > 1 else api.with_gains(found, resolved, listener=listener)
+        return api.plan(
+            profile,
+            job,
+            hardware="detected" if hardware == "detected" else "profile",
+            measure=measure,
+            gains=len(profiles) == 1,
+            listener=listener,
+            assignments=assignments,
+            strict=strict,
+            memory_limit=memory_limit,
+            world_size=world_size,
+            inputs=inputs,
+        )
 
     try:
         plans = [planned(profile) for profile in profiles]

@@ -33,6 +33,9 @@ class PlanListener:
     def on_trial(self, what: str) -> None:
         """The planner begins to predict something, which takes seconds. `what` names it."""
 
+    def on_plan(self, plan: Plan) -> None:
+        """The plan that a run will train is made, with its memory if that was planned. The run comes next."""
+
     def on_memory(self, plan: Plan) -> None:
         """The memory of the plan is known, without the largest sizes. If it does not fit, changes follow."""
 

@@ -67,13 +67,6 @@ def show_gain(console: Console, gain: Gain) -> None:
     say(console, "faster with" if not gain.alters else "faster, but changes the training", describe_gain(gain), "bold")
 
 
-def show_gains(console: Console, plan: Plan) -> None:
-    """Print what the free memory of a plan can buy, as `hwopt plan` does."""
-    assert plan.memory is not None, "planned with memory"
-    for gain in plan.memory.gains:
-        show_gain(console, gain)
-
-
 def describe_gain(gain: Gain) -> str:
     """The lines of a gain, and its forecast memory and time."""
     fast, slow = sorted(1 - end for end in gain.relative)

@@ -10,7 +10,7 @@ from rich.console import Console
 from hwopt.memory.advice import PlanListener
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.report.memory import show_change, show_gain, show_largest, show_memory
+from hwopt.report.memory import show_change, show_forecast, show_gain, show_largest, show_memory
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import show_plan
 
@@ -48,3 +48,19 @@ class PlanScreen(ProgressLine):
     def on_change(self, change: Change) -> None:
         self.clear()
         show_change(self.console, change)
+
+
+class RunScreen(ProgressLine):
+    """Prints the plan of a run before it starts, and after it what its free memory could have bought."""
+
+    def __init__(self, console: Console, verbose: bool = False) -> None:
+        self.console, self.verbose = console, verbose
+
+    def on_plan(self, plan: Plan) -> None:
+        self.clear()
+        show_plan(self.console, plan, self.verbose)
+        show_forecast(self.console, plan)
+
+    def on_gain(self, gain: Gain) -> None:
+        self.clear()
+        show_gain(self.console, gain)

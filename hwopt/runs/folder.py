@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError
-from hwopt.saving.reader import list_checkpoints, quarantine
+from hwopt.saving.reader import checkpoint_in, list_checkpoints, quarantine, read_metadata
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import truncate
@@ -24,6 +26,51 @@ from hwopt.text import truncate
 LOCK = ".lock"
 OWNER = ".owner.json"
 WINDOWS_DEVICES = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run writes, and what it resumes. `require_usable` reports mistakes before anything slow."""
+
+    output_dir: Path = Path("runs")
+    name: str | None = None
+    """The folder below `output_dir`; None: named after job and profile."""
+    resume: bool | Path = False
+    """True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint."""
+    fresh: bool = False
+    """Start over in an existing folder; the old run is kept beside it."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint to resume from, if the user names one. Raises StorageError if it is not valid."""
+        return checkpoint_in(self.resume) if isinstance(self.resume, Path) else None
+
+    def require_usable(self) -> None:
+        """Raise InputError, FolderInUseError or StorageError for a folder or a checkpoint that cannot be used."""
+        if self.resume and self.fresh:
+            raise InputError("A run cannot both resume and start fresh; give one of the two")
+        run_folder(self.output_dir, self.name, "", resume=bool(self.resume), fresh=self.fresh)
+        _ = self.checkpoint
+
+    def folder(self, default: str) -> Path:
+        """The folder of the run. `default`: its name if the user gave none."""
+        if (checkpoint := self.checkpoint) is not None:
+            return folder_for_resume(checkpoint, self.output_dir, self.name, default)
+        return run_folder(self.output_dir, self.name, default, resume=bool(self.resume), fresh=self.fresh)
+
+    def next_folder(self, default: str) -> Callable[[], Path] | None:
+        """What finds another folder if a process takes the first one meanwhile; None if the user chose the folder."""
+        if self.name is not None or self.resume or self.fresh:
+            return None
+        return partial(run_folder, self.output_dir, None, default)
+
+    def saved(self, default: str | None = None) -> Mapping[str, Any]:
+        """The metadata of the checkpoint to resume from; {} without one, or if its folder needs a `default` to be known."""
+        if (checkpoint := self.checkpoint) is not None:
+            return read_metadata(checkpoint)
+        if not self.resume or (self.name is None and default is None):
+            return {}
+        return read_metadata(self.output_dir / self.name if self.name is not None else self.folder(default or ""))
 
 
 def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool = False, fresh: bool = False) -> Path:

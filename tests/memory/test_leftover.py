@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory.leftover import relative_time
 from hwopt.planning.memory_plan import Gain, Prediction
 from hwopt.planning.plan import Plan
-from hwopt.report.memory import describe_gain, show_gains
+from hwopt.report.memory import describe_gain, show_gain
 from hwopt.report.terminal import Terminal
 from hwopt.testing import TINY_BERT, plan_for, tiny_job
 
@@ -102,8 +101,8 @@ def test_gain_names_memory_and_time() -> None:
         "plugins.x.y = 1: takes 3.24 GiB instead of 2.15 GiB, 22% to 23% less time per row (124 to 312 ms per step); stores more"
     )
     console = Terminal()
-    plan: Any = SimpleNamespace(memory=SimpleNamespace(gains=(gain, replace(gain, alters=True))))
     with console.capture() as captured:
-        show_gains(console, plan)
+        show_gain(console, gain)
+        show_gain(console, replace(gain, alters=True))
     shown = [line.split(":")[0] for line in captured.get().splitlines() if "plugins.x.y" in line]
     assert shown == ["faster with", "faster, but changes the training"]

@@ -15,6 +15,7 @@ from hwopt.runs import folder as run_folders
 from hwopt.runs.folder import (
     LOCK,
     OWNER,
+    Target,
     folder_for_resume,
     in_use_on_this_host,
     lock_run_folder,
@@ -120,3 +121,24 @@ def test_newest_checkpoint_resumes_in_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(InputError, match="--name other: .* exists"):
         folder_for_resume(own / "checkpoint-10", tmp_path, "other", "run")
+
+
+def test_target_without_a_name_takes_the_next_free_folder(tmp_path: Path) -> None:
+    target = Target(tmp_path)
+    assert target.folder("job-cpu") == tmp_path / "job-cpu"
+    (tmp_path / "job-cpu").mkdir()
+    next_folder = target.next_folder("job-cpu")
+    assert next_folder is not None
+    assert next_folder() == target.folder("job-cpu") == tmp_path / "job-cpu-2"
+    assert Target(tmp_path, "mine").next_folder("job-cpu") is None
+
+
+def test_target_cannot_resume_and_start_fresh(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot both resume and start fresh"):
+        Target(tmp_path, resume=True, fresh=True).require_usable()
+
+
+def test_target_without_a_checkpoint_has_no_metadata(tmp_path: Path) -> None:
+    assert Target(tmp_path).saved() == {}
+    assert Target(tmp_path, resume=True).saved() == {}, "the folder needs the plan"
+    assert Target(tmp_path, resume=True).saved("job-cpu") == {}
