@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from hwopt.config.card import Card, Positive, longest_match
-from hwopt.config.claim import Claim
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
 from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml, with_assignments
@@ -35,17 +34,13 @@ def update_options(plugin: str, below: Mapping[str, Any], above: Mapping[str, An
 
 
 class TunedFor(Table):
-    """The model and length for which the batch sizes were chosen; claims are checked with them."""
+    """The model and length for which the batch sizes were chosen."""
 
     parameters: Positive | None = None
     max_length: int | None = Field(default=None, ge=2)
     config: dict[str, Any] = Field(default_factory=dict)
     """The model, as `model.config` of a job; empty if the source names none and no plan was made."""
     task: str = "text-classification"
-    samples: int | None = Field(default=None, gt=0)
-    """Training samples of an epoch, if the source states them."""
-    assumed: tuple[str, ...] = ()
-    """What the source of the claims does not state: "model", "length"."""
 
 
 class DataDefaults(Table):
@@ -58,14 +53,11 @@ class Content(Table):
     name: str = Field(max_length=80)
     summary: str = ""
     extends: str | None = None
-    benchmark: bool = False
-    """A baseline or a variant for comparisons; `hwopt profiles` lists it with --all."""
     card: Card = Card()
     tuned_for: TunedFor = TunedFor()
     data: DataDefaults = DataDefaults()
     training: Training = Training()
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    claims: tuple[Claim, ...] = ()
 
     @field_validator("name")
     @classmethod
@@ -187,8 +179,7 @@ class _Parents:
         if (parent_path := self.parent(path, document, children)) is None:
             return document
         parent = self.merged(parent_path, (*children, path))
-        data = {key: value for key, value in parent.data.items() if key != "claims"}  # a parent's claims are its own
-        merged = merged_over(replace(parent, data=data), document, self.merge)
+        merged = merged_over(parent, document, self.merge)
         return replace(merged, name=document.name, lines=document.lines)
 
     def parent(self, path: Path, document: Document, children: tuple[Path, ...]) -> Path | None:
