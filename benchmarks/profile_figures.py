@@ -13,10 +13,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from reference import BASELINES, reference_memory, reference_plan
+
 from hwopt.config.profile_files import profile_files
-from hwopt.memory.reference import reference_memory, reference_plan
 from hwopt.planning.inputs import Inputs
 
+FILES = {**profile_files(), **{path.stem: path for path in BASELINES.glob("*.toml")}}
 FIGURES = re.compile(r"^# Planned, not measured.*$", re.MULTILINE)
 NAMES = {"bert": "BERT-base", "gemma3_text": "Gemma 3 1B"}
 """Model type of the shipped profiles' configs -> name."""
@@ -25,7 +27,7 @@ NAMES = {"bert": "BERT-base", "gemma3_text": "Gemma 3 1B"}
 def planned_figures(profile: str, inputs: Inputs, cache: Path) -> str:
     """Return the comment with the planned figures of `profile`."""
     plan = reference_plan(profile, inputs, cache)
-    memory = reference_memory(plan, cache, with_largest=True)
+    memory = reference_memory(plan, cache)
     name = NAMES[plan.profile.content.tuned_for.config["model_type"]]
     fits = "" if memory.fits else ", which does not fit"
     return (
@@ -43,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     inputs = Inputs()
     with tempfile.TemporaryDirectory() as empty:
-        for name, path in profile_files().items():
+        for name, path in FILES.items():
             text = path.read_text(encoding="utf-8")
             stated = FIGURES.search(text)
             if stated is None or (options.profiles and name not in options.profiles):

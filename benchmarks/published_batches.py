@@ -1,8 +1,8 @@
-"""Compare the memory that the seeds of the profiles state with the plan, for several lengths of the rows.
+"""Compare the memory that docs/notes.md states with the plan, for several lengths of the rows.
 
     python benchmarks/published_batches.py [--write] [--cache FOLDER]
 
-The documents name neither model nor length. Planned is what nvidia-smi shows: what torch reserves, and CUDA's context. `--write`
+The notes name neither model nor length. Planned is what nvidia-smi shows: what torch reserves, and CUDA's context. `--write`
 puts the table into docs/memory.md. Needs no GPU, data or weights.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from reference import reference_memory, reference_plan
 
 from hwopt.memory.planner import context_gib
-from hwopt.memory.reference import reference_memory, reference_plan
 from hwopt.planning.inputs import Inputs
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
@@ -36,15 +36,34 @@ class Stated:
     note: str = ""
 
 
+NOTES = {
+    "rtx-3070-64-rows": "RTX 3070, 64 rows",
+    "rtx-3070-48-rows": "RTX 3070, 48 rows",
+    "rtx-3070-16-or-32-rows": "RTX 3070, 16 or 32 rows",
+    "rtx-3090": "RTX 3090",
+}
+"""Anchor in docs/notes.md -> title."""
+FIRST, SECOND, THIRD, FOURTH = (f"[{title}](notes.md#{anchor})" for anchor, title in NOTES.items())
 STATED = (
-    Stated("001: RTX 3070, O1, batch 48", (7.8, 7.8), "rtx3070_8gb_batch48", note="its sum is 1.5 + 6.3"),
-    Stated("001: batch 32", (7.0, 7.0), "rtx3070_8gb_batch48_before", note="its sum is 1.5 + 5.5; contradicts the next row"),
-    Stated("002: batch 32, O2, 8-bit AdamW", (3.5, 4.0), "rtx3070_8gb_batch32"),
-    Stated("000: O1, batch 80", (7.5, 7.8), "rtx3070_8gb_before"),
-    Stated("000: batch 64, O2, 8-bit AdamW", (6.5, 7.0), "rtx3070_8gb"),
-    Stated("002: O1, batch 16", (2.0, 2.5), "rtx3070_8gb_batch16"),
-    Stated("003: RTX 3090, Gemma 3 1B, DoRA, batch 12, classification", (18, 20), "rtx3090_24gb"),
-    Stated("003: the same as a language model", (18, 20), "rtx3090_24gb", ("task.kind=causal-lm",), "003 trains a classifier"),
+    Stated(f"{SECOND}: O1, batch 48", (7.8, 7.8), "rtx3070_8gb_batch48", note="its sum is 1.5 + 6.3"),
+    Stated(
+        f"{SECOND}: batch 32",
+        (7.0, 7.0),
+        "rtx3070_8gb_batch48_before",
+        note="its sum is 1.5 + 5.5; contradicts the next row",
+    ),
+    Stated(f"{THIRD}: batch 32, O2, 8-bit AdamW", (3.5, 4.0), "rtx3070_8gb_batch32"),
+    Stated(f"{FIRST}: O1, batch 80", (7.5, 7.8), "rtx3070_8gb_before"),
+    Stated(f"{FIRST}: batch 64, O2, 8-bit AdamW", (6.5, 7.0), "rtx3070_8gb"),
+    Stated(f"{THIRD}: O1, batch 16", (2.0, 2.5), "rtx3070_8gb_batch16"),
+    Stated(f"{FOURTH}: Gemma 3 1B, DoRA, batch 12, classification", (18, 20), "rtx3090_24gb"),
+    Stated(
+        f"{FOURTH}: the same as a language model",
+        (18, 20),
+        "rtx3090_24gb",
+        ("task.kind=causal-lm",),
+        "the note trains a classifier",
+    ),
 )
 
 

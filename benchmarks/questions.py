@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "questions.md"
+PROFILES = Path(__file__).parent / "profiles"
 BLOCK = re.compile(
     r"(?:<!-- show(?P<measured> measured)?: (?P<pattern>.*) -->\n)?```console\n\$ (?P<command>.*)\n(?P<shown>(?s:.*?))```"
 )
 FILE = re.compile(r"```\w+\n(?P<text># (?P<name>\w+\.(?:toml|yaml))\n(?s:.*?))```")
 ROWS = {"train.csv": 20_000, "dev.csv": 2_000}
-"""File -> rows; 000 and 002 speak of about 20k samples."""
+"""File -> rows: about 20k samples, as in docs/notes.md."""
 LABELS = ("neutral", "claim")
 
 Run = Callable[[list[str], Path], str]
@@ -75,7 +77,8 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def write_files(text: str, folder: Path) -> None:
-    """Write the files that the page `text` shows, and the texts that its job reads, into `folder`."""
+    """Write the files that the page `text` shows, the texts that its job reads, and benchmarks/profiles into `folder`."""
+    shutil.copytree(PROFILES, folder / "benchmarks" / "profiles", dirs_exist_ok=True)
     for found in FILE.finditer(text):
         (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     for seed, (name, rows) in enumerate(ROWS.items()):

@@ -199,10 +199,7 @@ def train(
 
 def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Plugin -> the options that the planner chose for the checkpoint `before`, if it was written on such a machine."""
-    if before.get("machine") != plan.machine:
-        return {}
-    decided = before.get("decided", {})
-    return {name: {plan.rename(("plugins", name, key))[-1]: options[key] for key in options} for name, options in decided.items()}
+    return dict(before.get("decided", {})) if before.get("machine") == plan.machine else {}
 
 
 def with_memory(

@@ -77,7 +77,6 @@ class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
     preserves = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
-    renamed_options: ClassVar[Mapping[str, str]] = {"accumulation": "gradient_accumulation_steps"}
     aliases: ClassVar[Mapping[str, str]] = {
         "batch_size": "train",
         "train_batch_size": "train",

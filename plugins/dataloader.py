@@ -39,7 +39,6 @@ class Dataloader(Plugin):
     name = "dataloader"
     stage = Stage.DATA
     preserves = "bits"
-    renamed_options: ClassVar[Mapping[str, str]] = {"workers": "num_workers"}
     aliases: ClassVar[Mapping[str, str]] = {
         "dataloader_num_workers": "num_workers",
         "num_workers": "num_workers",

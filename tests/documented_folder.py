@@ -75,6 +75,7 @@ def write_folder(folder: Path) -> None:
     write_model(folder / MODEL)
     shutil.copytree(folder / MODEL, alone / MODEL)
     (folder / "job.toml").write_text(toml_block("README.md", "[model]").text, encoding="utf-8")
+    shutil.copytree(ROOT / "benchmarks" / "profiles", folder / "benchmarks" / "profiles")
     write_chat(folder)
     (training,) = [block for block in read_page(ROOT / "docs/check.md").blocks if block.text.startswith("# training.yaml")]
     (folder / "training.yaml").write_text(training.text, encoding="utf-8")

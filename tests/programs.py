@@ -14,6 +14,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @cache
 def program(name: str) -> ModuleType:
     """The module of benchmarks/`name`.py."""
+    if str(BENCHMARKS) not in sys.path:  # as for a program that Python runs
+        sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

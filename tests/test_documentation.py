@@ -42,8 +42,6 @@ NOT_RUN = {
     "hwopt bench --profile cpu --seconds 5 --rounds 9": "tests/integration/test_bench.py measures a tiny job",
     "hwopt bench --profile cpu --rounds 3": "tests/integration/test_bench.py measures a tiny job",
     "hwopt tune --profile cpu": "takes minutes; tests/integration/test_tune.py tunes a tiny job",
-    "hwopt bench --profile rtx3070_8gb --claims": "takes minutes; tests/integration/test_claims.py measures tiny profiles",
-    "hwopt claims": "takes minutes for all claims; tests/cli/test_claims.py and tests/memory/test_claims.py run parts",
     "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
 }
 """Commands of hwopt and Accelerate that the tests do not run -> why."""

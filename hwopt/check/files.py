@@ -41,7 +41,7 @@ def check_file(path: Path, given: Given, inputs: Inputs | None = None) -> CheckR
 
 def tool_of(source: SourceFile) -> str:
     """The kind of an hwopt file that is not valid; "" for other TOML."""
-    if source.top & {"plugins", "card", "tuned_for", "claims", "extends"} and not source.top & {"model", "data"}:
+    if source.top & {"plugins", "card", "tuned_for", "extends"} and not source.top & {"model", "data"}:
         return TOOL_NAMES["hwopt-profile"]
     return TOOL_NAMES["hwopt-job"] if source.top & {"model", "data"} else ""
 

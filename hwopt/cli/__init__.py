@@ -39,7 +39,6 @@ COMMANDS = {
     "import": "Turn a configuration of another tool into a profile and a job.",
     "export": "Write the plan as Accelerate's YAML or DeepSpeed's JSON.",
     "profiles": "List the profiles, or show one.",
-    "claims": "Compare what the profiles promise with what their plans predict.",
     "plugins": "List the plugins, or show one with its options.",
     "doctor": "Check the machine, with the command that fixes each problem.",
 }

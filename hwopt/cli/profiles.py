@@ -13,35 +13,27 @@ from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError
 from hwopt.text import nearest, short_place
 
-all_option = click.option("--all", "everything", is_flag=True, help="Also baselines and variants for comparisons.")
-
 
 @click.group(invoke_without_command=True, help="List the profiles, or show one.")
-@all_option
 @format_option
 @click.pass_context
-def profiles(context: click.Context, everything: bool, format_: str) -> None:
+def profiles(context: click.Context, format_: str) -> None:
     if context.invoked_subcommand is None:
-        list_profiles(everything, format_)
+        list_profiles(format_)
 
 
 @profiles.command("list", help="List the installed profiles.")
-@all_option
 @format_option
-def list_(everything: bool, format_: str) -> None:
-    list_profiles(everything, format_)
+def list_(format_: str) -> None:
+    list_profiles(format_)
 
 
-def list_profiles(everything: bool, format_: str) -> None:
-    """Print name and summary of the profiles; with `everything`, also of those for comparisons."""
+def list_profiles(format_: str) -> None:
+    """Print name and summary of the installed profiles."""
     rows: list[dict[str, Any]] = []
-    hidden = 0
     for name, path in profile_files().items():
         try:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
-            if content.get("benchmark") is True and not everything:
-                hidden += 1
-                continue
             rows.append({"name": name, "summary": str(content.get("summary", "")), "file": str(path)})
         except (OSError, ValueError) as error:
             rows.append({"name": name, "summary": f"cannot be read: {error}", "file": str(path)})
@@ -52,8 +44,6 @@ def list_profiles(everything: bool, format_: str) -> None:
     for row in rows:
         say(f"{row['name']:<{width}}  {row['summary']}")
     click.echo(f"{'auto':<{width}}  The profile of this machine's card, or one derived from the nearest")
-    if hidden:
-        click.echo(f"{hidden} profiles for comparisons are not listed. To list them, add --all")
 
 
 @profiles.command("show", help="Show a profile with its parents merged in, and where each value comes from.")

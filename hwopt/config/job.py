@@ -17,9 +17,8 @@ from hwopt.config.job_model import Model
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
-from hwopt.config.renames import job_key, with_assignments
 from hwopt.config.task_kinds import task_class, task_facts, task_kinds
-from hwopt.config.toml import Document, parse_assignment, read_toml
+from hwopt.config.toml import Document, parse_assignment, read_toml, with_assignments
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
 from hwopt.system.paths import path_kind
@@ -208,7 +207,7 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     if (plugins := document.data.get("plugins")) is None:
         return make_job(document, assignments)
     without = replace(document, data={key: value for key, value in document.data.items() if key != "plugins"})
-    return replace(make_job(without, assignments), plugins=replace(document, data={"plugins": plugins}, notes=()))
+    return replace(make_job(without, assignments), plugins=replace(document, data={"plugins": plugins}))
 
 
 DATA_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")
@@ -240,7 +239,7 @@ def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
             raise InputError(
                 f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
             )
-    document = with_assignments(without_alternatives(document, assignments), assignments, TABLES, job_key)
+    document = with_assignments(without_alternatives(document, assignments), assignments, TABLES)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises
     return JobFile(job, document)

@@ -15,32 +15,32 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from hwopt.config.card import Card, Positive, longest_match
-from hwopt.config.claim import Claim
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
-from hwopt.config.renames import TableRules, renamed, with_assignments
-from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml
+from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml, with_assignments
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import path_kind
 from hwopt.text import nearest, truncate
 
-PLAIN = TableRules()
+MergeOptions = Callable[[str, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+"""(plugin, table of the parent, table of the child or of --set) -> the merged table."""
+
+
+def update_options(plugin: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `below` with the values of `above`: how tables merge unless a plugin declares otherwise."""
+    return {**below, **above}
 
 
 class TunedFor(Table):
-    """The model and length for which the batch sizes were chosen; claims are checked with them."""
+    """The model and length for which the batch sizes were chosen."""
 
     parameters: Positive | None = None
     max_length: int | None = Field(default=None, ge=2)
     config: dict[str, Any] = Field(default_factory=dict)
     """The model, as `model.config` of a job; empty if the source names none and no plan was made."""
     task: str = "text-classification"
-    samples: int | None = Field(default=None, gt=0)
-    """Training samples of an epoch, if the source states them."""
-    assumed: tuple[str, ...] = ()
-    """What the source of the claims does not state: "model", "length"."""
 
 
 class DataDefaults(Table):
@@ -53,14 +53,11 @@ class Content(Table):
     name: str = Field(max_length=80)
     summary: str = ""
     extends: str | None = None
-    benchmark: bool = False
-    """A baseline or a variant for comparisons; `hwopt profiles` lists it with --all."""
     card: Card = Card()
     tuned_for: TunedFor = TunedFor()
     data: DataDefaults = DataDefaults()
     training: Training = Training()
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    claims: tuple[Claim, ...] = ()
 
     @field_validator("name")
     @classmethod
@@ -108,7 +105,7 @@ def load_profile(
     spec: str,
     files: Mapping[str, Path],
     assignments: Sequence[str] = (),
-    rules: TableRules = PLAIN,
+    merge: MergeOptions = update_options,
     read: Callable[[Path], Document] = read_toml,
     job_plugins: Document | None = None,
 ) -> Profile:
@@ -116,29 +113,31 @@ def load_profile(
 
     Raises InputError if no such profile exists, a parent is missing or extends itself, or the file has problems.
     """
-    document = _Parents(files, rules, read).merged(_find(spec, files), ())
+    document = _Parents(files, merge, read).merged(_find(spec, files), ())
     if {"model", "data"} <= document.data.keys():
         raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
-    return make_profile(document, assignments, rules, job_plugins)
+    return make_profile(document, assignments, merge, job_plugins)
 
 
-def merged_over(parent: Document, child: Document, rules: TableRules) -> Document:
+def merged_over(parent: Document, child: Document, merge: MergeOptions) -> Document:
     """`parent` with the tables and keys of `child` on top. Each key keeps the place that it came from."""
     places = {key: parent.place(key) for key in _keys(parent.data)} | {key: child.place(key) for key in _keys(child.data)}
-    notes = (*parent.notes, *child.notes)
-    merged = replace(parent, data=_merge(parent.data, child.data), places=places, notes=notes)
-    return _settled(parent, merged, child.data.get("plugins"), rules)
+    merged = replace(parent, data=_merge(parent.data, child.data), places=places)
+    return _settled(parent, merged, child.data.get("plugins"), merge)
 
 
 def make_profile(
-    document: Document, assignments: Sequence[str] = (), rules: TableRules = PLAIN, job_plugins: Document | None = None
+    document: Document,
+    assignments: Sequence[str] = (),
+    merge: MergeOptions = update_options,
+    job_plugins: Document | None = None,
 ) -> Profile:
     """The profile of `document`, checked, with the plugin tables of a job and then `--set plugins.…` on top."""
     if job_plugins is not None:
-        document = merged_over(document, renamed(job_plugins, rules.rename), rules)
-    below = renamed(document, rules.rename)
-    document = with_assignments(document, assignments, ("plugins",), rules.rename)
-    document = _settled(below, document, _set_options(document), rules)
+        document = merged_over(document, job_plugins, merge)
+    below = document
+    document = with_assignments(document, assignments, ("plugins",))
+    document = _settled(below, document, _set_options(document), merge)
     problems = Problems()
     content = validate(Content, document, problems=problems)
     tables = document.data.get("plugins")
@@ -171,17 +170,16 @@ class _Parents:
     """Merges a profile over its parents."""
 
     files: Mapping[str, Path]
-    rules: TableRules
+    merge: MergeOptions
     read: Callable[[Path], Document]
 
     def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
         """`path` over its parents; `children` are the files that led here."""
-        document = renamed(self.read(path), self.rules.rename)
+        document = self.read(path)
         if (parent_path := self.parent(path, document, children)) is None:
             return document
         parent = self.merged(parent_path, (*children, path))
-        data = {key: value for key, value in parent.data.items() if key != "claims"}  # a parent's claims are its own
-        merged = merged_over(replace(parent, data=data), document, self.rules)
+        merged = merged_over(parent, document, self.merge)
         return replace(merged, name=document.name, lines=document.lines)
 
     def parent(self, path: Path, document: Document, children: tuple[Path, ...]) -> Path | None:
@@ -211,7 +209,7 @@ def _set_options(document: Document) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _settled(below: Document, merged: Document, above: Any, rules: TableRules) -> Document:
+def _settled(below: Document, merged: Document, above: Any, merge: MergeOptions) -> Document:
     """`merged`, in which each plugin has merged its table `above` with the one `below`, if both have it."""
     lower = below.data.get("plugins")
     if not (isinstance(lower, dict) and isinstance(above, dict)):
@@ -219,7 +217,7 @@ def _settled(below: Document, merged: Document, above: Any, rules: TableRules) -
     plugins, places = dict(merged.data["plugins"]), dict(merged.places)
     for name in plugins:
         if isinstance(lower.get(name), dict) and isinstance(above.get(name), dict):
-            table = rules.merge(name, lower[name], above[name])
+            table = merge(name, lower[name], above[name])
             for key in table:
                 if key not in plugins[name] or plugins[name][key] != table[key]:
                     places["plugins", name, key] = f"kept ({below.place(('plugins', name))})"

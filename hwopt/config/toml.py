@@ -41,8 +41,6 @@ class Document:
     lines: Mapping[Key, int] = field(default_factory=dict)
     places: Mapping[Key, str] = field(default_factory=dict)
     """Keys that came from elsewhere (a parent profile, `--set`), with that place."""
-    notes: tuple[str, ...] = ()
-    """Shown to the user with the plan, such as the new name of a renamed key."""
 
     def place(self, key: Key) -> str:
         """`file:line` of `key`, or of the table around it."""
@@ -179,6 +177,12 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
         return parts, parsed["value"] if set(parsed) == {"value"} else value
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return parts, value.strip()
+
+
+def with_assignments(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
+    """`document` with the `--set` texts whose first key is in `tables`."""
+    changes = map(parse_assignment, assignments)
+    return override(document, [(key, value) for key, value in changes if key[0] in tables])
 
 
 def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Document:

@@ -18,15 +18,8 @@ QUIET_STEPS = 200
 MAX_RUNG = 20
 """More than any number of rows needs."""
 
-STATE = {
-    "rung": "rung",
-    "steps_since_oom": "quiet",
-    "quiet_steps_needed": "patience",
-    "probation": "trials",
-    "oom_count": "times",
-    "resorts_used": "rescued",
-}
-"""What a checkpoint holds: the name, and the name in checkpoints of version 0.1."""
+STATE = ("rung", "steps_since_oom", "quiet_steps_needed", "probation", "oom_count", "resorts_used")
+"""What a checkpoint holds."""
 
 
 @dataclass
@@ -54,8 +47,8 @@ class OomBackoff:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the rung, and what saved memory before the checkpoint."""
-        for name, name_before in STATE.items():
-            setattr(self, name, int(state[name] if name in state else state[name_before]))
+        for name in STATE:
+            setattr(self, name, int(state[name]))
         if not 0 <= self.rung <= MAX_RUNG:
             raise ValueError(f"a rung of {self.rung}")
         for _ in range(min(self.resorts_used, len(self.last_resorts))):

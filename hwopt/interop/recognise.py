@@ -30,7 +30,7 @@ READERS = (
     Reader("axolotl", axolotl.SIGNATURE, axolotl.TELLING, axolotl.read),
     Reader("llama-factory", llama_factory.SIGNATURE, llama_factory.TELLING, llama_factory.read),
 )
-HWOPT_TABLES = {"plugins", "card", "tuned_for", "claims"}
+HWOPT_TABLES = {"plugins", "card", "tuned_for"}
 
 
 def read_view(path: Path, inputs: Inputs) -> View:

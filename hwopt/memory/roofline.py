@@ -77,19 +77,6 @@ def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> 
     return found
 
 
-def update_seconds(plan: Plan, step: Timeline) -> tuple[float, float]:
-    """Return (fast, slow) seconds of the optimizer's update in a traced step."""
-    fast, slow = operation_seconds(plan, step, update=True)
-    return float(fast), float(slow)
-
-
-def product_seconds(plan: Plan, step: Timeline) -> tuple[float, float]:
-    """Return (fast, slow) seconds that the matrix products of a traced micro-batch compute, without memory and launches."""
-    flops, peak = step.flops[: step.update], operation_peaks(plan, step)[: step.update]
-    fast = float((flops / peak).sum())
-    return fast, fast / SLOW_COMPUTE
-
-
 def operation_peaks(plan: Plan, timeline: Timeline) -> NDArray[np.float64]:
     """Return the card's FLOP/s for each operation, by its dtype."""
     peaks = card_peaks(plan.card)

@@ -71,7 +71,7 @@ def derive(hardware: Hardware, registry: Registry, profiles: list[Profile]) -> t
         f"no profile is for {hardware.name} ({hardware.architecture}, {hardware.memory_gib:g} GiB); derived from {nearest.name} "
         f"({memory:g} GiB), the nearest by architecture and memory"
     )
-    data = {key: value for key, value in nearest.document.data.items() if key not in ("extends", "claims", "card")}
+    data = {key: value for key, value in nearest.document.data.items() if key not in ("extends", "card")}
     data |= {"name": f"auto-{nearest.name}", "summary": f"derived from {nearest.name}"}
     data["card"] = card_table(hardware, profiles)
     plugins = {name: dict(table) for name, table in nearest.content.plugins.items()}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hwopt.config.job import JobFile, load_job, make_job
-from hwopt.config.profile import Profile, load_profile, make_profile
+from hwopt.config.profile import Profile, load_profile, make_profile, update_options
 from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.data.demo import demo_document
 from hwopt.data.reading import refuse_missing
+from hwopt.errors import HwoptError
 from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
-from hwopt.planning.table_rules import rules_of
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.system.paths import path_kind
@@ -28,16 +30,27 @@ class Inputs:
     def __init__(self, registry: Registry | None = None) -> None:
         self.registry = registry or Registry()
         self.files = profile_files()
-        self.rules = rules_of(self.registry)
         self.read = cache(read_toml)
 
     def profile(self, spec: str, assignments: Sequence[str] = (), job: JobFile | None = None) -> Profile:
         """The profile called `spec`, or of the file `spec`, with the plugins of `job` and `--set plugins.…` on top."""
-        return load_profile(spec, self.files, assignments, self.rules, self.read, job.plugins if job else None)
+        return load_profile(spec, self.files, assignments, self.merge_options, self.read, job.plugins if job else None)
 
     def overridden(self, profile: Profile, assignments: Sequence[str], job: JobFile | None = None) -> Profile:
         """`profile` with the plugins of `job` and `--set plugins.…` on top."""
-        return make_profile(profile.document, assignments, self.rules, job.plugins if job else None)
+        return make_profile(profile.document, assignments, self.merge_options, job.plugins if job else None)
+
+    def merge_options(self, name: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The table `below` of the plugin `name` updated by `above`, as the plugin declares.
+
+        A plugin that is unknown or cannot be imported is reported later, by `given_options`, with the place that names it.
+        """
+        try:
+            plugin = self.registry.plugin(name)
+        except HwoptError:
+            return update_options(name, below, above)
+        with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "merge_options()"):
+            return dict(plugin.merge_options(below, above))
 
     def job(self, path: Path | None, assignments: Sequence[str]) -> JobFile | None:
         """The job at `path`; without a path job.toml of the working folder, or the job that `--set` spells out. None: the demo.

@@ -11,8 +11,6 @@ from hwopt.config.card import Card
 from hwopt.config.job import Job
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
-from hwopt.config.renames import job_key
-from hwopt.config.toml import Key
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision
@@ -95,13 +93,6 @@ class Plan:
     def decided(self) -> dict[str, Any]:
         """Plugin -> the options that the planner chose; a resumed run keeps them."""
         return {entry.name: entry.options.model_dump(mode="json") for entry in self.entries if entry.choices > 1}
-
-    def rename(self, key: Key) -> Key:
-        """The present name of a key that an earlier version saved: of the job, or of a plugin of this plan."""
-        for entry in self.entries if key[0] == "plugins" else ():
-            if key[1] == entry.name or key[1] in entry.plugin.former_names:
-                return ("plugins", entry.name, *(entry.plugin.renamed_options.get(part, part) for part in key[2:]))
-        return job_key(key)
 
     def applied(self) -> Iterator[PluginDecision]:
         return (entry for entry in self.entries if entry.decision != "skip")

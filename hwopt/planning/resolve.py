@@ -85,7 +85,7 @@ def resolve(
         batch=batch,
         provenance=provenance_of(profile, job_file, recipe, training),
         world_size=world_size,
-        notes=(*profile.document.notes, *job_file.document.notes, *notes, *batch_note),
+        notes=(*notes, *batch_note),
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )

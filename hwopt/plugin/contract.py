@@ -157,10 +157,6 @@ class Plugin:
     helps_oom: ClassVar[bool] = False
     """Whether `on_oom` may be called if the profile has no table for the plugin. All options need defaults."""
 
-    former_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the plugin in earlier versions. They still work in profiles and with `--set`, with a note."""
-    renamed_options: ClassVar[Mapping[str, str]] = {}
-    """Old option name -> new option name. The old name still works, with a note."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Option name of transformers or common scripts -> option to use instead: {"torch_dtype": "dtype", "fp16": "dtype = 'fp16'"}.
 

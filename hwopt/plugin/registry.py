@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
@@ -22,8 +21,6 @@ if TYPE_CHECKING:  # importing pydantic would slow down `hwopt profiles`
 
 
 PLUGIN_GROUP = "hwopt.plugins"
-RENAMED = {"leaner": "memory_options", "rescue": "on_oom", "may_differ": "resume_ignores"}
-"""Hooks of plugin API 1 -> names in API 2. hwopt would ignore the old names without an error."""
 
 
 class Registry:
@@ -68,15 +65,6 @@ class Registry:
             self._classes[name] = self._load(self._entry_points[name])
         return self._classes[name]
 
-    def present_name(self, name: str) -> str:
-        """The current name of the plugin that is or was called `name`; `name` itself if there is none."""
-        if name not in self._entry_points:
-            for candidate in self.names:
-                with suppress(PluginError):  # a broken plugin is reported only if a profile names it
-                    if name in self.plugin(candidate).former_names:
-                        return candidate
-        return name
-
     def add(self, plugin: type[Plugin]) -> None:
         """Register a class for this process only, for example in a notebook or a test."""
         entry_point = EntryPoint(plugin.name, f"{plugin.__module__}:{plugin.__qualname__}", PLUGIN_GROUP)
@@ -104,8 +92,6 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
         raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}")
-    if old := next((name for name in RENAMED if hasattr(plugin, name)), None):
-        raise PluginError(f"{who}: uses plugin API 1; rename `{old}` to `{RENAMED[old]}`")
     if plugin.api_version != API_VERSION:
         raise PluginError(f"{who}: uses plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them")
     if getattr(plugin, "name", None) != name:
@@ -121,7 +107,6 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     if plugin.preserves not in ("bits", "rounding", "method"):
         raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
     kinds = {
-        "former_names": str,
         "after": str,
         "resume_ignores": str,
         "requires": str,
@@ -136,10 +121,10 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
     if not isinstance(plugin.helps_oom, bool):
         raise PluginError(f"{who}: `helps_oom` must be True or False, got {truncate(plugin.helps_oom)}")
-    for key in ("renamed_options", "aliases"):
-        value = getattr(plugin, key)
-        if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
-            raise PluginError(f"{who}: `{key}` must map strings to strings, got {truncate(value)}")
+    if not (
+        isinstance(plugin.aliases, Mapping) and all(isinstance(item, str) for pair in plugin.aliases.items() for item in pair)
+    ):
+        raise PluginError(f"{who}: `aliases` must map strings to strings, got {truncate(plugin.aliases)}")
     for hook in (
         "probe",
         "apply",

@@ -61,7 +61,7 @@ class RunRecord:
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The newest entry of `processes`; {} for a run of an earlier version."""
+        """The newest entry of `processes`; {} if there is none."""
         return self.processes[-1] if self.processes else {}
 
     @property

@@ -103,9 +103,7 @@ def job_table(plan: Plan) -> dict[str, Any]:
 
 def profile_table(plan: Plan) -> dict[str, Any]:
     """Return the resolved profile: its parents merged, every option written out."""
-    content = plan.profile.content.model_dump(
-        mode="json", exclude={"extends", "plugins", "claims", "training"}, exclude_none=True
-    )
+    content = plan.profile.content.model_dump(mode="json", exclude={"extends", "plugins", "training"}, exclude_none=True)
     content["training"] = plan.profile.content.training.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     content["plugins"] = {
         entry.name: entry.options.model_dump(mode="json", exclude_none=True)

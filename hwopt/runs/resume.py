@@ -80,7 +80,7 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
         return None
     found = newest_or_asked_for(run, resume)
     if found is not None:
-        refuse_another_run(found, run.facts, run.plan.rename)
+        refuse_another_run(found, run.facts)
     done = completed_steps(run.folder) if (run.folder / "final").is_dir() else 0
     complete = done > 0
     if complete and (found is None or resume is True) and (done >= run.total_steps or stopped_early(run)):
@@ -98,7 +98,7 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
             f"{found.folder} is of step {found.step:,}, but the job has only {run.total_steps:,} steps: raise "
             "training.max_steps or training.num_train_epochs"
         )
-    if changes := changed_since(found, run.plan.settings, run.plan.rename):
+    if changes := changed_since(found, run.plan.settings):
         run.warn(f"Settings changed since the run started: {'; '.join(changes)}")
     if done > found.step:
         run.warn(f"The run had reached step {done:,}; its newest checkpoint is of step {found.step:,}. Repeating the steps since")

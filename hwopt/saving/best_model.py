@@ -56,7 +56,7 @@ class BestModel:
                 quarantine(folder)
             return
         self.value, self.step = state["value"], int(state["step"])
-        self.details, self.metrics = dict(state.get("details", {})), dict(state.get("metrics", {}))  # version 0.1 has none
+        self.details, self.metrics = dict(state["details"]), dict(state["metrics"])
 
     def consider(self, metrics: Metrics, details: dict[str, Any] | None = None) -> bool:
         """Keep the current weights if `metrics` are the best so far; returns whether they are. All ranks call it."""

@@ -7,19 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hwopt.config.aliases import option_for
-from hwopt.config.renames import Rename, job_key
 from hwopt.errors import InputError
 from hwopt.saving.reader import Checkpoint
 from hwopt.text import truncate
 
 
-def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any], rename: Rename = job_key) -> list[str]:
-    """The settings that changed since the checkpoint, which is allowed: "training.max_steps was 100 and is 200".
-
-    `rename` gives the present name of a saved key.
-    """
+def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
+    """The settings that changed since the checkpoint, which is allowed: "training.max_steps was 100 and is 200"."""
     before = checkpoint.content.get("settings")
-    before = present_keys(before, rename) if isinstance(before, dict) else {}
+    before = before if isinstance(before, dict) else {}
     changed = [
         f"{key} was {truncate(before[key])} and is {truncate(value)}"
         for key, value in settings.items()
@@ -30,17 +26,12 @@ def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any], rename: R
     return changed + [f"{name} was removed" for name in sorted(then - now)]
 
 
-def present_keys(saved: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
-    """`saved` with the present names of its dotted keys: an earlier version may have written it."""
-    return {".".join(rename(tuple(key.split(".")))): value for key, value in saved.items()}
-
-
 def plugins_of(settings: Mapping[str, Any]) -> set[str]:
     """The plugin tables of flat `settings`: {"plugins.NAME", …}."""
     return {".".join(key.split(".")[:2]) for key in settings if key.startswith("plugins.")}
 
 
-def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any], rename: Rename = job_key) -> None:
+def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
     """Raise InputError if `checkpoint` belongs to another run, one with other data, steps or weights."""
     before = checkpoint.content.get("facts")
     before = before if isinstance(before, dict) else {}
@@ -59,7 +50,7 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any], rename:
                 f"The run would not continue the same steps. {hint.format(before.get(key))}"
             )
     now, then = facts["method"], before.get("method")
-    then = present_keys(then, rename) if isinstance(then, dict) else {}
+    then = then if isinstance(then, dict) else {}
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             raise InputError(

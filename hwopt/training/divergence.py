@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +106,13 @@ class DivergenceMonitor:
     history: LossHistory = field(default_factory=LossHistory)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, under the keys of version 0.1."""
-        history = {"recent": self.history.recent, "began": self.history.first_level, "above": self.history.above}
-        return {"skipped": self.skipped_updates, "in_a_row": self.in_a_row, "lost": self.nonfinite_losses, "course": history}
+        """Plain numbers."""
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped_updates, self.in_a_row, self.nonfinite_losses = state["skipped"], state["in_a_row"], state["lost"]
-        history = state["course"]
-        self.history = LossHistory(history["recent"], history["began"], history["above"])
+        self.skipped_updates, self.in_a_row = state["skipped_updates"], state["in_a_row"]
+        self.nonfinite_losses = state["nonfinite_losses"]
+        self.history = LossHistory(**state["history"])
 
     def observe(self, training: Training, total_steps: int, row: LoggedInterval) -> tuple[list[str], NonFiniteError | None]:
         """Count one log interval. Returns the warnings to show, and the error if the run must stop."""

@@ -120,7 +120,6 @@ def train(folder: Path, request: dict[str, Any]) -> None:
     from hwopt.training.failure import report_oom
 
     trust_only(request["trusted"])
-    before = used_on_card()
     plan = api.resolve(
         request["profile"],
         request["job"],
@@ -135,7 +134,7 @@ def train(folder: Path, request: dict[str, Any]) -> None:
         if request["without_dropout"]:
             turn_off_dropout(run.inner_model)
         reduced_rows = train_steps(run)
-        write_json(folder / RESULT, {"reduced_rows": reduced_rows, "device_gib": grown(before, used_on_card())})
+        write_json(folder / RESULT, {"reduced_rows": reduced_rows})
 
 
 def train_steps(run: Run) -> int | None:
@@ -173,21 +172,3 @@ def turn_off_dropout(model: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
-
-
-def used_on_card() -> float | None:
-    """Memory in use on the current CUDA device in GiB, by all processes, as nvidia-smi shows it; None without one or NVML."""
-    import torch
-
-    from hwopt.hardware.device import GIB
-
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return torch.cuda.device_memory_used() / GIB  # creates no CUDA context
-    except Exception:  # of NVML, in containers and on slices of a card
-        return None
-
-
-def grown(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before

@@ -72,12 +72,6 @@ class Outcome:
     peak_gib: float | None = None
     """Peak memory of training and of the largest evaluation batch; `memory_kind` names the counter."""
     memory_kind: str = ""
-    device_gib: float | None = None
-    """What the memory in use on the card grew by, as nvidia-smi shows it: CUDA's context too. None on a CPU and without NVML."""
-    held_gib: Mapping[str, float] = field(default_factory=dict)
-    """GiB that the process held after step 1, by kind: weights, gradients, optimizer state, fp32 masters."""
-    gpu_percent: float | None = None
-    """Mean GPU use."""
     not_active: tuple[str, ...] = ()
     """Plugins whose evidence is not "active", each with its status and what was seen."""
     reduced_rows: int | None = None
@@ -144,9 +138,6 @@ def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], ste
         steps_per_epoch=record.last.get("steps_per_epoch"),
         peak_gib=record.peak_gib,
         memory_kind=MEMORY_KINDS.get(device, device),
-        device_gib=result.get("device_gib"),
-        held_gib=record.held_gib,
-        gpu_percent=record.gpu_use,
         not_active=tuple(not_active(record)),
         reduced_rows=result.get("reduced_rows"),
     )

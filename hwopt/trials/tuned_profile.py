@@ -17,7 +17,7 @@ from hwopt.errors import InputError
 from hwopt.interop.files import refuse_taken
 from hwopt.interop.imported_files import inline, plain, profile_name, text_of
 
-DIVIDED = ("extends", "name", "summary", "claims")
+DIVIDED = ("extends", "name", "summary")
 """Keys of a profile that a tuned one does not take over."""
 
 

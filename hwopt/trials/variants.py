@@ -90,18 +90,15 @@ NO_PLUGINS = "none"
 
 
 def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFile | None) -> Contest:
-    """`profile` against the profile `against`; by default against its `_before` if there is one, else without plugins.
+    """`profile` against the profile `against`; by default without plugins.
 
     Raises InputError for a profile that does not exist, and if both are the same one.
     """
     spec = profile.profile
     if against == spec:
         raise InputError(f"--against {against}: this is the profile itself. Give another one, or omit --against")
-    before = f"{spec}_before"
-    if against is None:
-        against = before if before in inputs.files else NO_PLUGINS
     tables = tables_of(spec, profile.assignments, inputs, job)
-    if against == NO_PLUGINS:
+    if against in (None, NO_PLUGINS):
         return Contest(profile, without_plugins(profile, tables), tables, {})
     baseline = replace(profile, name=BASELINE, profile=against)
     try:

@@ -84,11 +84,6 @@ class Adapter(Plugin):
     stage = Stage.MODEL
     preserves = "method"
     resume_ignores = ("always",)
-    renamed_options: ClassVar[Mapping[str, str]] = {
-        "alpha": "lora_alpha",
-        "target": "target_modules",
-        "dropout": "lora_dropout",
-    }
     aliases: ClassVar[Mapping[str, str]] = {
         "lora_r": "r",
         "lora_alpha": "lora_alpha",

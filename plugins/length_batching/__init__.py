@@ -44,7 +44,6 @@ class LengthBatching(Plugin):
     name = "length_batching"
     stage = Stage.DATA
     preserves = "rounding"
-    former_names = ("cut",)
 
     class Options(PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(

@@ -24,9 +24,6 @@ from command_line import hwopt
         (["--profile", "cpu", "--rounds", "2"], 2, "--rounds"),
         (["--profile", "cpu", "--seconds", "0"], 2, "--seconds"),
         (["--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: cannot be written"),
-        (["--profile", "cpu", "--claims"], 2, "--profile cpu: no claims. `hwopt claims` lists those of all profiles"),
-        (["--claims", "--against", "cpu"], 2, "--claims takes the model of the profile: omit JOB"),
-        (["job.toml", "--claims"], 2, "--claims takes the model of the profile: omit JOB"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:

@@ -57,11 +57,6 @@ dtype = "bf16"
 [plugins.batch]
 train = 4
 gradient_accumulation_steps = 2
-[[claims]]
-what = "samples_per_second"
-against = "cpu"
-expect = [1.1, 1.2]
-source = "a table"
 """
 EXPORT = ("export", "job.toml", "--profile", "cpu", "--to", "accelerate")
 MOST_LINES = 12
@@ -424,14 +419,6 @@ WRONG_PROFILE = {
         "{ precision = [] }",
         "{ '' = {} }",
         "{ precision = { enabled = 1 } }",
-    ],
-    "claims": [
-        "3",
-        "{}",
-        "[3]",
-        "[{}]",
-        "[{ what = 'x', against = 'y', expect = [1], source = 'z' }]",
-        "[{ what = 'x', against = 'y', expect = [nan, 1], source = 'z' }]",
     ],
 }
 

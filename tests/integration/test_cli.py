@@ -27,7 +27,7 @@ def hwopt(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 def test_run_writes_a_folder_that_reproduces_it(tmp_path: Path) -> None:
     write_job(tmp_path)  # job.toml is the default job file
-    done = hwopt("run", "--profile", "rtx3070_8gb_batch32", cwd=tmp_path)
+    done = hwopt("run", "--profile", "rtx3070_8gb_batch16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in (
         "job: job.toml of this folder",
@@ -40,7 +40,7 @@ def test_run_writes_a_folder_that_reproduces_it(tmp_path: Path) -> None:
         "train_runtime",
     ):
         assert word in done.stdout
-    folder = tmp_path / "runs" / "job-rtx3070_8gb_batch32"
+    folder = tmp_path / "runs" / "job-rtx3070_8gb_batch16"
     names = {path.name for path in folder.iterdir()}
     assert {"job.toml", "profile.toml", "plan.json", "evidence.json", "metrics.jsonl", "status.json", "final"} <= names
     assert json.loads((folder / "status.json").read_text())["exit_code"] == 0

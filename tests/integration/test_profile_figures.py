@@ -9,12 +9,10 @@ import pytest
 from pinned_torch import with_pinned_torch
 from programs import program
 
-from hwopt.config.profile_files import profile_files
-from hwopt.memory.reference import reference_plan
 from hwopt.planning.inputs import Inputs
 
 FIGURES: Any = program("profile_figures")
-COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for name, path in profile_files().items()}
+COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for name, path in FIGURES.FILES.items()}
 STATED = {name: found[0] for name, found in COMMENTS.items() if found}
 
 
@@ -29,5 +27,5 @@ def test_planned_figures_are_current(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rtx3070_8gb", "rtx3090_24gb"])
 def test_reference_model_has_the_stated_size(name: str, tmp_path: Path) -> None:
     """BERT-base has 109.5 M parameters; with the demo's vocabulary it would have 92.2 M."""
-    plan = reference_plan(name, Inputs(), tmp_path)
+    plan = FIGURES.reference_plan(name, Inputs(), tmp_path)
     assert plan.model.parameters == pytest.approx(plan.profile.content.tuned_for.parameters, rel=0.002)

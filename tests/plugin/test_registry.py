@@ -86,7 +86,6 @@ def test_duplicate_name_names_both_entry_points() -> None:
     ("change", "expected"),
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
-        ({"leaner": len}, "plugin API 1; rename `leaner` to `memory_options`"),
         ({"replaces": ("model_steps",)}, "expected a slot or a key"),
         ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
         ({"name": "other"}, "must be the entry point's name"),

@@ -1,6 +1,7 @@
 """The order of kernels on each card, real kernels seen by the profiler, and the refusal of a kernel alone."""
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,7 +130,8 @@ def test_eager_with_other_kernels_is_refused():
 
 
 def test_profile_of_the_baseline_uses_eager_attention():
-    profile = load_profile("rtx3090_24gb_before", profile_files())
+    baseline = Path(__file__).parents[2] / "benchmarks" / "profiles" / "rtx3090_24gb_before.toml"
+    profile = load_profile(str(baseline), profile_files())
     assert dict(profile.plugin_tables())["sdpa"] == {"prefer": ["eager"]}
 
 

@@ -76,8 +76,13 @@ def test_long_lists_of_steps_are_shortened() -> None:
     assert list_steps(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
 
 
-def test_state_dict_has_the_keys_of_version_0_1() -> None:
-    state = {"skipped": 2, "in_a_row": 1, "lost": 3, "course": {"recent": [2.0, 1.5], "began": 2.0, "above": 4}}
+def test_state_dict_restores_counts_and_history() -> None:
+    state = {
+        "skipped_updates": 2,
+        "in_a_row": 1,
+        "nonfinite_losses": 3,
+        "history": {"recent": [2.0, 1.5], "first_level": 2.0, "above": 4},
+    }
     monitor = DivergenceMonitor()
     monitor.load_state_dict(state)
     assert (monitor.skipped_updates, monitor.in_a_row, monitor.nonfinite_losses) == (2, 1, 3)

@@ -38,6 +38,8 @@ enabled = false
 """
 OTHER = PROFILE.replace('"mine"', '"other"').replace("train = 4", "train = 8").replace("[plugins.tf32]\n", "")
 
+BASELINES = Path(__file__).parents[2] / "benchmarks" / "profiles"
+
 
 class Planner:
     """Plans variants of a tiny job for this machine."""
@@ -147,13 +149,14 @@ def test_profile_is_not_compared_with_itself(planner: Planner) -> None:
         planner.contest("mine.toml")
 
 
-def test_before_profile_is_the_default_baseline() -> None:
-    inputs = Inputs()
-    contest = contest_of(Variant("profile", "rtx3070_8gb"), None, inputs, None)
-    assert contest.baseline.profile == "rtx3070_8gb_before"
+def test_baseline_is_another_profile_or_none() -> None:
+    inputs, before = Inputs(), str(BASELINES / "rtx3070_8gb_before.toml")
+    contest = contest_of(Variant("profile", "rtx3070_8gb"), before, inputs, None)
+    assert contest.baseline.profile == before
     assert contest.changed() == ["precision", "optimizer", "batch", "dataloader", "schedule"]
-    plain = contest_of(Variant("profile", "rtx3070_8gb"), "none", inputs, None)
-    assert (plain.baseline.profile, plain.baseline_tables) == ("rtx3070_8gb", {})
+    for against in ("none", None):
+        plain = contest_of(Variant("profile", "rtx3070_8gb"), against, inputs, None)
+        assert (plain.baseline.profile, plain.baseline_tables) == ("rtx3070_8gb", {})
 
 
 def test_table_becomes_one_assignment(planner: Planner) -> None:

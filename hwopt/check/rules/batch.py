@@ -13,7 +13,8 @@ TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batc
 MOST_EVAL_RATIO = 4
 """Evaluation keeps no activations for a backward pass, so a few times the training batch fits."""
 ROWS_OF_A_STEP = ((10_000, 64), (1_000, 16), (0, 8))
-"""(rows of the data from which it counts, smallest usual step), the largest first. 002 recommends 64 to 128 for 20k rows."""
+"""(rows of the data from which it counts, smallest usual step), the largest first. 64 to 128 for 20k rows:
+docs/notes.md#rtx-3070-16-or-32-rows."""
 UNKNOWN_DATA_ROWS = 32
 """Smallest usual step if the data's size is unknown: Devlin et al. 2019, appendix A.3, fine-tune with 16 and 32."""
 TOKENS_OF_A_STEP = 8_192
@@ -23,7 +24,7 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 (Hu et al. 2022: 2e-4), and the factor beyond which a rate is far from it."""
 
 
-@rule("eval-batch", "warning", words=(EVAL,), source="002: evaluation batch 192 for training batch 16")
+@rule("eval-batch", "warning", words=(EVAL,), source="notes.md#rtx-3070-16-or-32-rows: 192 for a training batch of 16")
 def eval_batch(view: View, facts: Facts) -> Iterator[Finding]:
     """The evaluation batch is more than 4 times the training batch."""
     train, evaluation = view.number(TRAIN), view.number(EVAL)
@@ -36,7 +37,7 @@ def eval_batch(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("step-rows-small", "warning", words=(TRAIN,), source="002: effective batch 16 for 20k samples")
+@rule("step-rows-small", "warning", words=(TRAIN,), source="notes.md#rtx-3070-16-or-32-rows: effective batch 16 for 20k samples")
 def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer step has few rows for the size of the data."""
     train, effective = view.train_rows, view.effective_rows
@@ -61,7 +62,7 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("step-rows-changed", "warning", words=(TRAIN,), source="000, If OOM Occurs: 48 x 3 = 144 instead of 64 x 2 = 128")
+@rule("step-rows-changed", "warning", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: 48 x 3 = 144 instead of 64 x 2 = 128")
 def step_rows_changed(view: View, facts: Facts) -> Iterator[Finding]:
     """A smaller or larger batch, by its comment or an earlier line, changes the rows of an optimizer step."""
     before = former(view.settings[TRAIN]) if TRAIN in view else None
@@ -131,7 +132,7 @@ def batch_search(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("batch-power-of-two", "information", words=(TRAIN,), source="000: power of 2 = better GPU utilization")
+@rule("batch-power-of-two", "information", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: power of 2 is better")
 def batch_power_of_two(view: View, facts: Facts) -> Iterator[Finding]:
     """The batch is no power of two, which by itself costs nothing."""
     train = view.train_rows

@@ -26,7 +26,7 @@ CONDITION = re.compile(r"\b(if|or|could|would|may|can)\b", re.IGNORECASE)
 """A comment with such a word names an alternative."""
 
 
-@rule("comment-value", "warning", source="002, Comment Mismatch: comments say 96, the file sets 16")
+@rule("comment-value", "warning", source="notes.md#rtx-3070-16-or-32-rows: comments say 96, the file sets 16")
 def comment_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A comment says another value than the line below or before it."""
     for setting in view.settings.values():
@@ -99,7 +99,7 @@ def summary_claims(text: str, view: View) -> Iterator[tuple[str, str, str]]:
 SAVES = re.compile(r"\b(oom|out of memory|memory|vram)\b", re.IGNORECASE)
 
 
-@rule("checkpointing-off-for-memory", "warning", words=("gradient_checkpointing",), source="004, If you get OOM, Option 2")
+@rule("checkpointing-off-for-memory", "warning", words=("gradient_checkpointing",), source="notes.md#t4")
 def checkpointing_off_for_memory(view: View, facts: Facts) -> Iterator[Finding]:
     """A comment says that memory is saved by turning activation checkpointing off; it needs more."""
     setting = view.settings["gradient_checkpointing"]

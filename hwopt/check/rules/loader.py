@@ -22,7 +22,13 @@ def needs_workers(view: View, word: str, what: str, why: str) -> Finding:
     return Finding(word, f"{view.spelled(word)} is {what}.", why, view.line(WORKERS, 2))
 
 
-@rule("workers-cores", "warning", words=(WORKERS,), needs=("cores",), source="001: too many workers are a CPU bottleneck")
+@rule(
+    "workers-cores",
+    "warning",
+    words=(WORKERS,),
+    needs=("cores",),
+    source="notes.md#rtx-3070-48-rows: more workers load the CPU",
+)
 def workers_cores(view: View, facts: Facts) -> Iterator[Finding]:
     """More data-loading workers than CPU cores."""
     workers, ranks = view.number(WORKERS), view.ranks
@@ -72,7 +78,7 @@ def persistent_without_workers(view: View, facts: Facts) -> Iterator[Finding]:
         yield needs_workers(view, PERSISTENT, "true without workers", "The data loader stops: it has no worker to keep.")
 
 
-@rule("workers-restarted", "information", words=(PERSISTENT,), source="000, If Training is Slow: disable persistent workers")
+@rule("workers-restarted", "information", words=(PERSISTENT,), source="notes.md#rtx-3070-64-rows: disable persistent workers")
 def workers_restarted(view: View, facts: Facts) -> Iterator[Finding]:
     """Workers that are started again at each epoch."""
     if view.value(PERSISTENT) is False and view.number(WORKERS) != 0:

@@ -54,7 +54,7 @@ def spare(view: View, facts: Facts) -> str:
     "warning",
     words=("gradient_checkpointing",),
     needs=("card", "size"),
-    source="004: checkpointing on a T4 for BERT-base",
+    source="notes.md#t4: checkpointing on a T4 for BERT-base",
 )
 def checkpointing_needless(view: View, facts: Facts) -> Iterator[Finding]:
     """Activation checkpointing although the step fits without it."""
@@ -68,7 +68,13 @@ def checkpointing_needless(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("states-needless", "warning", words=("optim",), needs=("card", "size"), source="002: Don't need 8-bit with batch 16")
+@rule(
+    "states-needless",
+    "warning",
+    words=("optim",),
+    needs=("card", "size"),
+    source="notes.md#rtx-3070-16-or-32-rows: needless with 16 rows",
+)
 def states_needless(view: View, facts: Facts) -> Iterator[Finding]:
     """Optimizer states in 8 bit, or paged, although states in 32 bit fit."""
     name = str(view.value("optim"))

@@ -69,7 +69,7 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
             )
 
 
-@rule("not-a-value", "error", source='002: "16  ← Actually 16, not 96!"')
+@rule("not-a-value", "error", source='notes.md#rtx-3070-16-or-32-rows: "16  ← Actually 16, not 96!"')
 def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A value of the wrong type, such as text behind a number."""
     for each in unread_as(view, "unreadable"):
@@ -81,7 +81,7 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("key-twice", "warning", source="001: the file before and after in one block")
+@rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
 def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that the file gives twice; the last one counts."""
     for each in unread_as(view, "replaced"):

@@ -32,9 +32,7 @@ def fp16_and_bf16(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "bf16-card", "error", words=("bf16", "mixed_precision", "pure_bf16"), needs=("card",), source="004, GPU Architecture Support"
-)
+@rule("bf16-card", "error", words=("bf16", "mixed_precision", "pure_bf16"), needs=("card",), source="notes.md#t4")
 def bf16_card(view: View, facts: Facts) -> Iterator[Finding]:
     """bf16 on a card without it, such as T4 and V100."""
     if not (view.is_on("bf16") or view.is_on("pure_bf16") or view.value("mixed_precision") == "bf16"):
@@ -47,7 +45,13 @@ def bf16_card(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, f"bf16 {reason}.", effect, fix, on_card(view))
 
 
-@rule("tf32-card", "error", words=("tf32",), needs=("card",), source="004: its checklist has TF32 on a T4, its table has not")
+@rule(
+    "tf32-card",
+    "error",
+    words=("tf32",),
+    needs=("card",),
+    source="notes.md#t4: TF32 on a T4",
+)
 def tf32_card(view: View, facts: Facts) -> Iterator[Finding]:
     """TF32 on a card without it, such as T4 and V100."""
     if view.is_on("tf32") and (reason := missing("tf32", facts)):
@@ -83,7 +87,7 @@ def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
     "apex-level",
     "warning",
     words=("fp16_opt_level",),
-    source="transformers, fp16_opt_level; 000, Mixed Precision",
+    source="transformers, fp16_opt_level; notes.md#rtx-3070-64-rows",
     tools=("transformers", "llama-factory"),
 )
 def apex_level(view: View, facts: Facts) -> Iterator[Finding]:

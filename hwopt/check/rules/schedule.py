@@ -9,7 +9,7 @@ from hwopt.check.contract import Facts, Finding, rule
 from hwopt.interop.view import View
 
 LEAST, MOST = 0.03, 0.10
-"""000, "Warmup Ratio": 3 to 10 %."""
+"""docs/notes.md#rtx-3070-64-rows: 3 to 10 %."""
 
 
 def total_steps(view: View, facts: Facts) -> int | None:
@@ -32,7 +32,7 @@ def warmup(view: View, facts: Facts) -> tuple[str, float] | None:
     return ("warmup_ratio", ratio) if ratio and not steps else None
 
 
-@rule("warmup-share", "warning", words=("warmup_ratio", "warmup_steps"), source="000, Warmup Ratio: 3-10 %")
+@rule("warmup-share", "warning", words=("warmup_ratio", "warmup_steps"), source="notes.md#rtx-3070-64-rows: 3-10 %")
 def warmup_share(view: View, facts: Facts) -> Iterator[Finding]:
     """The warm-up is shorter than 3 % or longer than 10 % of the run."""
     found = warmup(view, facts)
