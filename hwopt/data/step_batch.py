@@ -122,6 +122,10 @@ class StepBatch:
         """The first rung at which every micro-batch is a single row."""
         return max(ceil(log2(part.rows)) for part in self.parts)
 
+    def largest_micro_batch(self, rung: int) -> int:
+        """Tokens of the largest micro-batch at `rung`, with padding."""
+        return max(ceil(part.rows / (1 << rung)) * part.width for part in self.parts)
+
     def pin_memory(self) -> StepBatch:
         """This batch with its buffers in pinned memory; called by the DataLoader."""
         return replace(self, buffers={key: buffer.pin_memory() for key, buffer in self.buffers.items()})

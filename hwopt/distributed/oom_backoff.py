@@ -1,7 +1,11 @@
 """Out-of-memory back-off: the same step again in smaller micro-batches, and larger ones again after enough quiet steps.
 
 No sample is lost or repeated; effective batch, schedule and step count stay. It costs only speed: each rung halves the rows of
-every micro-batch. Training and evaluation have a back-off each: one must not shrink the other (transformers#32215).
+every micro-batch. Training, evaluation and inference have a back-off each: one must not shrink the other
+(transformers#32215).
+
+Evaluation and inference sort by length, so one outlier comes first in every pass. Their rung holds for
+batches of its size only: `rung_for` does not split a batch that is no larger than what fitted.
 """
 
 from __future__ import annotations
@@ -15,10 +19,21 @@ from hwopt.errors import DoesNotFitError
 QUIET_STEPS = 200
 """Steps without running out of memory before one rung larger is tried; doubled each time that this fails."""
 
+QUIET_BATCHES = 20
+"""The same for evaluation and inference, where a failed try costs one forward pass."""
+
 MAX_RUNG = 20
 """More than any number of rows needs."""
 
-STATE = ("rung", "steps_since_oom", "quiet_steps_needed", "probation", "oom_count", "resorts_used")
+STATE = (
+    "rung",
+    "steps_since_oom",
+    "quiet_steps_needed",
+    "probation",
+    "fitting_tokens",
+    "oom_count",
+    "resorts_used",
+)
 """What a checkpoint holds."""
 
 
@@ -35,6 +50,8 @@ class OomBackoff:
     quiet_steps_needed: int = QUIET_STEPS
     probation: int = 0
     """Steps left in which running out of memory means that growing back was too early."""
+    fitting_tokens: int = 0
+    """Tokens of the largest micro-batch of an evaluation that fitted since memory last ran out."""
     oom_count: int = 0
     """How often the device ran out of memory."""
     resorts_used: int = 0
@@ -57,15 +74,30 @@ class OomBackoff:
         if self.rung:
             self.warn(f"{self.what} ran out of memory before the checkpoint: micro-batches have 1/{2**self.rung} of the rows")
 
-    def reduce(self, finest_rung: int, where: str, reason: str) -> None:
-        """Go to the next rung. Raises DoesNotFitError if every micro-batch is a single row already and nothing else helps."""
+    def rung_for(self, largest: Callable[[int], int]) -> int:
+        """The rung for a batch; `largest` returns the tokens of its largest micro-batch at a rung.
+
+        It is coarser than `rung` if micro-batches as large have fitted.
+        """
+        coarser = (rung for rung in range(self.rung) if largest(rung) <= self.fitting_tokens)
+        return next(coarser, self.rung)
+
+    def reduce(self, finest_rung: int, where: str, reason: str, tried: int | None = None) -> None:
+        """Go to the next rung after `tried` (default: `rung`) did not fit.
+
+        Raises DoesNotFitError if every micro-batch is a single row already and nothing else helps.
+        """
+        tried = self.rung if tried is None else tried
         self.oom_count += 1
-        if self.rung >= finest_rung:
+        self.fitting_tokens = 0
+        if tried >= finest_rung:
             self._use_last_resort(where, reason)
             return
-        if self.probation:
-            self.quiet_steps_needed *= 2
-        self.rung, self.steps_since_oom, self.probation = self.rung + 1, 0, 0
+        if tried == self.rung:
+            if self.probation:
+                self.quiet_steps_needed *= 2
+            self.rung, self.probation = self.rung + 1, 0
+        self.steps_since_oom = 0
         self.warn(
             f"{self.what} ran out of memory {where}: retrying the same rows in micro-batches of 1/{2**self.rung} of the rows. "
             f"The result stays the same, steps are slower. To start with this size, lower {self.option}. {reason}"
@@ -86,6 +118,17 @@ class OomBackoff:
         """Go to the next rung before an allocation fails, if there is one."""
         if self.rung < finest_rung:
             self.reduce(finest_rung, where, reason)
+
+    def batch_succeeded(self, rung: int, tokens: int) -> None:
+        """Count a batch of evaluation or inference that fitted at `rung`.
+
+        `tokens`: those of its largest micro-batch. A batch at a coarser rung than `self.rung` says
+        nothing about larger ones: it does not count as a quiet step.
+        """
+        if self.rung:
+            self.fitting_tokens = max(self.fitting_tokens, tokens)
+        if rung == self.rung:
+            self.step_succeeded()
 
     def step_succeeded(self) -> None:
         """Count a step without an error; after enough of them, try one rung larger."""

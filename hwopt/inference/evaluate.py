@@ -64,7 +64,12 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     dataset = StepDataset(store, collate)
     order = np.argsort(-store.lengths, kind="stable").tolist()
     batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
-    for _ in batches.run(order, lambda samples: add_rows(loaded, dataset, samples, metrics)):
+    lengths = store.lengths
+
+    def work(part: Sequence[int]) -> Sequence[int]:
+        return add_rows(loaded, dataset, part, metrics)
+
+    for _ in batches.run(order, lambda index: int(lengths[index]), work):
         pass
     skipped = len(rows.bad_rows.reasons)
     return EvaluationReport(

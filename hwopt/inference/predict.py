@@ -131,7 +131,7 @@ def predict_window(
         with loaded.inference():
             return predictor.predict({key: tensor.to(loaded.device) for key, tensor in batch.items()})
 
-    for part, values in batches.run(longest_first, work):
+    for part, values in batches.run(longest_first, lambda row: predictor.length(encoded[row]), work):
         results.update(zip(part, values, strict=True))
     nothing = (None,) * len(predictor.columns)
     return [results.get(row, nothing) for row in window]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hwopt.data.step_batch import StepBatch
-from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.system import signals
 from hwopt.tasks.metrics import GeneratedMetrics
@@ -22,11 +22,16 @@ from hwopt.training.run import Run
 
 
 class Evaluation:
-    """Evaluates a run. It has an out-of-memory back-off of its own: evaluation must not shrink the training batch."""
+    """Evaluates a run. Its own out-of-memory back-off never shrinks the training batch.
+
+    A batch is one step of that back-off. Each rank has its own rung: engines that can retry do not
+    meet within a batch.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn)
+        option = run.plan.batch_option("eval")
+        self.backoff = OomBackoff("Evaluation", option, run.warn, quiet_steps_needed=QUIET_BATCHES)
         if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), GeneratedMetrics):
             raise InputError("task.rouge: the engine of this plan cannot generate text while it trains. Remove task.rouge")
         self.details: dict[str, Any] = {}
@@ -90,10 +95,11 @@ class Evaluation:
 
     def _evaluate_batch(self, batch: StepBatch, metrics: Any) -> None:
         """Add every row of `batch` to `metrics` once; after running out of memory, continue at the first row not added."""
-        done = 0
+        done, rung = 0, 0
         while done < len(batch.lengths):
+            rung = self._rung_for(batch)
             try:
-                for rows in self._evaluate_rows(batch, metrics, done):
+                for rows in self._evaluate_rows(batch, metrics, rung, done):
                     done = rows
                 continue
             except torch.OutOfMemoryError as error:
@@ -101,12 +107,19 @@ class Evaluation:
                     raise
                 oom_message = first_line(error)
             free_memory(self.run.device)
-            self.backoff.reduce(batch.finest_rung, f"after step {self.run.step}", oom_message)
+            self.backoff.reduce(batch.finest_rung, f"after step {self.run.step}", oom_message, rung)
+        if self.run.engine.supports_retry:
+            self.backoff.batch_succeeded(rung, batch.largest_micro_batch(rung))
 
-    def _evaluate_rows(self, batch: StepBatch, metrics: Any, first_row: int) -> Iterator[int]:
+    def _rung_for(self, batch: StepBatch) -> int:
+        """The rung for `batch`. Ranks that meet within a batch never retry and share one rung."""
+        retries = self.run.engine.supports_retry
+        return self.backoff.rung_for(batch.largest_micro_batch) if retries else self.backoff.rung
+
+    def _evaluate_rows(self, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
         """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
         run = self.run
-        for micro_batch, _ in batch.micro_batches(self.backoff.rung, first_row):
+        for micro_batch, _ in batch.micro_batches(rung, first_row):
             run.heartbeat()
             outputs = run.inner_model(**micro_batch.inputs)
             if not batch.step.weightless:

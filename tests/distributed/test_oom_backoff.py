@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,6 +154,40 @@ def test_evaluation_has_its_own_backoff(tmp_path: Path) -> None:
     assert not any("Training" in warning for warning in recorder.warnings)
 
 
+class SmallEvaluations(Shortage):
+    """Evaluates at most 40 tokens at once, and keeps the rows of each micro-batch that fits."""
+
+    evaluated: ClassVar[list[int]] = []
+
+    def forward(self, module: Any, inputs: Any, output: Any) -> None:
+        if module.training:
+            return
+        if inputs[0].numel() > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.evaluated.append(len(inputs[0]))
+
+
+def test_an_outlier_makes_its_own_evaluation_batch_small_and_no_later_one(tmp_path: Path) -> None:
+    """In the same evaluation, in later ones and after a resume; memory runs out only once."""
+    registry = Registry()
+    registry.add(SmallEvaluations)
+    profile = tiny_profile(shortage={}, batch={"train": 4, "eval": 4})
+    recorder, sizes = Recorder(), SmallEvaluations.evaluated
+    texts = [" ".join(["red"] * 30), *["green tree"] * 11]
+    (tmp_path / "data").mkdir()
+    for steps in (2, 4):
+        sizes.clear()
+        job = tiny_job(tmp_path / "data", max_steps=steps, eval_steps=1, save_steps=1)
+        rows = [json.dumps({"text": text, "label": "other"}) for text in texts]
+        (tmp_path / "data" / "eval.jsonl").write_text("\n".join(rows))
+        plan = plan_for(profile, job, registry)
+        api.execute(plan, tmp_path / "run", recorder, cache=tmp_path / "cache", resume=steps == 4)
+        before_step_1 = [1, 1, 1, 1]
+        assert sizes == before_step_1 + [1, 1, 1, 1, 4, 4] * 2
+    short = [line for line in recorder.warnings if "Evaluation ran out of memory after" in line]
+    assert len(short) == 2, "4 rows, then 2 rows"
+
+
 def test_oom_with_single_rows_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"not even row by row.*max_length"):
         trained(tmp_path, lambda rows, call, backward: call > 4)
@@ -274,6 +308,22 @@ def test_backoff_recovers_with_hysteresis() -> None:
         assert backoff.rung == 0
         assert backoff.oom_count == 2
         assert len(messages) == 4
+
+
+def test_a_batch_that_was_not_split_fails_without_a_finer_rung_for_others() -> None:
+    with backoff_reporting_to([]) as backoff:
+        backoff.reduce(3, "here", "no room")
+        backoff.batch_succeeded(1, 400)
+        assert backoff.rung_for(lambda rung: 400 >> rung) == 0
+        assert backoff.rung_for(lambda rung: 401 >> rung) == 1
+        backoff.reduce(1, "here", "less room than before", tried=0)  # two rows that fitted before
+        assert backoff.rung_for(lambda rung: 400 >> rung) == backoff.rung == 1
+        for _ in range(2 * QUIET_STEPS):
+            backoff.batch_succeeded(0, 100)  # small batches are no evidence that larger ones fit
+        assert backoff.rung == 1
+        again = OomBackoff("Evaluation", "plugins.batch.eval", lambda message: None)
+        again.load_state_dict(backoff.state_dict())
+        assert again.state_dict() == backoff.state_dict()
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 6))
