@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from hwopt.report.throughput import Ratio, Unit, Window, rate, rate_ratio
 from hwopt.trials.candidates import Axis, Candidates, Failure, Forecast, Setting, with_choice
 from hwopt.trials.preparation_time import WAITS, PreparationTime
-from hwopt.trials.surrogate import Belief, Numbers, Surrogate
+from hwopt.trials.surrogate import Numbers, Posterior, Surrogate
 
 TRIALS = 12
 PLATEAU = 0.0015
@@ -181,13 +181,13 @@ class Search:
                 found = with_choice(found, number, self.start[number])
         return found if found in self.places and self.candidates.is_possible(found, best) else None
 
-    def expected_gains(self, computing: Belief, fastest: Trial, seconds: float) -> Numbers:
+    def expected_gains(self, computing: Posterior, fastest: Trial, seconds: float) -> Numbers:
         """(settings,) the part of the time that each is expected to gain on the fastest trial; 0 for what need not be tried.
 
         `seconds`: the expected time of that trial.
         """
         preparation = self.preparation_time()
-        gains = computing.improvement(np.log(np.maximum(preparation.target(self.workers, seconds), TINY)))
+        gains = computing.expected_improvement(np.log(np.maximum(preparation.target(self.workers, seconds), TINY)))
         # no setting is faster than its input
         gains = np.minimum(gains, np.log(seconds / np.clip(preparation.least(self.workers), TINY, seconds)))
         gains *= preparation.chance(self.workers, seconds)
@@ -203,13 +203,13 @@ class Search:
         gains[[self.places[trial.setting] for trial in self.trials]] = 0.0
         return gains
 
-    def computing(self) -> Belief:
+    def computing(self) -> Posterior:
         """What the trials tell of the time in which the loop computes, for all settings."""
         measured = [trial.measurement for trial in self.good]
         seconds = np.array([max(each.seconds * (1 - each.data_wait), TINY) for each in measured])
-        return self.surrogate.belief(self.settings, self.prior, self.places_of_good(), seconds)
+        return self.surrogate.posterior(self.settings, self.prior, self.places_of_good(), seconds)
 
-    def expected_seconds(self, computing: Belief) -> Numbers:
+    def expected_seconds(self, computing: Posterior) -> Numbers:
         """(trials that did not fail,) the time of each by the surrogate, with the wait that the trial measured."""
         waits = np.array([trial.measurement.data_wait for trial in self.good])
         seconds: Numbers = np.exp(computing.mean[self.places_of_good()]) / (1 - waits)

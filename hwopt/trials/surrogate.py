@@ -36,25 +36,25 @@ NOISE = 0.01
 
 
 @dataclass(frozen=True)
-class Belief:
-    """What is expected of each of a number of settings."""
+class Posterior:
+    """The posterior distribution of the time of each of a number of settings: normal, in the logarithm."""
 
     mean: Numbers
     """(settings,) the logarithm of the seconds."""
     deviation: Numbers
     """(settings,) its standard deviation."""
 
-    def improvement(self, on: Numbers) -> Numbers:
-        """The expected improvement on the logarithm of seconds `on`: how much less the time is, on average over the belief."""
-        distance = on - self.mean
+    def expected_improvement(self, incumbent: Numbers) -> Numbers:
+        """(settings,) how much lower than `incumbent` the logarithm of the time is expected to be, 0 where it is higher."""
+        distance = incumbent - self.mean
         ratio = distance / self.deviation
         density = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
-        improvement: Numbers = distance * below(ratio) + self.deviation * density
+        improvement: Numbers = distance * normal_cdf(ratio) + self.deviation * density
         return improvement
 
 
-def below(ratio: Numbers) -> Numbers:
-    """The probability that a standard normal number is below `ratio`."""
+def normal_cdf(ratio: Numbers) -> Numbers:
+    """The cumulative distribution function of the standard normal distribution."""
     found: Numbers = (1 + np.vectorize(math.erf, otypes=[np.float64])(ratio / math.sqrt(2))) / 2
     return found
 
@@ -66,27 +66,27 @@ class Surrogate:
         self.axes = axes
         self.scales = [axis.scale for axis in axes]
 
-    def belief(self, settings: NDArray[np.int64], prior: Numbers, measured: NDArray[np.int64], seconds: Numbers) -> Belief:
-        """What is expected of `settings` (settings, axes) after trials with `seconds` (trials,).
+    def posterior(self, settings: NDArray[np.int64], prior: Numbers, measured: NDArray[np.int64], seconds: Numbers) -> Posterior:
+        """The posterior of `settings` (settings, axes) after trials with `seconds` (trials,).
 
         `prior`: (settings,) the logarithm of the forecast of each, up to a constant. `measured`: (trials,) index of each trial's
         setting in `settings`.
         """
         tried = settings[measured]
         error = np.log(seconds) - prior[measured]
-        deviation = max(CHOICES, key=lambda deviation: self.likelihood(tried, error - error[0], deviation))
-        triangle = self.triangle(tried, deviation)
-        across = np.linalg.solve(triangle, self.kernel(tried, settings, deviation))
-        mean = prior + error[0] + across.T @ np.linalg.solve(triangle, error - error[0])
-        variance = self.variances(settings, deviation) - (across**2).sum(axis=0)
-        return Belief(mean, np.sqrt(np.maximum(variance, 1e-12)))
+        deviation = max(CHOICES, key=lambda deviation: self.log_likelihood(tried, error - error[0], deviation))
+        cholesky = self.cholesky(tried, deviation)
+        whitened = np.linalg.solve(cholesky, self.kernel(tried, settings, deviation))  # (trials, settings)
+        mean = prior + error[0] + whitened.T @ np.linalg.solve(cholesky, error - error[0])
+        variance = self.variances(settings, deviation) - (whitened**2).sum(axis=0)
+        return Posterior(mean, np.sqrt(np.maximum(variance, 1e-12)))
 
-    def likelihood(self, tried: NDArray[np.int64], error: Numbers, choice: float) -> float:
+    def log_likelihood(self, tried: NDArray[np.int64], error: Numbers, choice: float) -> float:
         """The logarithm of the likelihood of the trials, up to a constant, if choices have effects of the deviation `choice`."""
-        triangle = self.triangle(tried, choice)
-        return -float((np.linalg.solve(triangle, error) ** 2).sum() / 2 + np.log(np.diag(triangle)).sum())
+        cholesky = self.cholesky(tried, choice)
+        return -float((np.linalg.solve(cholesky, error) ** 2).sum() / 2 + np.log(np.diag(cholesky)).sum())
 
-    def triangle(self, tried: NDArray[np.int64], choice: float) -> Numbers:
+    def cholesky(self, tried: NDArray[np.int64], choice: float) -> Numbers:
         """The Cholesky factor (trials, trials) of the covariances of the trials."""
         covariances = self.kernel(tried, tried, choice) + NOISE**2 * np.eye(len(tried))
         return np.linalg.cholesky(covariances).astype(np.float64)
