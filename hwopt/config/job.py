@@ -122,19 +122,31 @@ Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds
 """The name of an installed task."""
 
 
+class ChangesLoss:
+    """Marks a key of [task] that changes the training loss: a plugin with a loss of its own ignores it."""
+
+
 class Task(Table):
     kind: Kind = "text-classification"
     """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
     class_weights: Annotated[
-        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen)
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen), ChangesLoss()
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     rouge: bool = False
     """Sequence-to-sequence: generate a text for each evaluation sample and compare it with the target, by ROUGE."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Annotated[float, ChangesLoss()] = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
+
+    @property
+    def loss_changes(self) -> dict[str, Any]:
+        """The keys that change the training loss, with their values, if they are set."""
+        marked = [
+            name for name, field in Task.model_fields.items() if any(isinstance(each, ChangesLoss) for each in field.metadata)
+        ]
+        return {name: value for name in marked if (value := getattr(self, name))}
 
 
 class Job(Table):

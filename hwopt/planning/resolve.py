@@ -102,7 +102,7 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
 
 def refuse_replaced_loss(job: Job, recipe: Recipe) -> None:
     """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
-    given = [key for key in ("class_weights", "label_smoothing") if getattr(job.task, key)]
+    given = list(job.task.loss_changes)
     if given and recipe.loss is not None:
         author = recipe.named(recipe.author_of("loss"))
         raise PluginError(

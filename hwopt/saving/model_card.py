@@ -149,9 +149,8 @@ def training_rows(run: SavableRun) -> Iterator[tuple[str, str]]:
     yield "rows per step", f"{run.batch.step:,}"
     yield "device", f"{run.world_size} x {run.plan.hardware.name}"
     yield "plugins", ", ".join(entry.name for entry in run.plan.applied())
-    for key in ("class_weights", "label_smoothing"):
-        if value := getattr(run.plan.job.task, key):
-            yield key, str(value)
+    for key, value in run.plan.job.task.loss_changes.items():
+        yield key, str(value)
     own = {"push_to_hub", "hub_model_id", "hub_private_repo", "max_steps"}
     for key, value in run.training.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude=own).items():
         yield key, str(value)
