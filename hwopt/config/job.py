@@ -44,6 +44,8 @@ class Data(Table):
     """One column, or two for pairs."""
     label: Columns = ("label",)
     """The column with the labels; several ones for regression and multi-label classification."""
+    decimal: Literal[".", ","] = "."
+    """The decimal separator of numbers that files hold as text, such as the targets of regression in a csv file."""
     label_delimiter: str = Field(default=",", min_length=1)
     """Multi-label classification: what separates the labels of a text."""
     image: str = "image"

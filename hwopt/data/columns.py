@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.chat import chat_columns
-from hwopt.data.decimal_comma import with_points
 from hwopt.data.image_folder import split_folders
+from hwopt.data.number_format import numbers_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,10 +40,10 @@ def label_column(table: pa.Table, named: bool) -> str | None:
     `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
     """
     columns: list[str] = table.column_names
-    for name in LABELS:
-        found = next((each for each in columns if each.lower() == name), None)
-        if found is not None and is_scalar(table, found) and len(table[found].unique()) >= 2:
-            return found
+    named_so = [each for name in LABELS for each in columns if each.lower() == name]
+    usable = [name for name in named_so if is_scalar(table, name) and classes(table, name) >= 2]
+    if usable:
+        return next((name for name in usable if not has_many_classes(table, name)), usable[0])
     if named and chat_columns(columns, None):
         return None
     prompts = {name for pair in PROMPTS if set(pair) <= set(columns) for name in pair}
@@ -95,19 +95,20 @@ def is_scalar(table: pa.Table, name: str) -> bool:
 
 
 def classes(table: pa.Table, name: str) -> int:
-    """The number of values of a column, without null."""
-    return sum(value is not None for value in table[name].unique().to_pylist())
+    """The number of values of a column, without empty cells."""
+    return sum(value is not None and value != "" for value in table[name].unique().to_pylist())
+
+
+def has_many_classes(table: pa.Table, name: str) -> bool:
+    """Whether a column has more values than labels usually have, as one of identifiers has."""
+    most: int = max(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
+    return classes(table, name) > most
 
 
 def is_fractional(table: pa.Table, name: str) -> bool:
     """Whether the values of a column are numbers of which one has a fraction: a measurement."""
-    fractional = False
-    for value in with_points(table[name].slice(0, EXAMINED).drop_null().to_pylist()):
-        try:
-            fractional |= not float(value).is_integer()
-        except (TypeError, ValueError, OverflowError):
-            return False
-    return fractional
+    numbers = numbers_of(table[name].slice(0, EXAMINED).to_pylist())
+    return any(not number.is_integer() for number in numbers or ())
 
 
 def mean_length(table: pa.Table, name: str) -> float:

@@ -75,24 +75,6 @@ def replace_invalid(text: str) -> str:
     return INVALID_BYTE.sub("\ufffd", text)
 
 
-WESTERN_LETTERS = frozenset("äöüßåæøéèêëàâáãçíìîïñóòôõœúùûÄÖÜÅÆØÉÈÊËÀÂÁÃÇÍÌÎÏÑÓÒÔÕŒÚÙÛ")
-WESTERN = WESTERN_LETTERS | frozenset("€£§°·•™®©«»„“”‚‘’–—…¿¡")
-
-
-def is_western(sample: bytes) -> bool:
-    """Whether `sample` reads as text of Western Europe in cp1252: some of its letters have accents, and little else is not ASCII.
-
-    chardet takes short ones with quotes of Windows or a euro sign for an encoding of DOS or of old Macs.
-    """
-    try:
-        text = sample.decode("cp1252")
-    except UnicodeDecodeError:
-        return False
-    marks = [letter for letter in text if not letter.isascii()]
-    known, letters = (sum(mark in group for mark in marks) for group in (WESTERN, WESTERN_LETTERS))
-    return known >= 0.98 * len(marks) and 2 * letters >= len(marks) and 3 * letters <= sum(map(str.isalpha, text))
-
-
 def refuse_misread(path: Path, encoding: str) -> None:
     """Raise DataError if an encoding of single bytes such as cp1252, in which every file can be read, is given for UTF-8."""
     single_bytes = len(bytes(range(256)).decode(encoding, "replace")) == 256
@@ -127,8 +109,6 @@ def likely_encoding(path: Path) -> str | None:
     guess = chardet.detect(sample)["encoding"] if sample else None
     name = None if guess is None else codecs.lookup(guess).name
     if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace"):
-        return "cp1252"
-    if name is not None and not name.startswith("cp125") and is_western(sample):
         return "cp1252"
     return None if name in ("utf-8", "ascii") else name
 

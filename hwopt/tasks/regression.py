@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import LABELS, is_fractional, text_of
-from hwopt.data.decimal_comma import with_points
+from hwopt.data.columns import EXAMINED, LABELS, is_fractional, text_of
+from hwopt.data.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column
 from hwopt.errors import DataError
@@ -64,11 +64,14 @@ class Regression(LabelledTexts):
         if not texts:
             return "no column looks like a text for regression; name it in the job with data.text"
         rank = 3 if found[0].lower() in LABELS else 1
-        return Recognised({"text": texts, "label": found[0]}, tuple(texts), f"column {found[0]!r} holds measurements", rank)
+        why, keys = f"column {found[0]!r} holds measurements", {"text": texts, "label": found[0]}
+        if decimal_of(table[found[0]].slice(0, EXAMINED).to_pylist()) == ",":
+            why, keys = f"{why} with a decimal comma", {**keys, "decimal": ","}
+        return Recognised(keys, tuple(texts), why, rank)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
         """A tuple with the targets of each row."""
-        return list(zip(*(read_numbers(rows, name) for name in job.data.label), strict=True))
+        return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The names of the target columns."""
@@ -127,18 +130,14 @@ SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
 
 
 def is_number(table: pa.Table, name: str) -> bool:
-    """Whether all values of the column are numbers."""
-    try:
-        values = [float(value) for value in with_points(table[name].slice(0, 2_000).drop_null().to_pylist()) if value != ""]
-    except (TypeError, ValueError, KeyError):
-        return False
-    return bool(values) and table.column_names.count(name) == 1
+    """Whether all values of the column are numbers, in one format; empty cells do not count."""
+    return table.column_names.count(name) == 1 and bool(numbers_of(table[name].slice(0, EXAMINED).to_pylist()))
 
 
-def read_numbers(rows: Rows, name: str) -> list[float]:
+def read_numbers(rows: Rows, name: str, decimal: Decimal) -> list[float]:
     """The number of each row in the column `name`. Rows without one are marked as bad, with 0 here.
 
-    Raises DataError for a column of another type.
+    Raises DataError for a column of another type, and for a number in another format than `decimal`.
     """
     import pyarrow as pa
 
@@ -149,15 +148,17 @@ def read_numbers(rows: Rows, name: str) -> list[float]:
     if not (text or numeric or pa.types.is_null(kind)):
         raise DataError(f"{rows.source}: column {name!r} holds {kind}, not numbers; choose another column with data.label")
     found = []
-    for row, value in enumerate(with_points(column.to_pylist())):
+    for row, value in enumerate(column.to_pylist()):
         try:
-            number = float(value)
+            number = number_of(value, decimal) if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
+            if isinstance(value, str) and (advice := wrong_format(value, decimal)):
+                what = f"{name!r} is {truncate(value)}, not a number with a decimal {NAMES[decimal]}"
+                raise DataError(f"{rows.places.at(row)}: {what}. {advice}") from None
             number = math.nan
         if not math.isfinite(number):
-            rows.mark_bad(
-                row, f"{name!r} is no number: {truncate(value)}" if value not in (None, "") else f"{name!r} has no value"
-            )
+            reason = "has no value" if value is None or value == "" else f"is not a number: {truncate(value)}"
+            rows.mark_bad(row, f"{name!r} {reason}")
             number = 0.0
         found.append(number)
     return found

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from hwopt.data.columns import has_many_classes, label_column
 from hwopt.data.conll_reader import looks_like_conll
 from hwopt.data.file_format import reading_notes
 from hwopt.errors import DataError
@@ -174,3 +176,16 @@ def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
     found = recognise(str(tmp_path / "my-train.jsonl"))
     assert found.held_out == {"eval": str(tmp_path / "my-dev.jsonl"), "test": str(tmp_path / "my-test.jsonl")}
     assert recognise(str(tmp_path / "my-dev.jsonl")).held_out == {}
+
+
+def test_column_of_identifiers_is_not_proposed_if_another_one_looks_like_a_label() -> None:
+    table = pa.table(
+        {
+            "text": [f"a text of row {n}" for n in range(900)],
+            "label": [f"{n:013}" for n in range(900)],
+            "category": [f"kind {n % 5}" for n in range(900)],
+        }
+    )
+    assert label_column(table, named=False) == "category"
+    assert label_column(table.drop_columns("category"), named=False) == "label", "named so, but doubtful"
+    assert has_many_classes(table, "label")

@@ -12,7 +12,6 @@ import pytest
 
 from hwopt.config.job import Data
 from hwopt.data.conll_reader import CONLL_EXTENSIONS
-from hwopt.data.decimal_comma import with_points
 from hwopt.data.file_format import read_any
 from hwopt.data.rows import ReadOptions
 from hwopt.data.sources import EXTENSIONS, configured, locate
@@ -190,23 +189,3 @@ GERMAN = "Der Käse ist schön, die Größe übel.\n"
 def test_likely_encoding(tmp_path: Path, text: str, encoding: str, likely: str) -> None:
     (tmp_path / "a.csv").write_text(text, encoding=encoding)
     assert likely_encoding(tmp_path / "a.csv") == likely
-
-
-@pytest.mark.parametrize(
-    ("values", "read"),
-    [
-        (["4,5", "3", "-0,25", "", None], ["4.5", "3", "-0.25", "", None]),
-        (["1.234,5", "12,0"], ["1234.5", "12.0"]),
-        (["1.234.567", "3,1"], ["1234567", "3.1"]),
-        (["1,234", "5,678"], None),
-        (["1,234", "12"], None),
-        (["4.5", "3,5"], None),
-        (["4,5", "three"], None),
-        (["4.5", "3"], None),
-        (["1,2,3", "4,5"], None),
-        ([4.5, 3], None),
-        ([], None),
-    ],
-)
-def test_decimal_commas_are_read_if_no_other_reading_is_possible(values: list[Any], read: list[Any] | None) -> None:
-    assert with_points(values) == (values if read is None else read)

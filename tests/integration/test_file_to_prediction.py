@@ -84,7 +84,7 @@ def test_windows_file_is_classified(tmp_path: Path) -> None:
 def test_decimal_commas_are_predicted_as_numbers(tmp_path: Path) -> None:
     write_german(tmp_path / "export.csv", "utf-8")
     said(tmp_path, "init", "export.csv", "--yes")
-    _, summary = train(tmp_path, "task.kind=regression", "data.label=Sterne")
+    _, summary = train(tmp_path, "task.kind=regression", "data.label=Sterne", "data.decimal=,")
     stars = [row % 50 / 10 for row in range(100)]
     mean = sum(stars) / len(stars)
     found = evaluated(tmp_path, "export.csv")
@@ -96,26 +96,17 @@ def test_decimal_commas_are_predicted_as_numbers(tmp_path: Path) -> None:
     assert found["r2"] == pytest.approx(1 - sum(errors) / sum((star - mean) ** 2 for star in stars), rel=1e-3)
 
 
-def test_decimal_commas_are_no_classes(tmp_path: Path) -> None:
-    write_german(tmp_path / "export.csv", "utf-8")
-    said(tmp_path, "init", "export.csv", "--yes")
-    done = hwopt("run", "job.toml", "--profile", "cpu", "--set", "data.label=Sterne", cwd=tmp_path)
-    assert done.returncode == 4
-    assert "export.csv:3: 'Sterne' is '0,1', a measurement; expected classes" in done.stderr
-    assert "task.kind = 'regression'" in done.stderr
-
-
 def test_rare_class_is_held_out_in_proportion_and_can_be_weighted(tmp_path: Path) -> None:
     rows = [{"text": f"{'spam offer' if row % 100 == 7 else 'a letter'} {row}", "label": row % 100 == 7} for row in range(900)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said(tmp_path, "init", "train.jsonl", "--yes")
     text, summary = train(tmp_path)
-    assert text.count("imbalanced labels: 'True' has 8 of 810 training samples (1.0%)") == 2  # at the start and at the end
-    assert {each["label"]: each["support"] for each in summary["best_eval_classes"]} == {"False": 89, "True": 1}
+    assert text.count("imbalanced labels: 'true' has 8 of 810 training samples (1.0%)") == 2  # at the start and at the end
+    assert {each["label"]: each["support"] for each in summary["best_eval_classes"]} == {"false": 89, "true": 1}
     weighted = ("--name", "weighted", "--max-steps", "1", "--set", "task.class_weights=balanced")
     said(tmp_path, "run", "job.toml", "--profile", "cpu", *weighted)
     log = (tmp_path / "runs" / "weighted" / "run.log").read_text(encoding="utf-8")
-    assert "class weights: 'False' 0.505, 'True' 50.6" in log
+    assert "class weights: 'false' 0.505, 'true' 50.6" in log
     assert "imbalanced" not in log
     assert [each["support"] for each in evaluated(tmp_path, "train.jsonl")["classes"]] == [891, 9]
     assert len(predicted(tmp_path, "train.jsonl", "out.jsonl")) == 900

@@ -59,8 +59,8 @@ def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, ROWS, train=str(source))
     assert len(prepared.train) == 101
     assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
-        "'score' is no number: 'None'",
-        "'score' is no number: 'inf'",
+        "'score' is not a number: 'None'",
+        "'score' is not a number: 'inf'",
     ]
 
 
@@ -68,7 +68,7 @@ def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"text": "a", "score": 1.5}] * 8, "every 'score' is 1.5; regression needs different values"),
-        ([{"text": "a", "score": "good"}] * 8, "none of its 8 rows can be used.*'score' is no number: 'good'"),
+        ([{"text": "a", "score": "good"}] * 8, "none of its 8 rows can be used.*'score' is not a number: 'good'"),
         ([{"text": "a", "score": [1.0]}] * 8, "column 'score' holds list<.*>, not numbers"),
         ([{"text": "a", "points": 1.0}] * 8, "has no column 'score'"),
     ],
@@ -103,3 +103,37 @@ def test_loss_is_the_sum_that_torch_averages() -> None:
 def test_column_of_fractions_is_recognised(rows: list[dict[str, Any]], kind: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert recognise(str(tmp_path / "rows.jsonl")).kind == kind
+
+
+def prices(path: Path, values: list[str]) -> str:
+    path.write_text("text;price\n" + "".join(f"text {n};{value}\n" for n, value in enumerate(values)))
+    return str(path)
+
+
+def test_all_files_of_a_job_have_one_number_format(tmp_path: Path) -> None:
+    train = prices(tmp_path / "train.csv", ["1234,50", "1500", "0,5", "12"] * 3)
+    held_out = prices(tmp_path / "eval.csv", ["0,100", "2"])
+    prepared = prepare(tmp_path, ROWS, train=train, eval=held_out, label="price", decimal=",")
+    assert prepared.train.array("labels").flatten().tolist()[:4] == pytest.approx([1234.5, 1500, 0.5, 12])
+    assert prepared.eval is not None
+    assert prepared.eval.array("labels").flatten().tolist() == pytest.approx([0.1, 2])
+
+
+@pytest.mark.parametrize(
+    ("decimal", "value", "message"),
+    [
+        (".", "1,5", r"eval\.csv:3: 'price' is '1,5', not a number with a decimal point\. Set data\.decimal = \",\""),
+        (",", "1.5", r"'price' is '1\.5', not a number with a decimal comma\. Set data\.decimal = \"\.\""),
+        (",", "1.234,50", r"'price' is '1\.234,50'.*Remove the separators between the thousands"),
+    ],
+)
+def test_number_in_another_format_is_an_error_with_the_key(tmp_path: Path, decimal: str, value: str, message: str) -> None:
+    train = prices(tmp_path / "train.csv", ["1", "2", "3"] * 4)
+    held_out = prices(tmp_path / "eval.csv", ["1", value])
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, ROWS, train=train, eval=held_out, label="price", decimal=decimal)
+
+
+def test_init_proposes_the_decimal_comma_and_ignores_empty_cells(tmp_path: Path) -> None:
+    found = recognise(prices(tmp_path / "train.csv", ["1234,5", "", "0,5", "12"] * 30))
+    assert (found.kind, found.keys["label"], found.keys["decimal"]) == ("regression", "price", ",")

@@ -1,0 +1,72 @@
+"""Numbers written as text: one format for all files of a job, a decimal point or a decimal comma (`data.decimal`).
+
+Nothing is guessed when a run reads its data: "1,500" and "1.500" mean different numbers in different countries.
+`hwopt init` proposes the format that it sees, and writes it into the job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from hwopt.text import truncate
+
+Decimal = Literal[".", ","]
+
+NUMBER = re.compile(r"[+-]?([0-9]{1,300}(\.[0-9]{0,300})?|\.[0-9]{1,300})([eE][+-]?[0-9]{1,3})?")
+OTHER_FORMAT = re.compile(r"[+-]?[0-9][0-9.,']*[0-9]")
+"""Digits with separators: a number in another format than that of the job."""
+THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+")
+"""Also an English number with commas between the thousands."""
+
+
+def is_number(text: str, decimal: Decimal) -> bool:
+    """Whether `text` is a number with this decimal separator and without others."""
+    if decimal == ",":
+        return "." not in text and NUMBER.fullmatch(text.strip().replace(",", ".", 1)) is not None
+    return NUMBER.fullmatch(text.strip()) is not None
+
+
+def number_of(text: str, decimal: Decimal) -> float:
+    """The number that `text` holds. Raises ValueError if it is not a number of this format."""
+    if not is_number(text, decimal):
+        raise ValueError(f"{truncate(text)} is not a number with a decimal {NAMES[decimal]}")
+    return float(text.strip().replace(",", "."))
+
+
+NAMES: dict[Decimal, str] = {".": "point", ",": "comma"}
+
+
+def wrong_format(text: str, decimal: Decimal) -> str:
+    """What to set if `text` is a number in another format than `decimal`; "" if it is not a number in any format."""
+    if not OTHER_FORMAT.fullmatch(text.strip()):
+        return ""
+    other: Decimal = "," if decimal == "." else "."
+    if is_number(text, other):
+        return f'Set data.decimal = "{other}" if all files of the job have a decimal {NAMES[other]}'
+    return "Remove the separators between the thousands"
+
+
+def decimal_of(values: Iterable[Any]) -> Decimal | None:
+    """The decimal separator of a column in which all texts are numbers of one format; None for other columns.
+
+    A column with commas that could all separate thousands is not recognised.
+    """
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    if all(is_number(text, ".") for text in texts):
+        return "."
+    certain = any("," in text and not THOUSANDS.fullmatch(text.strip()) for text in texts)
+    return "," if certain and all(is_number(text, ",") for text in texts) else None
+
+
+def numbers_of(values: Iterable[Any]) -> list[float] | None:
+    """The numbers of a column, without empty cells; None if a value is not a number."""
+    given = [value for value in values if value is not None and value != ""]
+    decimal = decimal_of(given)
+    if decimal is None:
+        return None
+    try:
+        return [number_of(value, decimal) if isinstance(value, str) else float(value) for value in given if str(value).strip()]
+    except (TypeError, ValueError, OverflowError):
+        return None
