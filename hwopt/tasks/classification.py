@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.number_format import numbers_of
 from hwopt.data.rows import Rows
 from hwopt.data.token_store import split_by_label
 from hwopt.errors import DataError
@@ -72,7 +73,12 @@ class Classification(WeightedClasses):
             raise DataError(f"{rows.source}: every {column!r} is {names[0]!r}; classification needs at least two classes")
         many = len(names) * 2 > len(samples.labels) > 8
         note = f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"
-        return Named(names, (note,) if many else ())
+        notes = [note] if many else []
+        if any(not number.is_integer() for number in numbers_of(names) or ()):
+            notes.append(
+                f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"
+            )
+        return Named(names, tuple(notes))
 
     def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
         """The class number of each sample, int64 (samples,)."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.decimal_comma import with_points
+from hwopt.data.number_format import is_number
 from hwopt.data.rows import Rows
 from hwopt.data.tables import find_column, string_values
 from hwopt.errors import DataError, InputError
@@ -19,18 +18,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
-NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
-
-
-MAX_FRACTIONAL = 0.1
-"""Above this share of numbers with a fractional part, a column holds measurements instead of classes."""
-
 
 def read_labels(rows: Rows, name: str) -> list[str]:
-    """The label of each row, as a string. Integers have one form, however they are written (1, 1.0, "1").
+    """The label of each row: its text, exactly as in the file. "01", "1" and "1.0" are three labels.
 
-    Rows without a label are marked as bad, with "" here. Raises DataError for measurements (0.37).
+    Typed columns have no spelling: there the integer 3 and the float 3.0 are the label "3", and True is "true".
+    Rows without a label are marked as bad, with "" here. Raises DataError for a column of fractions.
     """
     import pyarrow as pa
 
@@ -43,8 +36,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         lists = "; for lists of labels set task.kind = 'multi-label-classification'" if pa.types.is_list(kind) else ""
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
-    given: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
-    values = with_points(given)
+    values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     for row, value in enumerate(values):
         original = rows.non_strings.get(name, {}).get(row)
         if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
@@ -53,21 +45,21 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         elif isinstance(original, list | dict):
             rows.mark_bad(row, f"{name!r} is not a label: {truncate(original)}")
             values[row] = None
-    present = [value for value in values if value is not None]
+        elif isinstance(value, float) and not value.is_integer():
+            raise DataError(
+                f"{rows.places.at(row)}: {name!r} is {value}, a measurement; expected classes. "
+                "Choose another column with data.label, or set task.kind = 'regression'"
+            )
     if classes:
         return ["" if value is None else classes[value] for value in values]
-    if pa.types.is_floating(kind) or (text and all(map(NUMBER.fullmatch, present))):
-        fractional = [row for row, value in enumerate(values) if value is not None and float(value) % 1]
-        for row in fractional:
-            if len(fractional) > MAX_FRACTIONAL * len(present) or rows.bad_rows.strict:
-                raise DataError(
-                    f"{rows.places.at(row)}: {name!r} is {truncate(given[row])}, a measurement; expected classes. "
-                    "Choose another column with data.label, or set task.kind = 'regression'"
-                )
-            rows.mark_bad(row, f"{name!r} is a measurement, not a class: {truncate(given[row])}")
-            values[row] = None
-        return ["" if value is None else integer_text(value) for value in values]
-    return ["" if value is None else str(value) for value in values]
+    return ["" if value is None else label_text(value) for value in values]
+
+
+def label_text(value: Any) -> str:
+    """The label of a cell: a text as it is, a whole number without a fraction, a boolean as JSON writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(int(value) if isinstance(value, float) else value)
 
 
 def one_label_column(job: Job) -> str:
@@ -75,11 +67,6 @@ def one_label_column(job: Job) -> str:
     if len(job.data.label) > 1:
         raise ValueError(f"data.label: {job.task.kind} takes one column, got {listing(job.data.label)}")
     return job.data.label[0]
-
-
-def integer_text(value: Any) -> str:
-    """The integer `value`, given as a number or a string, in its shortest form."""
-    return str(int(value) if isinstance(value, str) and INTEGER.fullmatch(value) else int(float(value)))
 
 
 def class_names(table: pa.Table, name: str) -> list[str] | None:
@@ -93,15 +80,15 @@ def class_names(table: pa.Table, name: str) -> list[str] | None:
 
 
 def label_order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
-    """The labels that occur, by number: in the order of the model or the data set, else sorted (integers by value)."""
+    """The labels that occur, by number: in the order of the model or the data set, else sorted (numbers by value)."""
     found = set(labels)
     own = [name for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
     if len(own) == len(found) and set(own) == found:
         return tuple(own)
     if classes:
         return tuple(name for name in classes if name in found)
-    if all(map(INTEGER.fullmatch, found)):
-        return tuple(sorted(found, key=int))
+    if all(is_number(label, ".") for label in found):
+        return tuple(sorted(found, key=lambda label: (float(label), label)))
     return tuple(sorted(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import classes, label_column, text_of
+from hwopt.data.columns import classes, has_many_classes, label_column, text_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts, uses_two_types
 from hwopt.tasks.prediction import Generation, Predictor, Trained
@@ -31,6 +31,8 @@ class TextClassification(Classification, LabelledTexts):
         if not texts:
             return "no column looks like a text for text-classification; name it in the job with data.text"
         why = f"column {label!r} has {classes(table, label):,} values"
+        if has_many_classes(table, label):
+            why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:

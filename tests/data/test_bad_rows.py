@@ -149,14 +149,6 @@ def test_rows_over_several_lines_are_numbered_by_their_first_line(tmp_path: Path
     assert texts == ["[CLS] two lines [SEP]", "[CLS] last [SEP]", "[CLS] more lines [SEP]"]
 
 
-def test_float_label_among_classes_is_a_bad_row(tmp_path: Path) -> None:
-    source = tmp_path / "a.csv"
-    source.write_text("text,label\n" + "".join(f"t{n},{n % 2}\n" for n in range(20)) + "x,0.37\n", encoding="utf-8")
-    found = prepare(str(source), tmp_path)
-    assert found.label_names == ("0", "1")
-    assert found.bad_rows[0]["left_out"] == [{"line": 22, "why": "'label' is a measurement, not a class: '0.37'"}]
-
-
 def test_note_lists_up_to_five_lines_and_counts_reasons() -> None:
     bad_rows = BadRows("a.csv", "line", strict=False, max_fraction=1.0)
     bad_rows.add(1_700, "has no text")
