@@ -44,7 +44,7 @@ from hwopt.plugin.registry import Registry
 from hwopt.runs.execute import execute
 from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
-from hwopt.system.ranks import local_rank, rank_and_world
+from hwopt.system.ranks import local_rank, local_ranks, rank_and_world
 from hwopt.tasks.prediction import Generation
 from hwopt.tasks.preview import Preview, preview_sample
 from hwopt.tasks.recognition import DataColumns, recognise
@@ -78,7 +78,7 @@ def resolve(
     """
     inputs = inputs or Inputs(registry)
     cache = cache or cache_folder()
-    machine = detect(local_rank(os.environ))
+    machine = detect(local_rank(os.environ), local_ranks(os.environ, world_size))
     if hardware == "detected" and machine.problem and machine.device_type == "cuda":
         raise InputError(machine.problem)
     reason = ""
@@ -111,6 +111,9 @@ def resolve(
     if plan.chose:
         plan = planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {}))
     notes = [f"profile auto: {reason}"] if reason else []
+    if machine.different_cards:
+        cards = ", ".join(machine.different_cards)
+        notes.append(f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it")
     notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
     if model.config is not None and (unread := unread_keys(config, model.config)):
         notes.append(f"model.config: {config.model_type} does not read {listing(unread)}; ignored")

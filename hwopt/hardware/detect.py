@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
-from hwopt.hardware.device import GIB, Hardware
+from hwopt.hardware.device import GIB, Hardware, weakest
 from hwopt.hardware.torch_build import torch_problem
 
 PACKAGES = (
@@ -20,35 +20,42 @@ PACKAGES = (
 )
 
 
-def detect(index: int = 0) -> Hardware:
+def detect(index: int = 0, local_ranks: int = 1) -> Hardware:
     """The hardware of this machine: the visible CUDA device `index`, or the CPU. Imports torch.
 
-    Its `problem` tells if the installed torch cannot use the NVIDIA cards of this machine.
+    With several `local_ranks`, rank n uses device n. If their cards differ, the result is the weakest of them in each
+    respect. Its `problem` tells if the installed torch cannot use the NVIDIA cards of this machine.
     """
     import torch
 
     host = replace(detect_host(), problem=torch_problem(index))
     if not torch.cuda.is_available():
         return host
-    index = index if index < torch.cuda.device_count() else 0
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
+    count = torch.cuda.device_count()
+    index = index if index < count else 0
     release_unused_memory()
     free, total = torch.cuda.mem_get_info(index)
-    return Hardware(
+    own = card(index, free, total, host)
+    # mem_get_info creates a context on the device, so the free memory of other ranks' cards is not asked
+    others = [other for other in range(min(local_ranks, count)) if other != index]
+    totals = [torch.cuda.get_device_properties(other).total_memory for other in others]
+    return weakest([own, *(card(other, free, size, host) for other, size in zip(others, totals, strict=True))])
+
+
+def card(index: int, free: int, total: int, host: Hardware) -> Hardware:
+    """The CUDA device `index` in the machine `host`, with at most `free` of its `total` bytes free."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return replace(
+        host,
         device_type="cuda",
         name=properties.name,
         memory_gib=round(total / GIB, 2),
-        free_memory_gib=round(free / GIB, 2),
+        free_memory_gib=round(min(free, total) / GIB, 2),
         count=torch.cuda.device_count(),
-        compute_capability=capability,
+        compute_capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
-        cpu_cores=host.cpu_cores,
-        cpu_memory_gib=host.cpu_memory_gib,
-        cpu_features=host.cpu_features,
-        compiler=host.compiler,
-        system=host.system,
-        problem=host.problem,
     )
 
 

@@ -7,6 +7,7 @@ of torch's scaled_dot_product_attention (aten/src/ATen/native/transformers/cuda/
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -78,7 +79,10 @@ class Capability:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine: `count` equal devices and their host. Memory in GiB (2**30 bytes)."""
+    """One machine: `count` devices and their host. Memory in GiB (2**30 bytes).
+
+    If the ranks of this machine use different cards, the fields describe the least of them each (`weakest`).
+    """
 
     device_type: Literal["cuda", "cpu"]
     name: str
@@ -100,6 +104,8 @@ class Hardware:
     """Streaming multiprocessors of the GPU; 0 if unknown, and for a CPU."""
     memory_limit_gib: float | None = None
     """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
+    different_cards: tuple[str, ...] = ()
+    """The cards of the ranks if they differ: "Tesla T4 (14.56 GiB, compute capability 7.5)"."""
 
     @property
     def architecture(self) -> str:
@@ -141,6 +147,27 @@ class Hardware:
                     False,
                     f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU",
                 )
+
+
+def weakest(cards: Sequence[Hardware]) -> Hardware:
+    """The least memory, capability and multiprocessors of `cards`: every rank must be able to run the same plan.
+
+    It has the name of the card with the least memory, of equal ones that with the lowest compute capability.
+    """
+    kinds = {(card.name, card.memory_gib, card.compute_capability) for card in cards}
+    if len(kinds) == 1:
+        return cards[0]
+    capabilities = [card.compute_capability for card in cards if card.compute_capability is not None]
+    least = min(cards, key=lambda card: (card.memory_gib, card.compute_capability or (0, 0)))
+    return replace(
+        least,
+        free_memory_gib=min(card.free_memory_gib for card in cards),
+        compute_capability=min(capabilities, default=None),
+        multiprocessors=min(card.multiprocessors for card in cards),
+        different_cards=tuple(
+            f"{card.name} ({card.memory_gib:g} GiB, compute capability {card.capability_text})" for card in cards
+        ),
+    )
 
 
 def multiprocessors(name: str) -> int:

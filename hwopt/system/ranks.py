@@ -16,6 +16,11 @@ def local_rank(environment: Mapping[str, str]) -> int:
     return environment_number(environment, "LOCAL_RANK", 0)
 
 
+def local_ranks(environment: Mapping[str, str], world_size: int) -> int:
+    """Return the number of ranks on this host: what the launcher says, else all of `world_size`."""
+    return environment_number(environment, "LOCAL_WORLD_SIZE", world_size)
+
+
 def rank_and_world(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return (rank, number of ranks); (0, 1) without a launcher. Raises InputError if a variable is not valid."""
     rank, world_size = environment_number(environment, "RANK", 0), environment_number(environment, "WORLD_SIZE", 1)

@@ -29,6 +29,7 @@ from hwopt.system import garbage
 from hwopt.tasks.registry import make_task
 from hwopt.text import truncate
 from hwopt.training import randomness
+from hwopt.training.agreement import refuse_different_plans
 from hwopt.training.listener import Listener
 from hwopt.training.loaders import build_loaders, end_workers
 from hwopt.training.optimizer import build_optimizer
@@ -61,6 +62,7 @@ def build(
             stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
         stack.callback(reset_accelerate, accelerator)
+        refuse_different_plans(plan, accelerator)
         if plan.hardware.memory_limit_gib is not None:
             stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
         listener = listener or Listener()

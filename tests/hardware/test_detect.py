@@ -6,7 +6,7 @@ import pytest
 
 from hwopt.errors import InputError
 from hwopt.hardware.detect import cgroup_memory, detect, detect_software
-from hwopt.hardware.device import GIB, Hardware, described, with_memory_limit
+from hwopt.hardware.device import GIB, Hardware, described, weakest, with_memory_limit
 
 CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
@@ -79,3 +79,22 @@ def test_container_memory_is_the_smallest_cgroup_limit(version: int, tmp_path: P
             (place / f"memory.{name}").write_text(str(value))
     assert cgroup_memory(groups, own) == (32 * GIB, 4 * GIB)
     assert cgroup_memory(groups, tmp_path / "nothing") == (None, 0)
+
+
+def test_different_cards_are_planned_as_the_least_of_both() -> None:
+    t4, rtx3090 = described("Tesla T4", (7, 5), 14.56), described("NVIDIA GeForce RTX 3090", (8, 6), 23.7)
+    for found in (weakest([t4, rtx3090]), weakest([rtx3090, t4])):
+        assert (found.name, found.memory_gib, found.compute_capability) == ("Tesla T4", 14.56, (7, 5))
+        assert set(found.different_cards) == {
+            "Tesla T4 (14.56 GiB, compute capability 7.5)",
+            "NVIDIA GeForce RTX 3090 (23.7 GiB, compute capability 8.6)",
+        }
+    v100 = described("Tesla V100-SXM2-32GB", (7, 0), 31.7)
+    mixed = weakest([v100, rtx3090])
+    assert (mixed.memory_gib, mixed.compute_capability, mixed.multiprocessors) == (23.7, (7, 0), 80)
+
+
+def test_equal_cards_are_one_card() -> None:
+    cards = [described("Tesla T4", (7, 5), 14.56) for _ in range(4)]
+    assert weakest(cards) == cards[0]
+    assert weakest(cards).different_cards == ()
