@@ -3,8 +3,10 @@
 The documents of a step fill rows of similar length. The positions of each document start at 0, and it attends only to itself:
 decoders in transformers derive this mask from the position ids, encoders get the mask as input. Classifiers read the first token
 of each document. With the flash-attn package a row needs no mask (`kernel`).
-Before step 1 the outputs of packed documents are compared with the outputs of the same documents in separate rows. A model whose
-documents attend to each other is rejected. No key-value cache is used: packing leaks with one (transformers#46634).
+Whether a model keeps documents apart is tried in float32 when its facts are read (hwopt/model/packing.py); a model
+that does not is skipped. Before step 1 the outputs of packed documents are compared with those of separate rows, in
+the run's precision: this finds what the run does to the model, such as other positions or another kernel.
+No key-value cache is used: packing leaks with one (transformers#46634).
 
 Source: Krell et al. 2021 (arXiv:2107.02027); DataCollatorWithFlattening of transformers.
 Hardware: any.
@@ -192,9 +194,8 @@ class Pack(Plugin):
         model = context.model
         if context.task.inputs == "images":
             return Decision.skip("images of one size need no padding")
-        if not model.supports_packing:
-            missing = "position ids" if model.is_decoder else "position ids and a mask per document"
-            return Decision.skip(f"{model.architecture} does not accept {missing}: packed documents would attend to each other")
+        if model.packing_problem:
+            return Decision.skip(f"{model.architecture} {model.packing_problem}")
         if model.is_decoder and context.task.target == "sample":
             return Decision.skip(
                 f"{model.architecture} classifies the last token of a row, and packed rows have several documents"
