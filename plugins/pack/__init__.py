@@ -26,8 +26,12 @@ from pydantic import Field
 from hwopt.errors import PluginError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
-TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
-"""Largest difference between packed and separate outputs, as a fraction of the largest output."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.03
+"""Largest norm of the difference between packed and separate outputs / the norm of the outputs.
+
+Measured with attention across documents: 0.14 to 1.1. A maximum would also count single tokens that
+rounding sends to another expert.
+"""
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
 """Architectures whose positions start at the id of the padding token plus one."""
 
@@ -143,8 +147,8 @@ def refuse_leaks(run: RunView) -> None:
         found, expected = packed, torch.cat(separate)
     in_fp32 = next(run.inner_model.parameters()).dtype == torch.float32
     full = in_fp32 and run.recipe.accelerator.get("mixed_precision", "no") == "no"
-    limit = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.abs().max())
-    if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
+    limit = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.norm())
+    if found.shape != expected.shape or not float((found - expected).norm()) <= limit:
         raise PluginError(leak_message(run, "outputs of packed documents differ from those in separate rows"))
 
 

@@ -126,9 +126,11 @@ def test_logits_of_a_packed_row_match_its_documents(model_type: str, tmp_path: P
     assert torch.allclose(together, each, atol=1e-5)
 
 
-def test_leak_between_documents_is_refused(tmp_path: Path) -> None:
-    """Without position ids per document, attention crosses documents. Such a model is refused before step 1."""
-    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", "llama", TINY_LLAMA, "causal-lm"))
+@pytest.mark.parametrize("precision", [{}, {"dtype": "bf16"}, {"dtype": "bf16", "level": "O2"}])
+def test_leak_between_documents_is_refused(precision: dict[str, str], tmp_path: Path) -> None:
+    """Without position ids per document, attention crosses documents: refused before step 1."""
+    tables = {"pack": {}} | ({"precision": precision} if precision else {})
+    plan = plan_for(tiny_profile(**tables), job_of(tmp_path / "data", "llama", TINY_LLAMA, "causal-lm"))
 
     def forget_positions(model: Any, run: Any) -> Any:
         forward = model.forward
