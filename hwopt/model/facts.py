@@ -19,6 +19,7 @@ from hwopt.config.task_kinds import task_facts
 from hwopt.errors import InputError
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import config_error_text
+from hwopt.model.packing import packing_problem
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import truncate
 
@@ -47,8 +48,8 @@ class ModelFacts:
     attention_dropout: float
     prebuilt_mask: bool = False
     """Accepts a four-dimensional attention mask unchanged (the class builds its masks with transformers.masking_utils)."""
-    supports_packing: bool = False
-    """Keeps packed documents of a row apart: accepts position ids, and derives masks from them or accepts a prebuilt mask."""
+    packing_problem: str = "is not known to keep packed documents apart"
+    """Why the documents of a packed row cannot be kept apart (`hwopt.model.packing`); "" if they can."""
     logit_transform: str | None = None
     """Causal language models: how logits change after the output layer, or why that is unknown; None if they do not."""
     operations: int = 0
@@ -134,7 +135,7 @@ def model_class(config: PretrainedConfig, kind: str) -> type:
     return chosen
 
 
-FORMAT = 2
+FORMAT = 3
 """Of the cached facts; increase it when they are read in another way."""
 
 
@@ -185,7 +186,6 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
     # T5 adds its mask to a bias; cross-attention takes the mask too
     encoder = not decoder and not task.encoder_decoder
     prebuilt_mask = encoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
-    takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
     longest = positions if isinstance(positions, int) and positions > 0 else None
     cost = forward_cost(model, longest) or ForwardCost(0, 0.0, 0.0)
     dropouts = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")  # the last one: T5
@@ -205,7 +205,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
         attention_dropout=float(next((getattr(text, key) for key in dropouts if getattr(text, key, None) is not None), 0.0)),
         # models with a sliding window need the two-dimensional mask to make their second mask
         prebuilt_mask=prebuilt_mask,
-        supports_packing=takes_positions and ("create_causal_mask(" in source if decoder else prebuilt_mask),
+        packing_problem=packing_problem(model, config, decoder, prebuilt_mask),
         logit_transform=logit_transform(model) if task_facts(kind).decoder else None,
         **cost._asdict(),
         other_weights=other_weights(model),

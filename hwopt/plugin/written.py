@@ -34,7 +34,7 @@ LARGE_DECODER = ModelFacts(
     supports_checkpointing=True,
     attention_dropout=0.0,
     prebuilt_mask=True,
-    supports_packing=True,
+    packing_problem="",
 )
 
 

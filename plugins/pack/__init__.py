@@ -3,8 +3,10 @@
 The documents of a step fill rows of similar length. The positions of each document start at 0, and it attends only to itself:
 decoders in transformers derive this mask from the position ids, encoders get the mask as input. Classifiers read the first token
 of each document. With the flash-attn package a row needs no mask (`kernel`).
-Before step 1 the outputs of packed documents are compared with the outputs of the same documents in separate rows. A model whose
-documents attend to each other is rejected. No key-value cache is used: packing leaks with one (transformers#46634).
+Whether a model keeps documents apart is tried in float32 when its facts are read (hwopt/model/packing.py); a model
+that does not is skipped. Before step 1 the outputs of packed documents are compared with those of separate rows, in
+the run's precision: this finds what the run does to the model, such as other positions or another kernel.
+No key-value cache is used: packing leaks with one (transformers#46634).
 
 Source: Krell et al. 2021 (arXiv:2107.02027); DataCollatorWithFlattening of transformers.
 Hardware: any.
@@ -24,8 +26,12 @@ from pydantic import Field
 from hwopt.errors import PluginError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
-TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
-"""Largest difference between packed and separate outputs, as a fraction of the largest output."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.03
+"""Largest norm of the difference between packed and separate outputs / the norm of the outputs.
+
+Measured with attention across documents: 0.14 to 1.1. A maximum would also count single tokens that
+rounding sends to another expert.
+"""
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
 """Architectures whose positions start at the id of the padding token plus one."""
 
@@ -141,8 +147,8 @@ def refuse_leaks(run: RunView) -> None:
         found, expected = packed, torch.cat(separate)
     in_fp32 = next(run.inner_model.parameters()).dtype == torch.float32
     full = in_fp32 and run.recipe.accelerator.get("mixed_precision", "no") == "no"
-    limit = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.abs().max())
-    if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
+    limit = (TOLERANCE if full else HALF_TOLERANCE) * float(expected.norm())
+    if found.shape != expected.shape or not float((found - expected).norm()) <= limit:
         raise PluginError(leak_message(run, "outputs of packed documents differ from those in separate rows"))
 
 
@@ -192,9 +198,8 @@ class Pack(Plugin):
         model = context.model
         if context.task.inputs == "images":
             return Decision.skip("images of one size need no padding")
-        if not model.supports_packing:
-            missing = "position ids" if model.is_decoder else "position ids and a mask per document"
-            return Decision.skip(f"{model.architecture} does not accept {missing}: packed documents would attend to each other")
+        if model.packing_problem:
+            return Decision.skip(f"{model.architecture} {model.packing_problem}")
         if model.is_decoder and context.task.target == "sample":
             return Decision.skip(
                 f"{model.architecture} classifies the last token of a row, and packed rows have several documents"

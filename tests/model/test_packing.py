@@ -1,0 +1,107 @@
+"""Which families of transformers keep packed documents apart, and a planted leak that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hwopt.model.facts import is_decoder, model_class
+from hwopt.model.packing import packing_problem
+
+APART = "keeps documents apart"
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+}
+MAMBA = SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+NUMBERS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = SMALL | {"moe_intermediate_size": 64} | NUMBERS
+FEW = {"hidden_size": 64, "num_hidden_layers": 2}
+CONVOLUTION = ["conv", "full_attention"] * 2
+LINEAR = ["linear_attention", "full_attention"] * 2
+DECODERS: dict[str, tuple[Mapping[str, Any], str]] = {
+    "llama": (SMALL, APART),
+    "mistral": (SMALL, APART),
+    "mixtral": (EXPERTS, APART),
+    "ministral3": (SMALL, APART),
+    "phi": (SMALL, APART),
+    "phi3": (SMALL | {"pad_token_id": 0}, APART),
+    "phimoe": (EXPERTS, APART),
+    "qwen2": (SMALL, APART),
+    "qwen3": (SMALL, APART),
+    "qwen3_moe": (EXPERTS, APART),
+    "starcoder2": (SMALL, APART),
+    "gemma2": (SMALL, APART),
+    "gemma3_text": (SMALL | {"head_dim": 16}, APART),
+    "gpt2": ({"n_embd": 64, "n_head": 4, "n_layer": 2}, APART),
+    "gpt_neox": (SMALL, APART),
+    "olmo2": (SMALL, APART),
+    "granite": (SMALL, APART),
+    "cohere2": (SMALL, APART),
+    "stablelm": (SMALL, APART),
+    "lfm2": (SMALL | {"layer_types": ["full_attention"] * 4}, APART),
+    "lfm2 with convolutions": (SMALL | {"layer_types": CONVOLUTION}, "mixes packed documents"),
+    "falcon_h1": (MAMBA | {"mamba_d_ssm": 128}, "mixes packed documents"),
+    "bamba": (MAMBA | {"attn_layer_indices": [1, 3]}, "mixes packed documents"),
+    "qwen3_5_text": (SMALL | {"head_dim": 16, "layer_types": LINEAR}, "mixes packed documents"),
+    "recurrent_gemma": (SMALL, "mixes packed documents"),
+    "gpt_oss": (EXPERTS | {"head_dim": 16}, "mixes packed documents"),
+    "opt": (FEW | {"num_attention_heads": 4}, "mixes packed documents"),
+    "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "does not accept position ids"),
+    "mamba": (FEW, "does not accept position ids"),
+}
+
+
+def problem(config: Any, kind: str) -> str:
+    with torch.device("meta"):
+        model = model_class(config, kind)(config)
+    return packing_problem(model, config, is_decoder(config))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_that_keep_packed_documents_apart(family: str) -> None:
+    config, expected = DECODERS[family]
+    found = problem(AutoConfig.for_model(family.split()[0], **config), "causal-lm")
+    assert found == "" if expected is APART else found.startswith(expected), found
+
+
+@pytest.mark.parametrize(("family", "apart"), [("bert", True), ("roberta", True), ("mpnet", False)])
+def test_encoders_that_keep_packed_documents_apart(family: str, apart: bool) -> None:
+    """With a vocabulary and positions smaller than the documents of the test, too."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes |= {"vocab_size": 16, "max_position_embeddings": 20}
+    config = AutoConfig.for_model(family, **sizes)
+    assert (problem(config, "text-classification") == "") is apart
+
+
+def test_a_leak_in_a_single_late_layer_is_found() -> None:
+    """The one layer with a convolution of a hybrid is the last one, behind attention layers."""
+    types = ["full_attention"] * 7 + ["conv"]
+    config = AutoConfig.for_model("lfm2", **SMALL | {"num_hidden_layers": 8}, layer_types=types)
+    assert problem(config, "causal-lm").startswith("mixes packed documents")
+
+
+def test_the_size_of_the_model_does_not_change_the_answer_or_the_random_numbers() -> None:
+    before = torch.get_rng_state()
+    large = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
+    assert problem(AutoConfig.for_model("llama", **large), "causal-lm") == ""
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_cannot_be_tried_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("llama", **SMALL)
+
+    def fail(*inputs: Any, **named: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaModel.forward", fail)
+    found = problem(config, "causal-lm")
+    assert "attend to each other: the test failed (RuntimeError" in found
