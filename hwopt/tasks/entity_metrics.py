@@ -49,28 +49,27 @@ class EntityMetrics(GatheredMetrics):
         return torch.nn.functional.pad(pair, (0, 1), value=ROW_END).flatten(1)  # (2, rows x (width + 1))
 
     def compute(self) -> dict[str, float]:
-        from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
+        from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
         actual, predicted = self._sentences()
         if not any(actual):
             return super().compute() | dict.fromkeys(("accuracy", "precision", "recall", "f1"), math.nan)
-        entities = (precision_score, recall_score, f1_score)
-        values = {score.__name__.partition("_")[0]: float(score(actual, predicted, zero_division=0)) for score in entities}
+        *scores, _ = precision_recall_fscore_support(actual, predicted, average="micro", zero_division=0)
+        values = {name: float(score) for name, score in zip(("precision", "recall", "f1"), scores, strict=True)}
         return super().compute() | {"accuracy": float(accuracy_score(actual, predicted))} | values
 
     def details(self) -> dict[str, Any]:
         """classes: label (the type), precision, recall, f1, support of each type of entity."""
-        from seqeval.metrics import classification_report
+        from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
         actual, predicted = self._sentences()
-        has_entities = any(tag != "O" for sentence in (*actual, *predicted) for tag in sentence)
-        report = classification_report(actual, predicted, output_dict=True, zero_division=0) if has_entities else {}
-        rows = []
-        for kind in self.types:
-            found = report.get(kind, {"precision": 0.0, "recall": 0.0, "f1-score": 0.0, "support": 0})
-            row = {"label": kind, "precision": float(found["precision"]), "recall": float(found["recall"])}
-            rows.append(row | {"f1": float(found["f1-score"]), "support": int(found["support"])})
-        return {"classes": rows}
+        tags = {tag for sentence in (*actual, *predicted) for tag in sentence} - {"O"}
+        present = sorted({tag.partition("-")[2] for tag in tags})  # seqeval's scores are in this order
+        scores = precision_recall_fscore_support(actual, predicted, average=None, zero_division=0) if present else ()
+        columns = [dict(zip(present, column.tolist(), strict=True)) for column in scores] or [{}, {}, {}, {}]
+        rows = [(kind, *(column.get(kind, 0.0) for column in columns)) for kind in self.types]
+        keys = ("label", "precision", "recall", "f1")
+        return {"classes": [dict(zip(keys, row, strict=False)) | {"support": int(row[-1])} for row in rows]}
 
     def _sentences(self) -> tuple[list[list[str]], list[list[str]]]:
         """The true and the predicted tags of the labelled words of each sample."""
