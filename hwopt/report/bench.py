@@ -1,4 +1,4 @@
-"""The table of a bench: on the terminal, as JSON, and as an HTML page with a waterfall of what each plugin contributes."""
+"""The table of a bench: on the terminal, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML page of a bench: one file that loads nothing, with the waterfall as inline SVG, in a light and a dark theme."""
+"""The HTML page of a bench: one file that loads nothing, in a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hwopt.errors import StorageError
 from hwopt.report.bench import COLUMNS, Bench, cells, legend, verdict
 from hwopt.report.page import table
 from hwopt.report.verdicts import Line
-from hwopt.report.waterfall import NARROW, WIDE, waterfall
 from hwopt.text import cut, printable
 
 
@@ -27,7 +26,6 @@ def bench_page(bench: Bench, command: str) -> str:
         facts=[(label, printable(text)) for label, text in bench.facts.items()],
         notes=[printable(note) for note in bench.notes],
         verdict=[Line(line.label, printable(line.text), line.grade) for line in verdict(bench)],
-        pictures=[picture for layout in (WIDE, NARROW) if (picture := waterfall(bench, layout)) is not None],
         variants=table(speed_first(COLUMNS), [speed_first(cells(row)) for row in bench.rows], "Medians of the rounds"),
         legend=list(legend(bench).items()),
         command=printable(command),

@@ -7,7 +7,6 @@ the cause. Inside `deferred()` the first signal only sets a flag, and a second s
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -26,8 +25,6 @@ DUPLICATE_SECONDS = 1.0
 WORKER_GRACE_SECONDS = 20.0
 """How long a data-loading worker lives after SIGTERM, so that the run can finish its step."""
 
-PR_SET_PDEATHSIG = 1
-"""Constant of Linux's prctl(2)."""
 
 _received: list[tuple[int, float]] = []
 """(signal number, monotonic time) of each signal since `install_handlers`."""
@@ -138,7 +135,9 @@ def init_worker(worker: int) -> None:
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=2)
     if sys.platform == "linux":  # a worker that hangs would otherwise outlive a run that is killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        from hwopt.system.fork_server import kill_on_parent_death
+
+        kill_on_parent_death()
 
 
 def _exit_worker_later(number: int, frame: FrameType | None) -> None:

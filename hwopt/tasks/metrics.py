@@ -1,16 +1,21 @@
-"""Metrics as float64 sums that stay on the device, are added over the ranks, and are copied to the host once.
+"""Metrics of an evaluation. What they need stays on the device, and is copied to the host once, at the end.
 
-Float64 counts exactly up to 2**53. The counts use index_add_: torch.bincount, as in torchmetrics, is a host sync in every update.
+The loss and the counts of multi-label classification are float64 sums, which count exactly up to 2**53. Metrics of classes keep
+the predicted and the true class of each sample, 8 bytes, and scikit-learn computes them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LOSS, COUNT = 0, 1
 MAX_MATRIX_LABELS = 200
@@ -56,6 +61,45 @@ def over_ranks(sums: torch.Tensor) -> torch.Tensor:
     return torch.stack(gathered).sum(dim=0)
 
 
+class GatheredMetrics(LossMetrics):
+    """Metrics that need all predictions and targets at once. They stay on the device until `gathered` copies them."""
+
+    dtype: ClassVar[torch.dtype] = torch.int32
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(device)
+        self._pairs = [torch.empty(2, 0, dtype=self.dtype, device=device)]
+
+    def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Add a micro-batch. Does not wait for the device."""
+        pair = self._pair(outputs, targets).to(self.dtype)
+        super().update(outputs, targets, summed_loss, count)
+        self._pairs.append(pair)
+
+    def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """The predictions and the targets of a micro-batch: (2, values)."""
+        raise NotImplementedError
+
+    def gathered(self) -> NDArray[np.generic]:
+        """The predictions and the targets of all micro-batches of all ranks: (2, values). Called on all ranks."""
+        found: NDArray[np.generic] = joined_over_ranks(torch.cat(self._pairs, dim=1)).cpu().numpy()
+        return found
+
+
+def joined_over_ranks(part: torch.Tensor) -> torch.Tensor:
+    """The parts (2, values of the rank) of all ranks in one tensor, in the order of the ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return part
+    sizes = [torch.zeros(1, dtype=torch.long, device=part.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([part.shape[1]], device=part.device))
+    numbers = [int(size) for size in sizes]
+    padded = part.new_zeros(part.shape[0], max(numbers))
+    padded[:, : part.shape[1]] = part
+    gathered = [torch.empty_like(padded) for _ in numbers]
+    dist.all_gather(gathered, padded)
+    return torch.cat([each[:, :number] for each, number in zip(gathered, numbers, strict=True)], dim=1)
+
+
 class TokenMetrics(LossMetrics):
     """loss and perplexity."""
 
@@ -72,57 +116,50 @@ class GeneratedMetrics(TokenMetrics):
         raise NotImplementedError
 
 
-class ClassMetrics(LossMetrics):
-    """loss, accuracy, f1 (macro over the classes that occur, as in scikit-learn), and for two labels f1_binary for label 1.
+class ClassMetrics(GatheredMetrics):
+    """loss, accuracy, f1 (macro over the classes that occur), and for two labels f1_binary for label 1.
 
     `details` has the metrics of each class, and the confusion matrix of up to MAX_MATRIX_LABELS labels.
     """
 
     def __init__(self, labels: int, device: torch.device | str, names: Sequence[str] | None = None) -> None:
         """`names`: the name of each label in `details`; default: its number."""
-        self.has_matrix = labels <= MAX_MATRIX_LABELS
-        super().__init__(device, extra=3 * labels + labels * labels * self.has_matrix)
+        super().__init__(device)
         self.labels = labels
         self.names = [str(number) for number in range(labels)] if names is None else list(names)
 
+    def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([outputs.logits.argmax(-1), targets])  # (2, batch)
+
+    def compute(self) -> dict[str, float]:
+        from sklearn.metrics import accuracy_score, f1_score
+
+        predicted, actual = self.gathered()
+        values = super().compute()
+        if not len(actual):
+            return values | dict.fromkeys(("accuracy", "f1", *(["f1_binary"] if self.labels == 2 else [])), math.nan)
+        values["accuracy"] = float(accuracy_score(actual, predicted))
+        values["f1"] = float(f1_score(actual, predicted, average="macro", zero_division=0))
+        if self.labels == 2:
+            values["f1_binary"] = float(f1_score(actual, predicted, labels=[1], average="macro", zero_division=0))
+        return values
+
     def details(self) -> dict[str, Any]:
         """classes: label, precision, recall, f1, support of each; confusion_matrix: a row of counts for each true label."""
-        sums = over_ranks(self._sums).tolist()
-        found: dict[str, Any] = {"classes": class_rows(self.names, *self._per_class(sums))}
-        if self.has_matrix:
-            cells, n = [int(value) for value in sums[2 + 3 * self.labels :]], self.labels
-            rows = [cells[row * n : (row + 1) * n] for row in range(n)]
-            found["confusion_matrix"] = {"labels": self.names, "rows": rows}
+        from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+        predicted, actual = self.gathered()
+        if not len(actual):
+            return {}
+        numbers = range(self.labels)
+        each = precision_recall_fscore_support(actual, predicted, labels=numbers, zero_division=0)
+        keys = ("label", "precision", "recall", "f1", "support")
+        rows = zip(self.names, *(column.tolist() for column in each), strict=True)
+        found: dict[str, Any] = {"classes": [dict(zip(keys, row, strict=True)) for row in rows]}
+        if self.labels <= MAX_MATRIX_LABELS:
+            counts = confusion_matrix(actual, predicted, labels=numbers).tolist()
+            found["confusion_matrix"] = {"labels": self.names, "rows": counts}
         return found
-
-    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
-        predictions = outputs.logits.argmax(-1)  # (batch,)
-        correct = (predictions == targets).double()
-        one = torch.ones_like(correct)
-        hits, predicted, actual = extra[: 3 * self.labels].view(3, self.labels)
-        hits.index_add_(0, targets, correct)
-        predicted.index_add_(0, predictions, one)
-        actual.index_add_(0, targets, one)
-        if self.has_matrix:
-            extra[3 * self.labels :].index_add_(0, targets * self.labels + predictions, one)
-
-    def _per_class(self, sums: list[float]) -> tuple[list[float], list[float], list[float]]:
-        """(correct predictions, predictions, samples) of each class."""
-        n = self.labels
-        return sums[2 : 2 + n], sums[2 + n : 2 + 2 * n], sums[2 + 2 * n : 2 + 3 * n]
-
-    def _values(self, sums: list[float]) -> dict[str, float]:
-        hits, predicted, actual = self._per_class(sums)
-        samples = sum(actual)
-        # F1 = 2 tp / (2 tp + fp + fn); None for a class that neither occurs nor is predicted
-        f1 = [2 * h / (p + a) if p + a else None for h, p, a in zip(hits, predicted, actual, strict=True)]
-        present = [score for score in f1 if score is not None]
-        values = {
-            **super()._values(sums),
-            "accuracy": sum(hits) / samples if samples else math.nan,
-            "f1": sum(present) / len(present) if present else math.nan,
-        }
-        return {**values, "f1_binary": f1[1] or 0.0} if self.labels == 2 else values
 
 
 class LabelSetMetrics(LossMetrics):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from statistics import median
 from hwopt.planning.plan import Plan
 from hwopt.report.bench import BenchRow, Speedup
 from hwopt.report.throughput import Unit
-from hwopt.trials.processes import FORKS, ForkServer, Launch, in_new_process
+from hwopt.trials.processes import Launch
 from hwopt.trials.rounds import Ratios, parity, ratios, rotated, steps_for
 from hwopt.trials.trial import Outcome, run_trial
 from hwopt.trials.variants import BASELINE, COPY, Candidate, effect_between, loss_obstacle
@@ -49,24 +49,6 @@ class Progress:
 
     def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
         """The trial of the variant `name` begins. `seconds_left`: an estimate for the rest of the bench."""
-
-
-@contextmanager
-def new_processes() -> Iterator[Launch]:
-    """Each trial in a new interpreter."""
-    yield in_new_process
-
-
-@contextmanager
-def forks() -> Iterator[Launch]:
-    """Each trial in a fork of one process, which has imported the libraries."""
-    with ForkServer() as server:
-        yield server.launch
-
-
-def launcher_for(device_type: str) -> Callable[[], AbstractContextManager[Launch]]:
-    """How trials on such a device are started. A fork cannot use CUDA if an import has initialized it."""
-    return forks if FORKS and device_type == "cpu" else new_processes
 
 
 class Benchmark:

@@ -1,29 +1,23 @@
 """The program of a trial: plans the variant, builds its run, and trains a few steps without evaluations, saves and `final/`.
 
 The files of a run folder are written as in every run, so that its readers read a trial too. `main` is the program of a new
-interpreter; `serve` that of hwopt.trials.processes.ForkServer.
+interpreter; `serve` that of a fork server.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
-import json
 import os
-import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, exit_code_of
 from hwopt.runs.status import write_status
+from hwopt.system import fork_server
 from hwopt.system.atomic_folder import write_json
-from hwopt.trials.processes import end_with
+from hwopt.system.fork_server import end_with, import_modules
 from hwopt.trials.trial import OUTPUT, RESULT, read_request
 
 if TYPE_CHECKING:
@@ -31,8 +25,6 @@ if TYPE_CHECKING:
 
 OWN = ("training.logging_steps=1", "training.save_minutes=0", "training.save_steps=1000000000")
 """Assignments of every trial: a log row for each step, no checkpoint."""
-MODULES = "modules.json"
-"""What a trial imported, for the fork server; in the folder of the trial."""
 LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.initialization", "accelerate", "hwopt.api")
 
 
@@ -42,56 +34,18 @@ def main(folder: str, parent: str) -> None:
     sys.exit(run(Path(folder)))
 
 
-def serve(descriptor: str, parent: str) -> None:
-    """Import the libraries; then fork for each folder that the connection on the file `descriptor` names."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(int(parent))
-    connection = Connection(int(descriptor))
-    import_modules(LIBRARIES)
-    with suppress(EOFError, OSError):
-        while True:
-            folder = Path(connection.recv_bytes().decode())
-            server = os.getpid()
-            if not (pid := os.fork()):
-                connection.close()
-                run_forked(folder, server)
-            connection.send_bytes(str(pid).encode())
-            _, status = os.waitpid(pid, 0)
-            connection.send_bytes(str(os.waitstatus_to_exitcode(status)).encode())
-            with suppress(OSError, ValueError):
-                import_modules(json.loads((folder / MODULES).read_text(encoding="utf-8")))
+def serve(descriptor: int, parent: int) -> None:
+    """Import the libraries; then run a trial in a fork for each folder that the connection on the file `descriptor` names."""
+    fork_server.serve(descriptor, parent, lambda _: import_modules(LIBRARIES), run_forked, import_modules)
 
 
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules for the forks to come, and share their memory. Ignores what cannot be imported here."""
-    for name in names:
-        with suppress(Exception):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-
-
-def run_forked(folder: Path, server: int) -> None:
-    """Run the trial of `folder` in this fork, in a session of its own, and end the process."""
-    code = 1
-    try:
-        os.setsid()
-        end_with(server)
-        import torch
-
-        torch.set_num_threads(torch.get_num_threads())  # makes the pool of threads again, which a fork loses
-        output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        before = set(sys.modules)
-        code = run(folder)
-        imported = [name for name in sys.modules if name not in before and ("." not in name or ".modeling_" in name)]
-        write_json(folder / MODULES, imported)
-    finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+def run_forked(folder: bytes) -> bytes:
+    """Run the trial of `folder` in this fork; returns its exit code."""
+    path = Path(folder.decode())
+    output = os.open(path / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    return str(run(path)).encode()
 
 
 def run(folder: Path) -> int:

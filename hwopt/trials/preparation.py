@@ -17,7 +17,8 @@ from hwopt.planning.inputs import Inputs, refuse_missing_data
 from hwopt.planning.plan import Plan
 from hwopt.report.bench import Bench
 from hwopt.text import cut
-from hwopt.trials.benchmark import Benchmark, Effort, Progress, launcher_for
+from hwopt.trials.benchmark import Benchmark, Effort, Progress
+from hwopt.trials.processes import launcher_for
 from hwopt.trials.trial import MEMORY_KINDS, Variant
 from hwopt.trials.variants import BASELINE, Candidate, Contest, contest_of, planned
 

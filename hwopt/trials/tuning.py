@@ -19,7 +19,7 @@ from hwopt.report.throughput import Unit, Window, rate
 from hwopt.report.tune import TrialRow, TuneProgress, TuneResult, rate_text, ratio_text
 from hwopt.system import signals
 from hwopt.trials.candidates import Failure, Setting
-from hwopt.trials.processes import FORKS, ForkServer, Launch, in_new_process
+from hwopt.trials.processes import Launch, in_new_process, launcher_for
 from hwopt.trials.search import TRIALS, Ending, Measurement, Search, Trial
 from hwopt.trials.space import Space
 from hwopt.trials.trial import Outcome, Variant, run_trial
@@ -68,8 +68,7 @@ class Tuning(AbstractContextManager["Tuning"]):
 
     def __enter__(self) -> Tuning:
         self.folder = Path(self.stack.enter_context(TemporaryDirectory(prefix="hwopt-tune-", ignore_cleanup_errors=True)))
-        if FORKS and self.space.start.hardware.device_type == "cpu":
-            self.launch = self.stack.enter_context(ForkServer()).launch
+        self.launch = self.stack.enter_context(launcher_for(self.space.start.hardware.device_type)())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1060,9 +1060,9 @@ def check_assignments(found: list[str]) -> None:
 
 
 def check_words(command: str, found: list[str]) -> None:
-    """`run`, `bench` and `plan` get an invalid option, so that they never train or trace."""
+    """`run`, `bench`, `plan` and `tune` get an invalid option, so that they never train or trace."""
     no_profile = ["--profile", "no-such"]
-    lacking = {"run": ["--output-dir", "job.toml"], "bench": no_profile, "plan": no_profile}.get(command, [])
+    lacking = {"run": ["--output-dir", "job.toml"], "bench": no_profile, "plan": no_profile, "tune": no_profile}.get(command, [])
     check_outcome((command, *lacking, *found), (2, 3))
 
 

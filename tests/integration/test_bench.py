@@ -16,7 +16,7 @@ import psutil
 import pytest
 from cli.test_cli import write_job
 
-from hwopt.trials.processes import ForkServer, in_new_process
+from hwopt.trials.processes import forks, in_new_process
 from hwopt.trials.trial import Variant, run_trial
 
 PLUGINS = """
@@ -167,13 +167,13 @@ def test_new_process_and_fork_train_the_same(work: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(work)
     variant = Variant("mine", "mine.toml", without_dropout=True)
     new = run_trial(Path("job.toml"), variant, 5, work / "new", 300.0, in_new_process)
-    with ForkServer() as server:
-        forked = run_trial(Path("job.toml"), variant, 5, work / "forked", 300.0, server.launch)
-        again = run_trial(Path("job.toml"), variant, 5, work / "again", 300.0, server.launch)
+    with forks() as launch:
+        forked = run_trial(Path("job.toml"), variant, 5, work / "forked", 300.0, launch)
+        again = run_trial(Path("job.toml"), variant, 5, work / "again", 300.0, launch)
         refused = Variant("wrong", "mine.toml", ("plugins.optimizer.name=adamw_trch",))
-        message = run_trial(Path("job.toml"), refused, 5, work / "wrong", 300.0, server.launch)
-        late = run_trial(Path("job.toml"), variant, 10**9, work / "late", 3.0, server.launch)
-        after = run_trial(Path("job.toml"), variant, 5, work / "after", 300.0, server.launch)
+        message = run_trial(Path("job.toml"), refused, 5, work / "wrong", 300.0, launch)
+        late = run_trial(Path("job.toml"), variant, 10**9, work / "late", 3.0, launch)
+        after = run_trial(Path("job.toml"), variant, 5, work / "after", 300.0, launch)
     assert (new.ending, new.message) == ("completed", "")
     assert len(new.losses) == 5
     assert new.losses == forked.losses == again.losses == after.losses

@@ -22,6 +22,7 @@ from hwopt.memory.tracing_request import Request
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.system import fork_server
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 WAIT_SECONDS = 120.0
@@ -32,6 +33,7 @@ print("started", flush=True)
 from hwopt.memory.planner import plan_memory
 from hwopt.plugin import Decision, Plugin, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.system import fork_server
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 class Copies(Plugin):
@@ -116,9 +118,8 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracing_process.close()
-    monkeypatch.setattr(
-        tracing_process, "START_UP", "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; " + tracing_process.START_UP
-    )
+    idle = "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; "
+    monkeypatch.setattr(fork_server, "START_UP", idle + fork_server.START_UP)
     plan = plan_of(tmp_path)
     before = trace(plan)
     assert server().wait(WAIT_SECONDS) == 0
@@ -132,11 +133,11 @@ def test_idle_server_is_recognised_although_a_library_writes_more_at_its_exit(
     tracing_process.close()
     noisy = "import atexit, sys; atexit.register(lambda: print('leaked 4 instances', file=sys.stderr)); "
     idle = "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; "
-    monkeypatch.setattr(tracing_process, "START_UP", noisy + idle + tracing_process.START_UP)
+    monkeypatch.setattr(fork_server, "START_UP", noisy + idle + fork_server.START_UP)
     trace(plan_of(tmp_path))
     running = tracing_process.running_process()
     assert running.process.wait(WAIT_SECONDS) == 0
-    assert running.last_error() == tracing_process.IDLE
+    assert running.last_error() == fork_server.IDLE
 
 
 class Local(Plugin):

@@ -1,4 +1,4 @@
-"""The table of a bench on the terminal and as a page, and its waterfall."""
+"""The table of a bench on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from report.browser import CHROMIUM, Browser, browser
 from report.test_page import CONTRAST, MARKUP, text_of
 
@@ -19,13 +17,7 @@ from hwopt.errors import StorageError
 from hwopt.report.bench import Bench, BenchRow, Speedup, seconds_text, show_bench, verdict
 from hwopt.report.bench_page import bench_page, write_bench_page
 from hwopt.report.terminal import Terminal
-from hwopt.report.waterfall import NARROW, WIDE, Layout, waterfall
 
-SMALL_OR_OUTSIDE = """
-[...document.querySelectorAll("svg.waterfall text")].map(e => [e.getBoundingClientRect(), e]).filter(([box, e]) => box.width
-  && (e.getCTM().a * parseFloat(getComputedStyle(e).fontSize) < 11 || box.left < 0 || box.right > innerWidth))
-  .map(([box, e]) => e.textContent)
-"""
 BROKEN_WORDS = """
 [...document.querySelectorAll("tbody th, tbody td")].map(e => e.firstChild).filter(Boolean).flatMap(text =>
   [...text.data.matchAll(/\\S+/g)].filter(({0: word, index}) => {
@@ -137,40 +129,8 @@ def test_bench_as_json() -> None:
     assert document["facts"] == FACTS
 
 
-def test_waterfall_leads_from_the_baseline_to_the_profile() -> None:
-    found = waterfall(BENCH)
-    assert found is not None
-    assert [bar.name for bar in found.bars] == ["baseline", "+ precision", "+ sdpa", "+ batch", "together", "profile"]
-    assert [bar.text for bar in found.bars] == ["x1", "x1.50", "= x1.01", "x0.90", f"x{1.6 / 1.35:.2f}", "x1.60"]
-    baseline, precision, sdpa, batch, together, profile = found.bars
-    assert precision.x == pytest.approx(baseline.x + baseline.width)
-    assert (sdpa.x, sdpa.width) == (pytest.approx(precision.x + precision.width), 1.0)  # not clear: no step
-    assert batch.x + batch.width == pytest.approx(precision.x + precision.width)  # to the left
-    assert together.x == pytest.approx(batch.x)
-    assert profile.x + profile.width == pytest.approx(together.x + together.width, abs=0.2)
-    assert "+ batch x0.90" in found.description
-
-
-def test_profile_that_is_not_clearly_faster_is_marked_in_the_waterfall() -> None:
-    found = waterfall(replace(BENCH, rows=[*ROWS[:6], row("profile", "profile", "baseline", 1.6, clear=False)]))
-    assert found is not None
-    assert found.bars[-1].text == "= x1.60"
-
-
-@given(st.lists(st.floats(0.05, 20), max_size=8), st.floats(0.05, 20), st.sampled_from([WIDE, NARROW]))
-def test_waterfall_stays_in_its_picture(effects: list[float], whole: float, layout: Layout) -> None:
-    rows = [ROWS[0], *(row(f"+ {number}", "added", "baseline", value) for number, value in enumerate(effects))]
-    found = waterfall(replace(BENCH, rows=[*rows, row("profile", "profile", "baseline", whole)]), layout)
-    assert found is not None
-    assert len(found.bars) == len(effects) + 3
-    for bar in found.bars:
-        assert layout.left <= bar.x <= bar.x + bar.width <= layout.width - layout.right + 1.1
-        assert 0 <= bar.y < bar.y + bar.height <= found.bottom
-
-
-def test_no_waterfall_without_the_speed_of_the_profile() -> None:
+def test_page_without_the_speed_of_the_profile_says_why() -> None:
     failed = replace(ROWS[6], speedup=None, ending="crashed", note="a bug")
-    assert waterfall(replace(BENCH, rows=[*ROWS[:6], failed])) is None
     text = text_of(bench_page(replace(BENCH, rows=[*ROWS[:6], failed]), "hwopt bench"))
     assert "crashed: a bug" in text
 
@@ -203,15 +163,9 @@ def test_browser_draws_the_page(chromium: Browser, tmp_path: Path, width: int, d
     chromium.errors.clear()
     chromium.open(tmp_path / "page.html", width=width, dark=dark)
     assert chromium.evaluate("document.documentElement.scrollWidth") <= width
-    widths = chromium.evaluate("[...document.querySelectorAll('svg.waterfall rect')].map(e => e.getBoundingClientRect().width)")
-    shown = [width for width in widths if width]
-    assert len(shown) == 6, "one of the two pictures"
-    assert sorted(shown)[1] > 5
-    assert chromium.evaluate(SMALL_OR_OUTSIDE) == [], "text of a picture below 11 pixels, or outside the window"
     assert chromium.evaluate(BROKEN_WORDS) == [], "a line break inside a word"
     assert chromium.evaluate(HIDDEN_SPEED) == [], "the speed of a variant stands beside its name"
     faint = [(text, ratio) for ratio, least, text in chromium.evaluate(CONTRAST) if ratio < least]
     assert faint == [], "contrast below 4.5 of a text (WCAG 2.2, 1.4.3)"
-    assert ("image", "Samples per second relative to the baseline") in chromium.accessible()
     assert chromium.requested == [(tmp_path / "page.html").as_uri()], "nothing else is fetched"
     assert chromium.errors == []

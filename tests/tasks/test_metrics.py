@@ -1,50 +1,33 @@
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precision_recall_fscore_support
 
 from hwopt.tasks.metrics import MAX_MATRIX_LABELS, ClassMetrics, TokenMetrics
 
 
-@given(
-    labels=st.integers(2, 6),
-    seed=st.integers(0, 2**31),
-    samples=st.integers(1, 60),
-    batch=st.integers(1, 20),
-)
-@settings(deadline=None)
-def test_class_metrics_equal_those_of_scikit_learn(labels: int, seed: int, samples: int, batch: int) -> None:
-    random = np.random.default_rng(seed)
-    logits = torch.from_numpy(random.normal(size=(samples, labels))).float()
-    targets = torch.from_numpy(random.integers(0, random.integers(1, labels + 1), samples))  # some classes may be absent
-    metrics = ClassMetrics(labels, "cpu")
-    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    for at in range(0, samples, batch):
-        part = slice(at, at + batch)
-        metrics.update(SimpleNamespace(logits=logits[part]), targets[part], losses[part].sum(), len(targets[part]))
-    found = metrics.compute()
-    predicted = logits.argmax(-1)
-    assert found["f1"] == pytest.approx(f1_score(targets, predicted, average="macro", zero_division=0))
-    assert found["accuracy"] == pytest.approx(accuracy_score(targets, predicted))
-    assert found["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-5)
-    if labels == 2:
-        assert found["f1_binary"] == pytest.approx(f1_score(targets, predicted, zero_division=0))
-    else:
-        assert set(found) == {"loss", "accuracy", "f1"}
-    assert all(isinstance(value, float) for value in found.values())
-    details = metrics.details()
-    scores = precision_recall_fscore_support(targets, predicted, labels=range(labels), zero_division=0)
-    for number, each in enumerate(details["classes"]):
-        assert each["label"] == str(number)
-        assert [each[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx([s[number] for s in scores])
-    assert details["confusion_matrix"]["rows"] == confusion_matrix(targets, predicted, labels=range(labels)).tolist()
+@pytest.mark.parametrize("labels", [2, 4])
+def test_batches_of_any_size_have_the_metrics_of_all_samples(labels: int) -> None:
+    """The last batch is smaller. One class never occurs, and one is never predicted."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(23, labels, generator=generator), torch.randint(0, labels, (23,), generator=generator)
+    logits[:, -1] = -9
+    whole, parts = ClassMetrics(labels, "cpu"), ClassMetrics(labels, "cpu")
+    whole.update(SimpleNamespace(logits=logits), targets, torch.tensor(23.0), 23)
+    for at in range(0, 23, 5):
+        part = slice(at, at + 5)
+        rows = len(targets[part])
+        parts.update(SimpleNamespace(logits=logits[part]), targets[part], torch.tensor(float(rows)), rows)
+    assert parts.compute() == whole.compute()
+    assert parts.details() == whole.details()
+    assert set(parts.compute()) == {"loss", "accuracy", "f1"} | ({"f1_binary"} if labels == 2 else set())
+    assert parts.compute()["accuracy"] == (logits.argmax(-1) == targets).double().mean().item()
+    assert all(type(value) is float for value in parts.compute().values())
+    json.dumps(parts.details())
 
 
 def test_details_name_each_class_and_count_each_confusion() -> None:
@@ -85,7 +68,6 @@ def test_an_update_does_not_read_from_the_device() -> None:
     outputs, targets, loss = SimpleNamespace(logits=torch.eye(4)), torch.arange(4), torch.tensor(2.0)
     with Calls():
         metrics.update(outputs, targets, loss, 4)
-    assert names.count("index_add_") == 4
     assert not {"_local_scalar_dense", "nonzero", "item", "bincount"} & set(names)
 
 
@@ -104,7 +86,7 @@ def test_metrics_of_no_samples_are_nan() -> None:
 
 
 class FailsOnce(ClassMetrics):
-    """Runs out of memory at the first micro-batch, after part of it was counted."""
+    """Runs out of memory at the first micro-batch, after its predictions were read."""
 
     failed = False
 
