@@ -36,6 +36,7 @@ from hwopt.plugin import (
     SpeedOption,
     Stage,
     Tunable,
+    first_names,
 )
 
 
@@ -221,12 +222,15 @@ class Checkpointing(Plugin):
         return f"activations of {count} layers are recomputed instead of stored (about a third slower)" if count else None
 
     def evidence(self, run: RunView) -> Evidence:
-        layers = repeated_layers(run.inner_model)
-        on = [layer for layer in layers if layer.gradient_checkpointing]
+        layers = named_layers(run.inner_model)
+        on = {name: layer for name, layer in layers.items() if layer.gradient_checkpointing}
+        every = interval_of(list(layers), list(on))
         seen = f"on in {len(on)} of {len(layers)} layers"
+        if not every:
+            seen += f"; off in {first_names([name for name in layers if name not in on])}"
         if not on:
-            return Evidence.inactive(seen, offload=False)
-        host = next((found for layer in on if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
+            return Evidence.inactive(seen, offload=False, every=every)
+        host = next((found for layer in on.values() if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
         offload = host is not None and host.count > 0
         if host is not None:
             moved = f"{host.count} inputs, {host.bytes / 2**20:,.1f} MiB," if offload else "no input of a layer was"
@@ -235,12 +239,49 @@ class Checkpointing(Plugin):
         calls, backward_calls = attention_calls(run.observation.operators)
         forward_calls = max(len(layers) * len(run.last_step_batch.sizes), backward_calls)
         seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"
+        found = {"offload": offload, "every": every}
+        if stored := never_recomputed(run, on):
+            names = first_names(stored)
+            return Evidence.inactive(f"{seen}; {len(stored)} of {len(on)} layers were not recomputed: {names}", **found)
         if not calls:
-            return Evidence.unknown(f"{seen}; recomputation cannot be counted without a call of attention", offload=offload)
-        return Evidence("active" if calls > forward_calls else "inactive", seen, {"offload": offload})
+            why = "recomputation cannot be counted without a call of attention"
+            return Evidence.unknown(f"{seen}; {why}", **found)
+        return Evidence("active" if calls > forward_calls else "inactive", seen, found)
 
     def expects(self) -> Mapping[str, Any]:
-        return {"offload": self.options.offload}
+        layers = self.options.layers
+        return {"offload": self.options.offload, "every": layers if isinstance(layers, int) else 1}
+
+
+def named_layers(model: Any) -> dict[str, Any]:
+    """Name -> layer, for the layers of `repeated_layers`."""
+    layers = set(map(id, repeated_layers(model)))
+    return {name: module for name, module in model.named_modules() if id(module) in layers}
+
+
+def interval_of(layers: list[str], on: list[str]) -> int:
+    """The n for which `on` is every n-th one of `layers`, as `checkpoint_layers` chooses; 0 if there is none."""
+    return next((every for every in range(1, len(layers) + 1) if on == layers[::every]), 0)
+
+
+def never_recomputed(run: RunView, on: Mapping[str, Any]) -> list[str]:
+    """The names of the checkpointed layers `on` whose modules ran only once for each micro-batch of the observed step.
+
+    A recomputation calls them again. Empty if calls were not counted. Frozen layers below the first trained weight have no
+    backward pass, and are left out.
+    """
+    calls = run.observation.forward_calls
+    if not calls:
+        return []
+    embeddings = run.inner_model.get_input_embeddings()
+    trained = any(parameter.requires_grad for parameter in embeddings.parameters())
+    found = []
+    for name, layer in on.items():
+        trained = trained or any(parameter.requires_grad for parameter in layer.parameters())
+        most = max((calls.get(f"{name}.{inner}", 0) for inner, _ in layer.named_modules() if inner), default=0)
+        if trained and most < 2 * len(run.last_step_batch.sizes):
+            found.append(name)
+    return found
 
 
 def attention_calls(operators: Mapping[str, int]) -> tuple[int, int]:

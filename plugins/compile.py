@@ -19,7 +19,19 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Stage,
+    Tunable,
+    first_names,
+)
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TRITON_NEEDS = (7, 0)
@@ -177,4 +189,14 @@ class Compile(Plugin):
         seen += f"{breaks} graph break(s) in this process"
         if not run.observation.operators:
             return Evidence.unknown(f"{seen}; no operators were recorded")
+        if left := eager_blocks(run.inner_model):
+            return Evidence.inactive(f"{seen}; {len(left)} repeated layer(s) stayed eager: {first_names(left)}")
         return Evidence.active(seen) if compiled and graphs else Evidence.inactive(seen)
+
+
+def eager_blocks(model: Any) -> list[str]:
+    """The names of the repeated layers that run eagerly although others of them are compiled."""
+    blocks = list(map(id, repeated_blocks(model)))
+    named = {name: module for name, module in model.named_modules() if id(module) in blocks}
+    eager = [name for name, module in named.items() if module._compiled_call_impl is None]
+    return eager if len(eager) < len(named) else []

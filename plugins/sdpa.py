@@ -140,9 +140,25 @@ class Sdpa(Plugin):
         seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
         if not forward:
             return Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
-        return Evidence.active(seen, kernel=max(calls, key=lambda kernel: calls[kernel]) if any(calls.values()) else "eager")
+        kernels = frozenset(kernel for kernel, count in calls.items() if count)
+        attention = sum(run.observation.forward_calls.get(name, 0) for name in attention_modules(run.inner_model))
+        if 0 < sum(calls.values()) < attention and forward.get("aten::_softmax"):
+            seen += f"; {attention} calls of attention layers, so some ran without a fused kernel"
+            kernels |= {"eager"}
+        return Evidence.active(seen, kernel=kernels or frozenset({"eager"}))
 
     def expects(self) -> Mapping[str, Any]:
         first, *rest = self.options.prefer
         # a mask, dropout or a head size rules kernels out, and then another one of the list runs; math can always run
         return {"kernel": first if first in ("eager", "math") else frozenset({first, *rest} - {"math"})}
+
+
+def attention_modules(model: Any) -> list[str]:
+    """The names of the modules that compute softmax attention, by their class: those without another one inside."""
+    named = {name: module for name, module in model.named_modules() if is_attention(module)}
+    return [name for name, module in named.items() if sum(map(is_attention, module.modules())) == 1]
+
+
+def is_attention(module: Any) -> bool:
+    name = type(module).__name__
+    return "Attention" in name and not any(word in name for word in ("Linear", "Lightning"))

@@ -78,6 +78,6 @@ class Tf32(Plugin):
         seen = f"matmul {matmul}, convolution {convolution}; allow_tf32 {older_interface()}; {in_fp32} of {total} matmuls in fp32"
         if not total:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
-        if matmul == "tf32" and convolution == "tf32" and not in_fp32:
-            return Evidence.inactive(f"{seen}, so TF32 speeds up none")
+        if matmul == "tf32" and convolution == "tf32" and not in_fp32:  # which products are in fp32 is up to other plugins
+            return Evidence.unknown(f"{seen}, so TF32 had nothing to speed up")
         return Evidence.active(seen) if matmul == "tf32" and convolution == "tf32" else Evidence.inactive(seen)

@@ -19,7 +19,7 @@ from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.conflicts import CAPABILITIES, Conflict
-from hwopt.plugin.evidence import Evidence
+from hwopt.plugin.evidence import Evidence, first_names
 from hwopt.plugin.imports import options_by_alias
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
@@ -289,4 +289,5 @@ __all__ = [
     "Stage",
     "TaskFacts",
     "Tunable",
+    "first_names",
 ]

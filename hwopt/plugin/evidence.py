@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,9 @@ class Evidence:
     status: Literal["active", "inactive", "unknown"]
     seen: str
     found: Mapping[str, Any] = field(default_factory=dict)
-    """What was observed: name -> value, or the `range` in which the value lies. `Plugin.expects` says which values are right."""
+    """What was observed: name -> value, or the `range` in which the value lies. `Plugin.expects` says which values are right.
+
+    A frozenset holds everything that was seen: each of its values must be an expected one."""
 
     @classmethod
     def active(cls, seen: str, **found: Any) -> Evidence:
@@ -36,19 +38,27 @@ class Evidence:
         wrong = []
         for name, value in expected.items():
             if name in self.found and not agrees(self.found[name], value):
-                wrong.append(f"expected {name} {listed(value)}, found {self.found[name]}")
+                wrong.append(f"expected {name} {listed(value)}, found {listed(self.found[name], 'and')}")
             elif name not in self.found and self.status == "active":
                 wrong.append(f"{name} was not observed, expected {listed(value)}")
         return Evidence("inactive", "; ".join((self.seen, *wrong)), self.found) if wrong else self
 
 
 def agrees(found: Any, expected: Any) -> bool:
-    """Whether an observed value is an expected one."""
+    """Whether an observed value is an expected one. A frozenset that was found: whether all of its values are."""
+    if isinstance(found, frozenset):
+        return found <= (expected if isinstance(expected, frozenset) else {expected})
     if isinstance(found, range):
         return expected in found
     return found in expected if isinstance(expected, frozenset) else bool(found == expected)
 
 
-def listed(value: Any) -> str:
-    """An expected value for a message."""
-    return " or ".join(sorted(map(str, value))) if isinstance(value, frozenset) else str(value)
+def listed(value: Any, word: str = "or") -> str:
+    """A value, or several ones, for a message."""
+    return f" {word} ".join(sorted(map(str, value))) if isinstance(value, frozenset) else str(value)
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first of `names`, and how many more there are: "a, b, c and 5 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -40,6 +40,14 @@ class Observation:
     """Operator name ("aten::_fused_adamw_") -> number of calls."""
     matmul_dtypes: Mapping[str, int] = field(default_factory=dict)
     """dtype of the first operand of matrix multiplications ("c10::BFloat16", "float") -> number of calls."""
+    forward_calls: Mapping[str, int] = field(default_factory=dict)
+    """Name of a module of `inner_model` -> calls of its forward method, recomputations included.
+
+    Empty if a module is compiled: the hooks that count would make torch compile it again."""
+    linear_dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Name of a linear layer -> the dtypes of the products in its forward calls, named as in `matmul_dtypes`.
+
+    Empty as `forward_calls` is."""
 
     def calls(self, *parts: str) -> int:
         """The number of calls to operators whose name contains one of `parts`."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Evidence, Observation
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 Collected = list[tuple["PluginDecision", Evidence]]
 """(decision, evidence) of every applied plugin."""
+LINEAR = "hwopt.linear:"
+"""The profiler's ranges of linear layers begin so; the name of the layer follows."""
 STATUS = ("active", "inactive", "unknown")
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})
 
@@ -36,17 +42,68 @@ def observing(run: Run) -> Iterator[None]:
     with silenced():
         profiler.__enter__()
     try:
-        yield
+        with counted_calls(run.inner_model) as calls:
+            yield
     finally:
         with silenced():
             profiler.__exit__(None, None, None)
     results: Any = getattr(profiler.profiler, "kineto_results", None)
     events = results.events() if results else []
-    run.observation = Observation(Counter(event.name() for event in events), matmul_dtypes(events))
+    operators = Counter(name for event in events if not (name := event.name()).startswith(LINEAR))
+    found = products(events)
+    run.observation = Observation(operators, Counter(each.dtype for each in found), calls, linear_dtypes(events, found))
 
 
-def matmul_dtypes(events: Iterable[Any]) -> Counter[str]:
-    """The dtype of the first matrix of each product that ran -> number of products, from the `events` of torch's profiler.
+@contextmanager
+def counted_calls(model: Any) -> Iterator[Counter[str]]:
+    """Inside the block: the forward calls of each module, by name; the profiler records a range for each linear layer.
+
+    Nothing is counted in a model with compiled modules: the hooks would make torch compile them again.
+    """
+    from torch.profiler import record_function
+
+    calls: Counter[str] = Counter()
+    ranges: list[Any] = []
+    hooks = []
+
+    def count(name: str) -> Any:
+        return lambda module, inputs: calls.update((name,))
+
+    def begin(name: str) -> Any:
+        def hook(module: Any, inputs: Any) -> None:
+            ranges.append(record_function(f"{LINEAR}{name}"))
+            ranges[-1].__enter__()
+
+        return hook
+
+    def end(module: Any, inputs: Any, output: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    if not any(module._compiled_call_impl is not None for module in model.modules()):
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(count(name)))
+            if isinstance(module, torch.nn.Linear):
+                hooks.append(module.register_forward_pre_hook(begin(name)))
+                hooks.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product that ran."""
+
+    thread: int
+    start_ns: int
+    dtype: str
+    """Of its first matrix, as the profiler names it: "c10::BFloat16"."""
+
+
+def products(events: Iterable[Any]) -> list[Product]:
+    """The matrix products among the `events` of torch's profiler, by thread and start.
 
     Autocast records a product twice: with the dtype that it was called with, and inside that call with the one it is cast to.
     So a call that contains another one does not count.
@@ -55,15 +112,32 @@ def matmul_dtypes(events: Iterable[Any]) -> Counter[str]:
     for event in events:
         if event.name() in MATMULS:
             calls.setdefault(event.start_thread_id(), []).append(event)
-    found: Counter[str] = Counter()
-    for thread in calls.values():
+    found = []
+    for number, thread in sorted(calls.items()):
         thread.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
         for event, following in zip_longest(thread, thread[1:]):
             if following is not None and following.start_ns() < event.start_ns() + event.duration_ns():
                 continue
             dtypes = event.dtypes()
-            found[dtypes[1 if event.name() in ("aten::addmm", "aten::baddbmm") else 0] if dtypes else "?"] += 1
+            first = 1 if event.name() in ("aten::addmm", "aten::baddbmm") else 0
+            found.append(Product(number, event.start_ns(), dtypes[first] if dtypes else "?"))
     return found
+
+
+def linear_dtypes(events: Iterable[Any], found: Sequence[Product]) -> dict[str, frozenset[str]]:
+    """Name of a linear layer -> the dtypes of the products inside its ranges."""
+    by_thread: dict[int, list[Product]] = {}
+    for product in found:
+        by_thread.setdefault(product.thread, []).append(product)
+    dtypes: dict[str, frozenset[str]] = {}
+    for event in events:
+        if event.name().startswith(LINEAR):
+            own = by_thread.get(event.start_thread_id(), [])
+            first = bisect_left(own, event.start_ns(), key=lambda product: product.start_ns)
+            last = bisect_left(own, event.start_ns() + event.duration_ns(), key=lambda product: product.start_ns)
+            name = event.name().removeprefix(LINEAR)
+            dtypes[name] = dtypes.get(name, frozenset()) | {product.dtype for product in own[first:last]}
+    return dtypes
 
 
 @contextmanager
@@ -91,7 +165,23 @@ def collect(run: Run) -> Collected:
         if skipped and evidence.status == "inactive":
             evidence = Evidence.unknown(f"the first update was skipped, its gradients were not finite; {evidence.seen}")
         collected.append((decision, evidence))
-    return collected
+    return collected if run.world_size == 1 else worst_of_ranks(collected, run.rank)
+
+
+def worst_of_ranks(collected: Collected, own_rank: int) -> Collected:
+    """`collected`, with the evidence of another rank where only that one is inactive. All ranks call it."""
+    from accelerate.utils import gather_object
+
+    ranks: list[list[Evidence]] = gather_object([[evidence for _, evidence in collected]])
+    found = []
+    for index, (decision, own) in enumerate(collected):
+        elsewhere = [
+            Evidence.inactive(f"on rank {rank}: {evidences[index].seen}")
+            for rank, evidences in enumerate(ranks)
+            if rank != own_rank and evidences[index].status == "inactive"
+        ]
+        found.append((decision, elsewhere[0] if elsewhere and own.status != "inactive" else own))
+    return found
 
 
 def evidence_of(decision: PluginDecision, run: Run) -> Evidence:

@@ -35,6 +35,7 @@ from hwopt.plugin import (
     RunView,
     SpeedOption,
     Stage,
+    first_names,
 )
 from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
 
@@ -223,10 +224,13 @@ class Precision(Plugin):
         seen += "no loss scale" if scale is None else f"loss scale {scale.item():g}"
         if not dtypes:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
+        linear, fell_out = linear_layers(run)
+        seen += f"; {fell_out}" if fell_out else ""
         half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
         return Evidence.active(
             seen,
             **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
+            linear_layers=linear,
             half_weights=half_weights and not run.engine.keeps_masters,
             updated="/".join(sorted(stepped)),
             loss_scale=scale is not None,
@@ -237,10 +241,30 @@ class Precision(Plugin):
         half = dtype != "fp32"
         return {
             f"{dtype}_matmuls": True,
+            "linear_layers": dtype,
             "half_weights": half and level != "O1",
             "updated": "bfloat16" if half and level == "pure" else "float32",
             "loss_scale": dtype == "fp16",
         }
+
+
+def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
+    """(dtypes of the products of all linear layers, which layers computed in fp32 although others did not).
+
+    Both are empty if the layers could not be observed. Layers that transformers keeps in fp32 do not count.
+    """
+    short = {recorded: name for name, recorded in PROFILER_NAMES.items()}
+    kept = {*(getattr(run.inner_model, "_keep_in_fp32_modules", None) or ())}
+    layers = {
+        name: {short.get(dtype, dtype) for dtype in dtypes}
+        for name, dtypes in run.observation.linear_dtypes.items()
+        if dtypes and kept.isdisjoint(name.split("."))
+    }
+    found = frozenset(dtype for dtypes in layers.values() for dtype in dtypes)
+    fp32 = [name for name, dtypes in layers.items() if "fp32" in dtypes]
+    if not fp32 or found == {"fp32"}:
+        return found, ""
+    return found, f"{len(fp32)} of {len(layers)} linear layers computed in fp32: {first_names(fp32)}"
 
 
 def count_dtypes(parameters: Any) -> dict[str, int]:

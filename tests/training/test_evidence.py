@@ -13,7 +13,7 @@ from hwopt.training.evidence import ceased, observing
 
 
 def observed(function: Any) -> Observation:
-    run: Any = SimpleNamespace()
+    run: Any = SimpleNamespace(inner_model=torch.nn.Identity())
     with observing(run):
         function()
     found: Observation = run.observation
