@@ -12,6 +12,12 @@ from hwopt.data.chat import BadConversation, Message
 from hwopt.errors import DataError
 
 
+def is_closed(text: str, content: str) -> bool:
+    """Whether `text`, the answer `content` as a template writes it, has an end behind the content."""
+    written = text.rstrip()
+    return bool(written) and not (content and written.endswith(content))
+
+
 def check_answer(text: str, message: Message, number: int, whole: str) -> None:
     """Raise unless `text`, the part of `whole` found for message `number`, holds the whole answer.
 
@@ -24,7 +30,7 @@ def check_answer(text: str, message: Message, number: int, whole: str) -> None:
             raise rewritten(number)
         if part not in text:
             raise BadConversation(f"the chat template does not write the {what} of message {number}")
-    if not text.strip() or (content and text.rstrip().endswith(content)):
+    if not is_closed(text, content):
         raise DataError(
             f"data.chat_template: the template writes nothing after the answer in message {number}, so the "
             "model would not learn to stop. Give a template that ends each answer with a token, such as "
@@ -44,7 +50,7 @@ def check_marked(texts: Sequence[str], answers: Sequence[Message]) -> None:
         raise BadConversation("the chat template does not write the content of an answer")
     if any(name not in trained for message in answers for name in names_of_calls(message)):
         raise BadConversation("the chat template does not write the tool calls of an answer")
-    if not texts or any(text.rstrip().endswith(tuple(contents)) for text in texts):
+    if not texts or not all(is_closed(text, content) for text in texts for content in contents):
         raise DataError(
             "data.chat_template: the {% generation %} markers leave out the end of an answer, so the "
             "model would not learn to stop. Move {% endgeneration %} behind the token that ends the answer"

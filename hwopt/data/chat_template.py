@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.answer_checks import check_answer, check_marked, rewritten
+from hwopt.data.answer_checks import check_answer, check_marked, is_closed, rewritten
 from hwopt.data.chat import BadConversation, Conversation, Message
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
@@ -169,10 +169,25 @@ class ChatTemplate:
             if before < len(prompt) and before < len(self.text(messages[:number], tools)):
                 raise rewritten(number + 1)
             after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], tools)
-            end = common_length(after, whole)  # a template may end a conversation with a token of its own
+            end = common_length(after, whole)
+            if end < len(after):  # a template may end a conversation with a token of its own
+                end = self._turn_end(whole, before, end, messages[number]["content"].strip(), number)
             check_answer(whole[before:end], messages[number], number + 1, whole)
             spans.append((before, end))
         return whole, spans
+
+    def _turn_end(self, text: str, begin: int, end: int, content: str, number: int) -> int:
+        """The end of the answer from `begin`, where another rendering leaves `text` at `end`.
+
+        `end` may lie in a token: the answer's own end, or the first token behind it. Only the
+        content tells which.
+        """
+        if not content:
+            raise rewritten(number + 1)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        inside = [span for span in encoded["offset_mapping"] if span[0] < end < span[1]]
+        first, last = inside[0] if inside else (end, end)
+        return first if is_closed(text[begin:first], content) else last
 
     def text(self, messages: list[Message], tools: Any, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""

@@ -1,8 +1,9 @@
-"""Conversations: their formats, the assistant's tokens, and runs on them. The tokens and masks are those of TRL."""
+"""Conversations: their formats, the assistant's tokens, and runs on them."""
 
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,31 @@ def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Pa
     left_out = prepared.bad_rows[0]["left_out"]
     assert [row["line"] for row in left_out] == [2, 3]
     assert [row["why"][:30] for row in left_out] == ["has no message of the assistan", "has no answer after truncation"]
+
+
+def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
+    """Its own template writes an earlier call differently than a last one."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    result = {"role": "tool", "name": "add", "content": "four"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    template = metadata.distribution("trl").locate_file("trl/chat_templates/qwen3.jinja")
+    rows = [{"messages": [*MESSAGES[:3], called, result, MESSAGES[3]]}] * 32
+    prepared = prepare(job_of(rows, tmp_path, chat_template=str(template)), tmp_path)
+    labels = prepared.train.array("labels")
+    trained = prepared.tokenizer.decode(labels[labels != IGNORED])
+    assert trained.count('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>') == 32
+    assert trained.count("Hi.<|im_end|>") == trained.count("4<|im_end|>") == 32
+    assert "four" not in trained
+    assert prepared.tokenizer.chat_template == template.read_text("utf-8")
+    assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
+
+
+def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
+    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=120), tmp_path)
+    tokens, mask = ChatTemplate(prepared.tokenizer, "all").encode(Conversation(MESSAGES))
+    labels = [token if answer else IGNORED for token, answer in zip(tokens, mask, strict=True)]
+    assert prepared.train.row(0)["input_ids"].tolist() == tokens[:119]
+    assert prepared.train.row(0)["labels"].tolist() == labels[1:120]
 
 
 def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
