@@ -97,14 +97,14 @@ class ChatTemplate:
     @cached_property
     def replaced(self) -> str | None:
         """TRL's training template; None if the tokenizer's own is used in training."""
-        return None if self._has_markers(None) else training_template(self.tokenizer)
+        return None if self._has_markers else training_template(self.tokenizer)
 
     @property
     def note(self) -> str:
         """Says which template writes the conversations, and how the answers are found."""
         if self.replaced is not None:
             return "chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"
-        found = "its generation markers" if self._has_markers(None) else "the text that each answer adds"
+        found = "its generation markers" if self._has_markers else "the text that each answer adds"
         return f"chat template: the tokenizer's; answers are found by {found}"
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
@@ -125,19 +125,20 @@ class ChatTemplate:
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
             answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
-        if self.replaced is None and not self._has_markers(tools):
+        if self.replaced is None and not self._has_markers:
             return self.grown(messages, tools, answers)
         text, spans = self.marked(messages, tools)
         if self.turns == "last":
             before = common_length(text, self.marked(messages[:-1], tools)[0])
-            spans = [(start, end) for start, end in spans if start >= before]
+            spans = [(max(start, before), end) for start, end in spans if end > before]
         trained = [text[start:end] for start, end in spans]
         check_marked(trained, [messages[number] for number in answers])
         return text, spans
 
-    def _has_markers(self, tools: Any) -> bool:
+    @property
+    def _has_markers(self) -> bool:
         """Whether the tokenizer's own template marks the answers."""
-        return GENERATION.search(str(self.tokenizer.get_chat_template(tools=tools))) is not None
+        return GENERATION.search(str(self.tokenizer.chat_template)) is not None
 
     def marked(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """By the template's markers."""

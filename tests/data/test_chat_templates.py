@@ -141,6 +141,15 @@ def test_tokens_and_labels_are_those_of_trl_or_refused(name: str) -> None:
     assert all("refused" in difference for difference in refused)
 
 
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"idefics3", "llava_next", "smolvlm"}))
+def test_only_the_last_answer_is_trained_if_asked(name: str) -> None:
+    own = tokenizer()
+    own.chat_template = TEMPLATES[name]
+    tokens, mask = ChatTemplate(own, "last").encode(conversation("plain", 8))
+    trained = own.decode([token for token, answer in zip(tokens, mask, strict=True) if answer])
+    assert re.findall(r"Answer \S+", trained.replace("<", " <")) == ["Answer 8-2."]
+
+
 def test_documented_differences_are_these() -> None:
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in TEMPLATES:
