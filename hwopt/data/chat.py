@@ -184,7 +184,7 @@ def message_of(value: Any, number: int) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
-    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
+    if not content.strip() and role == "user":
         raise BadConversation(f"message {number} ({role}) is empty")
     return {**message, "content": content}
 

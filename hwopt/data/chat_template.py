@@ -1,7 +1,9 @@
 """Apply a chat template (Jinja, as in transformers) to conversations, and find the tokens of the assistant.
 
-The assistant's tokens come from the template's `{% generation %}` markers, or from the spans by which the text grows with each
-turn of the assistant; a template that rewrites earlier turns is refused for all turns but the last.
+Answers are found by `{% generation %}` markers: those of the tokenizer's own template, or those of
+TRL's training template where TRL knows the tokenizer's. In other templates an answer is the text
+from the end of the generation prompt to the end of the turn. hwopt.data.answer_checks checks that
+each answer is trained with its content, its tool calls and its end.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from hwopt.data.answer_checks import check_answer, check_marked, is_closed, rewritten
 from hwopt.data.chat import BadConversation, Conversation, Message
-from hwopt.errors import DataError, InputError
+from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line
 
@@ -58,6 +62,30 @@ def common_length(one: str, other: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+def connected(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans in their order, those that touch joined, without empty ones."""
+    found: list[tuple[int, int]] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def training_template(tokenizer: Any) -> str | None:
+    """TRL's training template for the tokenizer's chat template; None if TRL does not know that.
+
+    It has markers and does not rewrite earlier turns. The import takes seconds and brings torch.
+    """
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        return get_training_chat_template(tokenizer)
+    except Exception:  # ValueError, or what an unknown template raises for TRL's test conversations
+        return None
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of a tokenizer."""
@@ -66,12 +94,29 @@ class ChatTemplate:
     turns: Turns
     """Which turns of the assistant are trained on."""
 
+    @cached_property
+    def replaced(self) -> str | None:
+        """TRL's training template; None if the tokenizer's own is used in training."""
+        return None if self._has_markers else training_template(self.tokenizer)
+
+    @property
+    def note(self) -> str:
+        """Says which template writes the conversations, and how the answers are found."""
+        if self.replaced is not None:
+            return "chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"
+        found = "its generation markers" if self._has_markers else "the text that each answer adds"
+        return f"chat template: the tokenizer's; answers are found by {found}"
+
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """(tokens, whether each is one of the assistant). Raises BadConversation if the template refuses the conversation."""
+        """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.
+
+        Raises BadConversation if the template refuses the conversation or leaves out a part,
+        DataError if it trains no end of an answer or rewrites earlier turns.
+        """
         text, spans = self.render(conversation)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = encoded["offset_mapping"]
-        mask = [any(start < end and first <= start and end <= last for first, last in spans) for start, end in offsets]
+        mask = [any(start < last and first < end for first, last in spans) for start, end in offsets]
         return encoded["input_ids"], mask
 
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
@@ -80,51 +125,70 @@ class ChatTemplate:
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
             answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
-        marked = GENERATION.search(str(self.tokenizer.chat_template))
-        text, spans = self.marked(messages, tools) if marked else self.grown(messages, tools, answers)
-        if marked and self.turns == "last":
-            before = common_length(text, self.text(messages[:-1], tools))
-            spans = [(start, end) for start, end in spans if start >= before]
-        if not spans:
-            raise BadConversation("the chat template renders no turn of the assistant")
+        if self.replaced is None and not self._has_markers:
+            return self.grown(messages, tools, answers)
+        text, spans = self.marked(messages, tools)
+        if self.turns == "last":
+            before = common_length(text, self.marked(messages[:-1], tools)[0])
+            spans = [(max(start, before), end) for start, end in spans if end > before]
+        trained = [text[start:end] for start, end in spans]
+        check_marked(trained, [messages[number] for number in answers])
         return text, spans
 
+    @property
+    def _has_markers(self) -> bool:
+        """Whether the tokenizer's own template marks the answers."""
+        return GENERATION.search(str(self.tokenizer.chat_template)) is not None
+
     def marked(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """By the template's own markers."""
+        """By the template's markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=self.tokenizer.get_chat_template(tools=tools),
+                chat_template=self.replaced or self.tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # jinja, and `raise_exception` of templates
             raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error
         (text,), (spans,) = rendered
-        return text, [(start, end) for start, end in spans if end > start]
+        return text, connected(spans)
 
     def grown(self, messages: list[Message], tools: Any, answers: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        """By the text that each answer adds to the text before it.
+        """By the text between the generation prompt of each answer and the end of its turn.
 
-        That text ends with the generation prompt, or without one if answers in a conversation do not begin with it.
+        A span begins where the text leaves the prompt, which may open with thoughts that the answer
+        lacks, and ends where the text leaves that of a conversation which ends with the turn.
         """
         whole, spans = self.text(messages, tools), []
         for number in answers:
-            prompts = (self.text(messages[:number], tools, add_generation_prompt=added) for added in (True, False))
-            before = next((len(prompt) for prompt in prompts if whole.startswith(prompt)), len(whole))
+            prompt = self.text(messages[:number], tools, add_generation_prompt=True)
+            before = common_length(prompt, whole)
+            if before < len(prompt) and before < len(self.text(messages[:number], tools)):
+                raise rewritten(number + 1)
             after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], tools)
-            end = common_length(after, whole)  # a template may end a conversation with a token of its own
-            if messages[number]["content"].strip() not in whole[before:end]:
-                raise DataError(
-                    "data.assistant_turns: the chat template rewrites earlier turns, so hwopt cannot find the answers in the "
-                    "text. Set data.assistant_turns = 'last', or give a template with {% generation %} markers "
-                    "(data.chat_template)"
-                )
+            end = common_length(after, whole)
+            if end < len(after):  # a template may end a conversation with a token of its own
+                end = self._turn_end(whole, before, end, messages[number]["content"].strip(), number)
+            check_answer(whole[before:end], messages[number], number + 1, whole)
             spans.append((before, end))
         return whole, spans
+
+    def _turn_end(self, text: str, begin: int, end: int, content: str, number: int) -> int:
+        """The end of the answer from `begin`, where another rendering leaves `text` at `end`.
+
+        `end` may lie in a token: the answer's own end, or the first token behind it. Only the
+        content tells which.
+        """
+        if not content:
+            raise rewritten(number + 1)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        inside = [span for span in encoded["offset_mapping"] if span[0] < end < span[1]]
+        first, last = inside[0] if inside else (end, end)
+        return first if is_closed(text[begin:first], content) else last
 
     def text(self, messages: list[Message], tools: Any, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""

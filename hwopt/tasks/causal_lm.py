@@ -12,7 +12,7 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
-from hwopt.data.chat_template import ChatTemplate, Turns, set_template
+from hwopt.data.chat_template import ChatTemplate, set_template
 from hwopt.data.columns import PROMPTS, is_text, text_of
 from hwopt.data.rows import Rows
 from hwopt.data.tables import text_columns
@@ -154,9 +154,11 @@ class CausalLM(Task):
         tokenizer = tokenizer_for(job, config, texts, decoder=True, cache=cache)
         if train.conversations is not None:
             set_template(tokenizer, job.data.chat_template)
-        turns = job.data.assistant_turns
-        stores = [None if part is None else _store(part, tokenizer, limit, cache, turns) for part in (train, held_out, test)]
+        template = ChatTemplate(tokenizer, job.data.assistant_turns)
+        stores = [None if part is None else _store(part, template, limit, cache) for part in (train, held_out, test)]
         prepared = make_prepared(stores, tokenizer, None, avoid_used=False)
+        if train.conversations is not None:
+            prepared.notes.append(template.note)
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
@@ -184,7 +186,7 @@ class CausalLM(Task):
         if samples.conversations is not None and not trained.tokenizer.chat_template:
             set_template(trained.tokenizer, data.chat_template)
         limit = LengthLimit(data.max_length, trained.max_positions)
-        return _store(samples, trained.tokenizer, limit, cache, data.assistant_turns)
+        return _store(samples, ChatTemplate(trained.tokenizer, data.assistant_turns), limit, cache)
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The sample with the token after its last input, and the tokens that count in the loss."""
@@ -218,11 +220,11 @@ def token_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> t
     return summed, (targets != IGNORED).sum()
 
 
-def _store(samples: Texts, tokenizer: Any, limit: LengthLimit, cache: Path, turns: Turns = "all") -> TokenStore:
+def _store(samples: Texts, template: ChatTemplate, limit: LengthLimit, cache: Path) -> TokenStore:
     """The token store of `samples`, from the cache or written now."""
     if samples.conversations is not None:
-        return _chat_store(samples, samples.conversations, ChatTemplate(tokenizer, turns), limit, cache)
-    texts = samples.texts
+        return _chat_store(samples, samples.conversations, template, limit, cache)
+    texts, tokenizer = samples.texts, template.tokenizer
     pairs = len(texts) == 2
     block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
     settings = [FORMAT, CausalLM.facts.kind, pairs, limit.max_length if pairs else block]
@@ -254,11 +256,12 @@ def _chat_store(
 ) -> TokenStore:
     """The token store of conversations, from the cache or written now."""
     tokenizer = template.tokenizer
-    settings = [FORMAT, CausalLM.facts.kind, "chat", limit.max_length, template.turns, tokenizer.chat_template]
+    written = template.replaced or tokenizer.chat_template
+    settings = [FORMAT, CausalLM.facts.kind, "conversations", limit.max_length, template.turns, written]
     key = fingerprint(settings, tokenizer_fingerprint(tokenizer), [conversation.key for conversation in conversations])
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
-        collected = SampleArrays(samples.places, limit)
+        collected = SampleArrays(samples.places, limit, counts_last=True)
         for sample, conversation in enumerate(conversations):
             try:
                 tokens, answer = template.encode(conversation)

@@ -39,10 +39,13 @@ def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) 
 
 
 class SampleArrays:
-    """Collects samples of tokens with a label each, for the arrays of a token store."""
+    """Collects samples of tokens with a label each, for the arrays of a token store.
 
-    def __init__(self, places: Places, limit: LengthLimit) -> None:
-        self.places, self.limit = places, limit
+    `counts_last`: data.max_length also counts the token behind the last input, which is only a label, as in TRL.
+    """
+
+    def __init__(self, places: Places, limit: LengthLimit, counts_last: bool = False) -> None:
+        self.places, self.limit, self.counts_last = places, limit, counts_last
         self.inputs: list[NDArray[np.int32]] = []
         self.labels: list[NDArray[np.int64]] = []
         self.truncated = 0
@@ -53,7 +56,7 @@ class SampleArrays:
         import numpy as np
 
         longest = self.limit.max_length
-        kept = len(tokens) if longest is None else min(longest, len(tokens))
+        kept = len(tokens) if longest is None else min(longest - self.counts_last, len(tokens))
         self.limit.check([kept], self.places, sample)
         if all(label == IGNORED for label in labels[:kept]):
             self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"

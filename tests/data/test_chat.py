@@ -1,8 +1,9 @@
-"""Conversations: their formats, the assistant's tokens, and runs on them. The tokens and masks are those of TRL."""
+"""Conversations: their formats, the assistant's tokens, and runs on them."""
 
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,36 +51,20 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
 
 
+def without_markers(template: str) -> str:
+    return template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
 def trained_text(tokenizer: Any, messages: list[dict[str, Any]], turns: Any = "all", tools: Any = None) -> str:
     tokens, mask = ChatTemplate(tokenizer, turns).encode(Conversation(messages, tools))
     return str(tokenizer.decode([token for token, answer in zip(tokens, mask, strict=True) if answer]))
-
-
-@pytest.mark.parametrize("turns", ["all", "last"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_instruct_2507", "llama3", "gemma", "phi3", "lfm2", "cohere"])
-def test_tokens_and_masks_are_those_of_trl(name: str, turns: Any, tokenizer: Any) -> None:
-    """Its templates with generation markers, and without them by the growth of the text."""
-    trl = pytest.importorskip("trl")
-    folder = Path(trl.__file__).parent / "chat_templates"
-    found = {}
-    for file in (f"{name}_training.jinja", f"{name}.jinja"):
-        tokenizer.chat_template = (folder / file).read_text()
-        found[file] = ChatTemplate(tokenizer, turns).encode(Conversation(MESSAGES))
-    marked, grown = found.values()
-    assert marked == grown
-    tokenizer.chat_template = (folder / f"{name}_training.jinja").read_text()
-    theirs = tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    assert marked[0] == theirs["input_ids"]
-    if turns == "all":
-        assert marked[1] == [bool(answer) for answer in theirs["assistant_masks"]]
 
 
 def test_answers_of_all_turns_or_of_the_last_count(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>4<|im_end|>"
     assert trained_text(tokenizer, MESSAGES, "last") == "4<|im_end|>"
-    without_markers = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    tokenizer.chat_template = without_markers
+    tokenizer.chat_template = without_markers(CHATML)
     assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>\n4<|im_end|>\n"
 
 
@@ -87,7 +72,30 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_all_turns(tokenizer
     tokenizer.chat_template = REWRITES
     with pytest.raises(DataError, match="rewrites earlier turns"):
         trained_text(tokenizer, MESSAGES)
-    assert trained_text(tokenizer, MESSAGES, "last") == "4"
+    tokenizer.chat_template = REWRITES.replace("{{ message.content }}", "{{ message.content }}<|end|>")
+    assert trained_text(tokenizer, MESSAGES, "last") == "4<|end|>"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool, tokenizer: Any) -> None:
+    endless = CHATML.replace(
+        "message['content'] + '<|im_end|>' }}{%- endgeneration %}", "message['content'] }}{%- endgeneration %}"
+    )
+    tokenizer.chat_template = endless if marked else without_markers(endless)
+    with pytest.raises(DataError, match=r"data\.chat_template: .* would not learn to stop"):
+        trained_text(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML if marked else without_markers(CHATML)
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    }
+    with pytest.raises(BadConversation, match="does not write the tool calls"):
+        trained_text(tokenizer, [MESSAGES[0], call, *MESSAGES])
 
 
 def test_tools_reach_the_template(tokenizer: Any) -> None:
@@ -178,6 +186,31 @@ def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Pa
     left_out = prepared.bad_rows[0]["left_out"]
     assert [row["line"] for row in left_out] == [2, 3]
     assert [row["why"][:30] for row in left_out] == ["has no message of the assistan", "has no answer after truncation"]
+
+
+def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
+    """Its own template writes an earlier call differently than a last one."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    result = {"role": "tool", "name": "add", "content": "four"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    template = metadata.distribution("trl").locate_file("trl/chat_templates/qwen3.jinja")
+    rows = [{"messages": [*MESSAGES[:3], called, result, MESSAGES[3]]}] * 32
+    prepared = prepare(job_of(rows, tmp_path, chat_template=str(template)), tmp_path)
+    labels = prepared.train.array("labels")
+    trained = prepared.tokenizer.decode(labels[labels != IGNORED])
+    assert trained.count('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>') == 32
+    assert trained.count("Hi.<|im_end|>") == trained.count("4<|im_end|>") == 32
+    assert "four" not in trained
+    assert prepared.tokenizer.chat_template == template.read_text("utf-8")
+    assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
+
+
+def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
+    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=120), tmp_path)
+    tokens, mask = ChatTemplate(prepared.tokenizer, "all").encode(Conversation(MESSAGES))
+    labels = [token if answer else IGNORED for token, answer in zip(tokens, mask, strict=True)]
+    assert prepared.train.row(0)["input_ids"].tolist() == tokens[:119]
+    assert prepared.train.row(0)["labels"].tolist() == labels[1:120]
 
 
 def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

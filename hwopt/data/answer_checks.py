@@ -1,0 +1,71 @@
+"""Check that a chat template trains each answer with its content, its tool calls and its end.
+
+Without these checks a template can train something else, and the loss still looks healthy: a call
+that is never trained, an answer that never ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hwopt.data.chat import BadConversation, Message
+from hwopt.errors import DataError
+
+
+def is_closed(text: str, content: str) -> bool:
+    """Whether `text`, the answer `content` as a template writes it, has an end behind the content."""
+    written = text.rstrip()
+    return bool(written) and not (content and written.endswith(content))
+
+
+def check_answer(text: str, message: Message, number: int, whole: str) -> None:
+    """Raise unless `text`, the part of `whole` found for message `number`, holds the whole answer.
+
+    That is its content, the names of the functions that it calls, and an end of the turn.
+    """
+    content = message["content"].strip()
+    calls = [(name, "tool calls") for name in names_of_calls(message)]
+    for part, what in ((content, "content"), *calls):
+        if part not in text and (part in whole or not calls):
+            raise rewritten(number)
+        if part not in text:
+            raise BadConversation(f"the chat template does not write the {what} of message {number}")
+    if not is_closed(text, content):
+        raise DataError(
+            f"data.chat_template: the template writes nothing after the answer in message {number}, so the "
+            "model would not learn to stop. Give a template that ends each answer with a token, such as "
+            "{{ eos_token }}"
+        )
+
+
+def check_marked(texts: Sequence[str], answers: Sequence[Message]) -> None:
+    """Raise unless `texts`, the parts that a template marks, hold each answer, its calls and its end.
+
+    Templates may leave out thoughts, and the content beside a tool call.
+    """
+    trained = "".join(texts)
+    plain = [message["content"] for message in answers if not message.get("tool_calls")]
+    contents = [kept for content in plain if (kept := content.rpartition("</think>")[2].strip())]
+    if any(content not in trained for content in contents):
+        raise BadConversation("the chat template does not write the content of an answer")
+    if any(name not in trained for message in answers for name in names_of_calls(message)):
+        raise BadConversation("the chat template does not write the tool calls of an answer")
+    if not texts or not all(is_closed(text, content) for text in texts for content in contents):
+        raise DataError(
+            "data.chat_template: the {% generation %} markers leave out the end of an answer, so the "
+            "model would not learn to stop. Move {% endgeneration %} behind the token that ends the answer"
+        )
+
+
+def rewritten(number: int) -> DataError:
+    """The error for a template that writes message `number` differently when others follow."""
+    return DataError(
+        "data.assistant_turns: the chat template rewrites earlier turns, so hwopt cannot find message "
+        f"{number} in the text. Set data.assistant_turns = 'last', or give a template with "
+        "{% generation %} markers around each answer and its end (data.chat_template)"
+    )
+
+
+def names_of_calls(message: Message) -> list[str]:
+    """The names of the functions that a message calls."""
+    return [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]

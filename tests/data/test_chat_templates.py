@@ -1,0 +1,183 @@
+"""Tokens and labels of chats are those of TRL, for all templates that it ships; docs/chat.md lists what differs.
+
+`HWOPT_UPDATE_GOLDEN=1 pytest tests/data/test_chat_templates.py` rewrites the list.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documentation import ROOT
+
+from hwopt.data.chat import BadConversation, Conversation, conversation_of
+from hwopt.data.chat_template import GENERATION, ChatTemplate
+from hwopt.errors import DataError
+
+FOLDER = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"
+TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja")) if "_training" not in path.stem}
+KINDS = ("plain", "tools", "thinking", "several calls", "empty answer")
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "-", "parameters": {"type": "object", "properties": {}}}}
+    for name in ("add_up", "look_up")
+]
+PAGE = ROOT / "docs" / "chat.md"
+BEGIN, END = "<!-- differences -->\n", "<!-- /differences -->"
+MARKS = re.compile(r"<[|｜][^\s'\"<>{}]+?[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|\[/?[A-Z_]+\]")
+
+
+@cache
+def tokenizer() -> Any:
+    """A byte-level tokenizer with the special tokens of all templates."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    special = sorted({mark for path in FOLDER.glob("*.jinja") for mark in MARKS.findall(path.read_text("utf-8"))})
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator(["\n\n"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
+
+
+def turn(kind: str, number: int, at: int) -> list[dict[str, Any]]:
+    """A question and what follows it up to the answer."""
+    answer: dict[str, Any] = {"role": "assistant", "content": f"Answer {number}-{at}."}
+    if kind == "empty answer" and at == number % 2:
+        answer["content"] = ""
+    if kind == "thinking":
+        answer["reasoning_content"] = f"Thought {number}-{at}"
+    names = {"tools": ("add_up",), "several calls": ("add_up", "look_up")}.get(kind, ())
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"x": number + at}}} for name in names]
+    beside = "" if number % 3 else "Let me see."
+    called = [{"role": "assistant", "content": beside, "tool_calls": calls}] if calls else []
+    results = [{"role": "tool", "name": name, "content": f"Result of {name}"} for name in names]
+    return [{"role": "user", "content": f"Question {number}-{at}?"}, *called, *results, answer]
+
+
+def conversation(kind: str, number: int) -> Conversation:
+    """One of twelve: one to three turns, with and without a system message, ending with an answer, a question or a call."""
+    messages = [{"role": "system", "content": "Be brief."}] * (number % 2)
+    messages += [message for at in range(1 + number % 3) for message in turn(kind, number, at)]
+    if number == 10:
+        messages.append({"role": "user", "content": "Question?"})
+    tools = TOOLS if kind in ("tools", "several calls") else None
+    return conversation_of({"messages": messages[:-1] if number == 11 and tools else messages, "tools": tools}, ("messages",))
+
+
+def encoded_by_trl(template: str, chat: Conversation) -> tuple[list[int], list[bool]] | str:
+    """(tokens, whether each is trained) as in SFTTrainer with assistant_only_loss; or "refuses"."""
+    from trl import chat_template_utils as by_trl
+
+    own = tokenizer()
+    own.chat_template = template
+    try:
+        replaced = None if by_trl.has_generation_markers(template) else by_trl.get_training_chat_template(own)
+        found = own.apply_chat_template(
+            chat.messages, tools=chat.tools, chat_template=replaced, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception:
+        return "refuses"
+    return found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]
+
+
+def encoded_by_hwopt(template: ChatTemplate, chat: Conversation) -> tuple[list[int], list[bool]] | str:
+    """(tokens, whether each is trained), or why hwopt refuses the conversation."""
+    try:
+        return template.encode(chat)
+    except (BadConversation, DataError) as error:
+        reason = str(error).removeprefix("data.assistant_turns: ").removeprefix("data.chat_template: ")
+        return re.split(r" of (?:message|an answer)|, so |: ", reason)[0]
+
+
+def check_trained_text(found: tuple[list[int], list[bool]], chat: Conversation) -> None:
+    """Exactly the answers are trained: each content with an end behind it, each call, and no other message."""
+    trained = tokenizer().decode([token for token, mask in zip(*found, strict=True) if mask])
+    for message in chat.messages:
+        if message["role"] != "assistant":
+            assert message["content"] not in trained
+        elif calls := message.get("tool_calls"):
+            assert all(call["function"]["name"] in trained for call in calls)
+        elif message["content"]:
+            assert trained.split(message["content"])[1].lstrip().startswith("<")
+    assert trained.strip()
+
+
+@cache
+def outcomes(name: str) -> dict[str, dict[str, int]]:
+    """Kind -> what differs from TRL -> conversations of twelve."""
+    found: dict[str, dict[str, int]] = {kind: defaultdict(int) for kind in KINDS}
+    own = tokenizer()
+    own.chat_template = TEMPLATES[name]
+    template = ChatTemplate(own, "all")
+    for kind in KINDS:
+        for number in range(12):
+            chat = conversation(kind, number)
+            theirs = encoded_by_trl(TEMPLATES[name], chat)
+            ours = encoded_by_hwopt(template, chat)
+            if not isinstance(ours, str):
+                check_trained_text(ours, chat)
+            if isinstance(ours, str) and theirs != "refuses":
+                found[kind][f"refused: {ours}"] += 1
+            elif not isinstance(ours, str) and theirs == "refuses":
+                found[kind]["trained, refused by TRL"] += 1
+            elif not isinstance(ours, str):
+                assert ours == theirs
+    return found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_and_labels_are_those_of_trl_or_refused(name: str) -> None:
+    """`outcomes` compares them, and checks the text that is trained."""
+    refused = {difference for kind in outcomes(name).values() for difference in kind}
+    assert all("refused" in difference for difference in refused)
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"idefics3", "llava_next", "smolvlm"}))
+def test_only_the_last_answer_is_trained_if_asked(name: str) -> None:
+    own = tokenizer()
+    own.chat_template = TEMPLATES[name]
+    tokens, mask = ChatTemplate(own, "last").encode(conversation("plain", 8))
+    trained = own.decode([token for token, answer in zip(tokens, mask, strict=True) if answer])
+    assert re.findall(r"Answer \S+", trained.replace("<", " <")) == ["Answer 8-2."]
+
+
+def test_documented_differences_are_these() -> None:
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in TEMPLATES:
+        differences: dict[str, list[str]] = defaultdict(list)
+        for kind, found in outcomes(name).items():
+            for difference, count in found.items():
+                differences[difference].append(f"{kind} ({count})")
+        for difference, kinds in differences.items():
+            rows[", ".join(kinds), difference].append(f"`{name}`")
+    lines = ["| template | kind (conversations of 12) | in hwopt |", "|---|---|---|"]
+    lines += [f"| {', '.join(names)} | {kinds} | {difference} |" for (kinds, difference), names in rows.items()]
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    made = before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
+        PAGE.write_text(made, encoding="utf-8")
+    assert made == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not GENERATION.search(TEMPLATES[name])])
+def test_answers_found_without_markers_are_whole_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if TRL did not know the template."""
+    monkeypatch.setattr("hwopt.data.chat_template.training_template", lambda own: None)
+    own = tokenizer()
+    own.chat_template = TEMPLATES[name]
+    for kind in KINDS:
+        for number in range(0, 12, 2):
+            chat = conversation(kind, number)
+            found = encoded_by_hwopt(ChatTemplate(own, "all"), chat)
+            if not isinstance(found, str):
+                check_trained_text(found, chat)
