@@ -82,7 +82,7 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
     if not any(module._compiled_call_impl is not None for module in model.modules()):
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(count(name)))
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, torch.nn.Linear) and module.weight.is_floating_point():  # not packed in 4 or 8 bit
                 hooks.append(module.register_forward_pre_hook(begin(name)))
                 hooks.append(module.register_forward_hook(end, always_call=True))
     try:
