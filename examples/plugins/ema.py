@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 
 
 class Average:
@@ -52,8 +52,8 @@ class Average:
 class Ema(Plugin):
     name = "ema"
     stage = Stage.LOOP
-    preserves = "method"
-    conflicts = (Conflict(lacks="whole_parameters", why="the average needs whole parameters on each rank; keep one of the two"),)
+    effect = "method"
+    relations = Relations(conflicts=(Conflict(lacks="whole_parameters", why="the average needs whole parameters on each rank"),))
 
     class Options(PluginOptions):
         decay: float = Field(default=0.999, gt=0, lt=1, description="Weight of the old average in each step.")

@@ -40,7 +40,7 @@ class Noise:
 class GradientNoise(Plugin):
     name = "gradient_noise"
     stage = Stage.LOOP
-    preserves = "method"
+    effect = "method"
 
     class Options(PluginOptions):
         eta: float = Field(default=0.01, gt=0, description="Variance of the noise in the first step.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 
 
 def lora_plus_groups(ratio: float, named: Sequence[tuple[str, Any]], training: Any) -> list[dict[str, Any]]:
@@ -25,8 +25,8 @@ def lora_plus_groups(ratio: float, named: Sequence[tuple[str, Any]], training: A
 class LoraPlus(Plugin):
     name = "lora_plus"
     stage = Stage.OPTIMIZER
-    preserves = "method"
-    requires = ("adapter",)
+    effect = "method"
+    relations = Relations(requires=("adapter",))
 
     class Options(PluginOptions):
         ratio: float = Field(default=16.0, gt=0, description="Learning rate of the B matrices over that of the A matrices.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Relations, RunView, Stage
 
 NOT_HIDDEN = ("embed", "lm_head", "classifier", "score", "wte", "wpe")
 """Parts of the names of matrices that are no hidden layers: Muon's authors leave these to AdamW."""
@@ -49,8 +49,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class Muon(Plugin):
     name = "muon"
     stage = Stage.OPTIMIZER
-    preserves = "method"
-    replaces = ("optimizer",)  # the profile's own optimizer gives way: one line of the profile is enough
+    effect = "method"
+    relations = Relations(replaces=("optimizer",))  # the profile's own optimizer gives way: one line of the profile is enough
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("hidden matrices by Muon, the rest by AdamW")

@@ -101,7 +101,7 @@ def translate(view: View, registry: Registry) -> Translation:
 def in_order(names: Iterable[str], registry: Registry) -> list[str]:
     """The plugins `names`, each behind those that its class names in `after`."""
     given = list(names)
-    before = {name: [other for other in registry.plugin(name).after if other in given] for name in given}
+    before = {name: [other for other in registry.plugin(name).relations.after if other in given] for name in given}
     return list(TopologicalSorter(before).static_order())
 
 

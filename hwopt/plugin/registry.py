@@ -7,11 +7,12 @@ A plugin that cannot be loaded is an error that names the plugin and its distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, get_args
 
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin.guard import plugin_guard
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # importing pydantic would slow down `hwopt profiles`
 
 
 PLUGIN_GROUP = "hwopt.plugins"
-RENAMED = {"leaner": "memory_options", "rescue": "on_oom", "may_differ": "resume_ignores"}
+RENAMED = {"leaner": "alternatives", "rescue": "on_oom", "may_differ": "MayChangeOnResume"}
 """Hooks of plugin API 1 -> names in API 2. hwopt would ignore the old names without an error."""
 
 
@@ -98,7 +99,7 @@ class Registry:
 
 def check_contract(plugin: object, name: str, distribution: str) -> None:
     """Raise PluginError if `plugin` breaks the contract; the message has the first broken rule."""
-    from hwopt.plugin.contract import API_VERSION, Conflict, Plugin, PluginOptions, Stage
+    from hwopt.plugin.contract import API_VERSION, Effect, Plugin, PluginOptions, Relations, Stage, Traits
     from hwopt.plugin.recipe import can_be_replaced
 
     who = f"plugin {name!r} of {distribution}"
@@ -118,42 +119,45 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
     if plugin.probe is Plugin.probe:
         raise PluginError(f"{who}: does not define probe()")
-    if plugin.preserves not in ("bits", "rounding", "method"):
-        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
-    kinds = {
-        "former_names": str,
-        "after": str,
-        "resume_ignores": str,
-        "requires": str,
-        "replaces": str,
-        "conflicts": Conflict,
-    }
-    for key, kind in kinds.items():
-        value = getattr(plugin, key)
-        if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
-            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {truncate(value)}")
-    if wrong := [field for field in plugin.replaces if not can_be_replaced(field)]:
+    if not (isinstance(plugin.effect, property) or plugin.effect in get_args(Effect)):
+        raise PluginError(f"{who}: `effect` must be bits, rounding or method, not {truncate(plugin.effect)}")
+    if not isinstance(plugin.traits, property | Traits):
+        raise PluginError(f"{who}: `traits` must be a Traits(…), got {truncate(plugin.traits)}")
+    if not isinstance(plugin.relations, Relations):
+        raise PluginError(f"{who}: `relations` must be a Relations(…), got {truncate(plugin.relations)}")
+    if wrong := [field for field in plugin.relations.replaces if not can_be_replaced(field)]:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
-    if not isinstance(plugin.helps_oom, bool):
-        raise PluginError(f"{who}: `helps_oom` must be True or False, got {truncate(plugin.helps_oom)}")
     for key in ("renamed_options", "aliases"):
         value = getattr(plugin, key)
         if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
             raise PluginError(f"{who}: `{key}` must map strings to strings, got {truncate(value)}")
-    for hook in (
-        "probe",
-        "apply",
-        "memory",
-        "evidence",
-        "on_oom",
-        "memory_options",
-        "tunables",
-        "merge_options",
-        "scale_options",
-        "options_from",
-    ):
+    members = contract_members()
+    for hook in (name for name in members if callable(getattr(Plugin, name, None))):
         if not callable(getattr(plugin, hook)):
-            raise PluginError(f"{who}: `{hook}` must be callable, got {truncate(getattr(plugin, hook))}")
+            found = truncate(getattr(plugin, hook))
+            raise PluginError(f"{who}: `{hook}` must be callable, got {found}")
+    if unknown := next((name for name in declared_by(plugin) if name not in members), None):
+        raise PluginError(
+            f"{who}: a plugin has no attribute `{unknown}`.{nearest(unknown, members)} "
+            f"The members of the contract are {listing(members, 30)}"
+        )
+
+
+def contract_members() -> list[str]:
+    """The names that a plugin can define: the public members of `Plugin`."""
+    from hwopt.plugin.contract import Plugin
+
+    names = {**Plugin.__annotations__, **vars(Plugin)}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def declared_by(plugin: type[Plugin]) -> Iterator[str]:
+    """The public attributes of `plugin` that are neither functions nor constants in upper case."""
+    for cls in plugin.__mro__:
+        for name, value in {**vars(cls).get("__annotations__", {}), **vars(cls)}.items():
+            function = isinstance(value, FunctionType | classmethod | staticmethod | type)
+            if name.islower() and not name.startswith("_") and not function:
+                yield name
 
 
 def distribution_of(entry_point: EntryPoint) -> str:

@@ -20,7 +20,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    OFF,
+    Choice,
+    Context,
+    Decision,
+    Evidence,
+    MayChangeOnResume,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Scale,
+    Stage,
+)
 from hwopt_plugins.adapter.dora_graphs import traceable_dora
 
 MIN_PARAMETERS = 500_000_000
@@ -82,8 +96,7 @@ def save_and_merge(model: Any, run: RunView) -> Any:
 class Adapter(Plugin):
     name = "adapter"
     stage = Stage.MODEL
-    preserves = "method"
-    resume_ignores = ("always",)
+    effect = "method"
     renamed_options: ClassVar[Mapping[str, str]] = {
         "alpha": "lora_alpha",
         "target": "target_modules",
@@ -107,7 +120,9 @@ class Adapter(Plugin):
             default="all-linear", description="Names of the modules to adapt."
         )
         lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
-        always: bool = Field(default=False, description="Also use an adapter for models with fewer than 500 million parameters.")
+        always: Annotated[bool, MayChangeOnResume()] = Field(
+            default=False, description="Also use an adapter for models with fewer than 500 million parameters."
+        )
 
     options: Options
 
@@ -155,13 +170,12 @@ class Adapter(Plugin):
         spec.trained = min(spec.parameters, self.options.r * 2 * 7 * model.layers * model.hidden_size)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        offer = cls.Options(always=True)
-        return (
-            []
-            if options is not None
-            else [MemoryOption(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
-        )
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        if options is not None:
+            return []
+        note = f"trains adapters (LoRA, r = {cls.Options().r}) instead of all weights"
+        on = Choice(changes={"always": True}, note=note, alters=True)
+        return [Scale(choices=(on, OFF), present=1)]
 
     def evidence(self, run: RunView) -> Evidence:
         named = list(run.inner_model.named_parameters())

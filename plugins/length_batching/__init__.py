@@ -43,7 +43,7 @@ def padded_width(length: int, widths: Sequence[int], multiple: int) -> int:
 class LengthBatching(Plugin):
     name = "length_batching"
     stage = Stage.DATA
-    preserves = "rounding"
+    effect = "rounding"
     former_names = ("cut",)
 
     class Options(PluginOptions):

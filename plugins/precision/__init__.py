@@ -16,6 +16,7 @@ pure rounds each update to bf16: an update under 1/512 to 1/256 of its weight is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,17 +24,19 @@ from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
 from hwopt.plugin import (
+    Choice,
     Conflict,
     Context,
     Decision,
+    Effect,
     Evidence,
-    MemoryOption,
     MemorySpec,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
-    SpeedOption,
+    Scale,
     Stage,
 )
 from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
@@ -75,19 +78,20 @@ def dtype_from(word: str, value: Any) -> Mapping[str, Any] | None:
 class Precision(Plugin):
     name = "precision"
     stage = Stage.MODEL
-    after = ("adapter", "quantize")  # adapter weights are cast too, and get masters
-    preserves = "rounding"
-    conflicts = (
-        Conflict(
-            lacks="whole_gradients",
-            why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole gradient before the update; "
-            'set level = "O1"',
-            when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
-        ),
-        Conflict(
-            lacks="whole_parameters",
-            why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
-            when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
+    relations = Relations(
+        after=("adapter", "quantize"),  # adapter weights are cast too, and get masters
+        conflicts=(
+            Conflict(
+                lacks="whole_gradients",
+                why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole "
+                'gradient before the update; set level = "O1"',
+                when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
+            ),
+            Conflict(
+                lacks="whole_parameters",
+                why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
+                when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
+            ),
         ),
     )
     aliases: ClassVar[Mapping[str, str]] = {
@@ -147,7 +151,7 @@ class Precision(Plugin):
         return super().options_from(word, value)
 
     @property
-    def effect(self) -> Literal["bits", "rounding", "method"]:
+    def effect(self) -> Effect:
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
     def probe(self, context: Context) -> Decision:
@@ -195,20 +199,21 @@ class Precision(Plugin):
             spec.master_bytes = 4.0 if self.options.level == "O2" else 0.0
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """O2, O1 and the present precision, if it is another one. fp32 is not offered."""
         dtype, _ = best_dtype(context.hardware)
         if dtype == "fp32":
             return []
-        half = MemoryOption(cls.Options(dtype=dtype), 0.6, f"matrix products in {dtype}")
-        weights = MemoryOption(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
-        level = "fp32" if options is None or options.dtype == "fp32" else options.level
-        return {"fp32": [half, weights], "O1": [weights], "O2": [], "pure": []}[level]
-
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
-        if options.dtype == "fp32" or options.level == "O1":
-            return []
-        return [SpeedOption(options.model_copy(update={"level": "O1"}), "fp32 weights, no copy to or from masters")]
+        present = "fp32" if options is None or options.dtype == "fp32" else options.level
+        full = {"dtype": dtype} if present == "fp32" else {}
+        o2 = Choice(changes={**full, "level": "O2"}, note=f"weights and activations in {dtype}, fp32 masters", time=0.57)
+        o1 = Choice(changes={**full, "level": "O1"}, note=f"matrix products in {dtype}, fp32 weights", time=0.6)
+        if present == "pure":
+            pure = Choice(changes={"level": "pure"}, note="no fp32 masters", time=0.57)
+            return [Scale(choices=(pure, replace(o1, alters=True)), present=0)]
+        if present == "fp32":
+            return [Scale(choices=(o2, o1, Choice(changes={"dtype": "fp32"})), present=2)]
+        return [Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
 
     def evidence(self, run: RunView) -> Evidence:
         import torch

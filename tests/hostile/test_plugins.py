@@ -20,7 +20,7 @@ from pydantic import model_validator
 
 from hwopt.cli import run_command
 from hwopt.errors import HwoptError, PluginError, StorageError
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, Stage
 from hwopt.plugin import registry as registry_module
 from hwopt.plugin.guard import Guarded, plugin_guard
 from hwopt.plugin.recipe import EVENTS as RECIPE_EVENTS
@@ -194,11 +194,13 @@ CLASSES: dict[str, object] = {
     "no probe": variant(probe=Plugin.probe),
     "a probe of text": variant(probe="apply"),
     "evidence of text": variant(evidence="active"),
-    "preserves nothing known": variant(preserves="everything"),
-    "after is a text": variant(after="batch"),
-    "requires is a text": variant(requires="batch"),
-    "conflicts is a text": variant(conflicts=("batch",)),
-    "a conflict that raises": variant(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),)),
+    "an unknown effect": variant(effect="everything"),
+    "relations are a text": variant(relations="batch"),
+    "traits are a text": variant(traits="elementwise"),
+    "a name of contract 2": variant(requires=("batch",)),
+    "a conflict that raises": variant(
+        relations=Relations(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),))
+    ),
     "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
     "sets a field of the job": variant(probe=changing(lambda context: setattr(context.job, "task", None))),
     "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),

@@ -8,7 +8,7 @@ import pytest
 
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError, PluginError
-from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Stage
+from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Relations, Stage
 from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract
 
 BUILT_IN = [
@@ -86,9 +86,10 @@ def test_duplicate_name_names_both_entry_points() -> None:
     ("change", "expected"),
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
-        ({"leaner": len}, "plugin API 1; rename `leaner` to `memory_options`"),
-        ({"replaces": ("model_steps",)}, "expected a slot or a key"),
-        ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
+        ({"leaner": len}, "plugin API 1; rename `leaner` to `alternatives`"),
+        ({"relations": Relations(replaces=("model_steps",))}, "expected a slot or a key"),
+        ({"requires": ("batch",)}, "a plugin has no attribute `requires`"),
+        ({"effect": "none"}, "`effect` must be bits, rounding or method"),
         ({"name": "other"}, "must be the entry point's name"),
         ({"stage": "MODEL"}, "stage"),
         ({"Options": dict}, "Options"),

@@ -163,7 +163,7 @@ def test_small_models_get_an_adapter_only_with_always():
 def test_reasons_name_missing_peft_and_slow_dropout():
     assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
     assert "slower path" in Adapter(Adapter.Options(kind="dora", lora_dropout=0.1)).probe(context()).reason
-    assert Adapter.preserves == "method"
+    assert Adapter.effect == "method"
 
 
 def test_evidence_is_inactive_if_other_weights_train():

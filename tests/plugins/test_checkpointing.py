@@ -135,7 +135,7 @@ def test_decision_depends_on_model_and_layers():
     assert "needs 9 layers, " in decision.reason
     assert "has 4" in decision.reason
     assert "one in 2 of 4" in Checkpointing(Checkpointing.Options(layers=2)).probe(context()).reason
-    assert "adapter" in Checkpointing.after
+    assert "adapter" in Checkpointing.relations.after
 
 
 def test_model_without_checkpointable_layers_is_refused():

@@ -52,14 +52,14 @@ def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch:
     report = check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name), hardware=hardware)
     assert ("evidence" in report.checked) == (hardware is None)
     assert set(report.checked) | set(report.not_checked) == {
-        "decision", "recipe", "memory", "evidence", "preserves", "resume"
+        "decision", "recipe", "memory", "evidence", "effect", "resume"
     }  # fmt: skip
 
 
 class Good(Plugin):
     name = "good"
     stage = Stage.LOOP
-    preserves = "bits"
+    effect = "bits"
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")
@@ -104,7 +104,7 @@ def check(plugin: type[Plugin], folder: Path, hardware: object = CARD) -> None:
     registry = Registry()
     registry.add(plugin)
     report = check_contract_of("good", folder, registry=registry, hardware=hardware)  # type: ignore[arg-type]
-    assert report.not_checked == ("evidence", "preserves", "resume")
+    assert report.not_checked == ("evidence", "effect", "resume")
 
 
 def test_described_hardware_is_checked_without_training(tmp_path: Path) -> None:

@@ -404,10 +404,11 @@ def test_unsupported_task_or_logit_transform_is_skipped():
         "skip",
         "LlamaForCausalLM is not supported: its logits are changed",
     )
-    assert FusedLoss.memory_options(None, context(kind="text-classification")) == []
-    assert FusedLoss.memory_options(None, context(logit_transform="its logits are changed")) == []
-    assert FusedLoss.memory_options(FusedLoss.Options(), context()) == []
-    assert [offer.options for offer in FusedLoss.memory_options(None, context())] == [FusedLoss.Options()]
+    assert FusedLoss.alternatives(None, context(kind="text-classification")) == []
+    assert FusedLoss.alternatives(None, context(logit_transform="its logits are changed")) == []
+    assert FusedLoss.alternatives(FusedLoss.Options(), context()) == []
+    (scale,) = FusedLoss.alternatives(None, context())
+    assert [choice.changes for choice in scale.with_less_memory] == [{}]
 
 
 @pytest.mark.parametrize(

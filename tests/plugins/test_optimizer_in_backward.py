@@ -14,7 +14,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect
 from hwopt.memory.planner import plan_memory
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
@@ -210,7 +210,7 @@ class Global(Plugin):
 
 
 class PerParameter(Global):
-    per_parameter = True
+    traits = Traits(per_parameter=True)
 
 
 class Scaled(Global):
