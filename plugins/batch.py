@@ -126,6 +126,25 @@ class Batch(Plugin):
                 raise ValueError('train = "auto" needs effective = N, the rows per optimizer step: they change the training')
             return self
 
+        @classmethod
+        def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+            """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
+
+            `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
+            """
+            merged = {**below, **above}
+            if "effective" in above or above.get("enabled") is False:
+                return merged
+            if "gradient_accumulation_steps" in above:
+                merged.pop("effective", None)
+                return merged
+            train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
+            whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
+            if "effective" not in below and whole and above.get("train", train) != train:
+                merged.pop("gradient_accumulation_steps", None)
+                merged["effective"] = train * steps
+            return merged
+
     options: Options
 
     def probe(self, context: Context) -> Decision:
@@ -172,25 +191,6 @@ class Batch(Plugin):
             recipe.batch["accumulation"] = self.options.gradient_accumulation_steps or 1
         else:
             recipe.batch["effective"] = self.options.effective
-
-    @classmethod
-    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
-
-        `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
-        """
-        merged = {**below, **above}
-        if "effective" in above or above.get("enabled") is False:
-            return merged
-        if "gradient_accumulation_steps" in above:
-            merged.pop("effective", None)
-            return merged
-        train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
-        whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
-        if "effective" not in below and whole and above.get("train", train) != train:
-            merged.pop("gradient_accumulation_steps", None)
-            merged["effective"] = train * steps
-        return merged
 
     @classmethod
     def scale_options(cls, options: Batch.Options, ratio: float) -> tuple[Mapping[str, Any], str]:

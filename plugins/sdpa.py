@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from hwopt.hardware.device import Feature, Hardware
-from hwopt.plugin import Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
+from hwopt.plugin import Alias, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
 EAGER: tuple[Kernel, ...] = ("eager",)
@@ -59,12 +59,20 @@ def runnable(kernels: Sequence[Kernel], hardware: Hardware) -> tuple[tuple[Kerne
     return kept, [f"{kernel}: {reason}" for kernel, reason in unsupported.items()]
 
 
+def kernels_from(value: Any) -> Mapping[str, Any] | None:
+    """The options for an `attn_implementation` of transformers."""
+    kernels = {"eager": EAGER, "flash_attention_2": WITH_FLASH, "flash_attention_3": WITH_FLASH}
+    if value == "sdpa":
+        return {"enabled": True}
+    return {"prefer": list(kernels[value])} if value in kernels else None
+
+
 class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
     effect = "rounding"
-    aliases: ClassVar[Mapping[str, str]] = {
-        "attn_implementation": "prefer",
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "attn_implementation": Alias("prefer", kernels_from),
     }
 
     class Options(PluginOptions):
@@ -88,14 +96,6 @@ class Sdpa(Plugin):
             return value
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        kernels = {"eager": EAGER, "flash_attention_2": WITH_FLASH, "flash_attention_3": WITH_FLASH, "sdpa": None}
-        if value not in kernels:
-            return None
-        prefer = kernels[value]
-        return {"enabled": True} if prefer is None else {"prefer": list(prefer)}
 
     def probe(self, context: Context) -> Decision:
         if self.options.prefer == EAGER:

@@ -116,7 +116,7 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
 def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[Capability, str]:
     """Capability that the plugin's part of the recipe needs -> reason."""
     found: dict[Capability, str] = {}
-    for field in ("masters", "scaler", "events['gradients']"):
+    for field in ("masters", "scaler", "events['on_gradients']"):
         if recipe.writes(entry.author, field):
             found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
     if recipe.writes(entry.author, "optimizer") and not traits_of(entry).elementwise:

@@ -33,7 +33,7 @@ def rules_of(registry: Registry) -> TableRules:
             plugin = registry.plugin(name)
         except HwoptError:
             return replaced(name, below, above)
-        with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "merge_options()"):
-            return dict(plugin.merge_options(below, above))
+        with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "Options.merged()"):
+            return dict(plugin.Options.merged(below, above))
 
     return TableRules(rename, merge)

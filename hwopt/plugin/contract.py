@@ -20,11 +20,11 @@ from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.alternatives import OFF, Choice, Scale
 from hwopt.plugin.evidence import Evidence
-from hwopt.plugin.imports import options_by_alias
+from hwopt.plugin.imports import Alias
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
-from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
+from hwopt.plugin.run_view import BatchSizes, EngineView, Events, Observation, RunView
 
 API_VERSION = 3
 
@@ -52,6 +52,11 @@ class PluginOptions(BaseModel):
     """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Not validated yet."""
+        return {**below, **above}
 
     def fixed_on_resume(self) -> dict[str, Any]:
         """The options that must not change on resume if the plugin alters training, as JSON values."""
@@ -125,10 +130,11 @@ class Plugin:
     """Names of the plugin in earlier versions. They still work in profiles and with `--set`, with a note."""
     renamed_options: ClassVar[Mapping[str, str]] = {}
     """Old option name -> new option name. The old name still works, with a note."""
-    aliases: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str | Alias]] = {}
     """Option name of transformers or common scripts -> option to use instead: {"torch_dtype": "dtype", "fp16": "dtype = 'fp16'"}.
 
-    Messages suggest options by these names. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
+    Messages suggest options by these names, and `hwopt import` translates them; an `Alias` translates their values too.
+    Messages use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
     gradient_accumulation_steps, per_device_train_batch_size, per_device_eval_batch_size, effective_batch_size, use_peft,
     deepspeed, fsdp.
     """
@@ -168,20 +174,6 @@ class Plugin:
     def alternatives(cls, options: Any | None, context: Context) -> Sequence[Scale]:
         """Other settings than `options`, in order of memory. `options` is None if the plugin is not active."""
         return ()
-
-    @classmethod
-    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
-        return {**below, **above}
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        """The options for `word = value` of another tool, for `hwopt import`. `word` is one of `aliases`.
-
-        {}: nothing to set, because the value is what a plan without the option does. None: the plugin has no equivalent.
-        `enabled = True` adds a table without further options. Values are not validated yet.
-        """
-        return options_by_alias(cls.aliases, word, value)
 
     @classmethod
     def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:
@@ -228,6 +220,7 @@ __all__ = [
     "API_VERSION",
     "CAPABILITIES",
     "OFF",
+    "Alias",
     "BatchSizes",
     "Capability",
     "Choice",
@@ -236,6 +229,7 @@ __all__ = [
     "Decision",
     "Effect",
     "EngineView",
+    "Events",
     "Evidence",
     "Hardware",
     "MayChangeOnResume",

@@ -127,10 +127,9 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `relations` must be a Relations(…), got {truncate(plugin.relations)}")
     if wrong := [field for field in plugin.relations.replaces if not can_be_replaced(field)]:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
-    for key in ("renamed_options", "aliases"):
-        value = getattr(plugin, key)
-        if not (isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)):
-            raise PluginError(f"{who}: `{key}` must map strings to strings, got {truncate(value)}")
+    if not (isinstance(plugin.aliases, Mapping) and all(map(is_alias, plugin.aliases.items()))):
+        found = truncate(plugin.aliases)
+        raise PluginError(f"{who}: `aliases` must map strings to strings or Alias(…), got {found}")
     members = contract_members()
     for hook in (name for name in members if callable(getattr(Plugin, name, None))):
         if not callable(getattr(plugin, hook)):
@@ -139,8 +138,16 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
     if unknown := next((name for name in declared_by(plugin) if name not in members), None):
         raise PluginError(
             f"{who}: a plugin has no attribute `{unknown}`.{nearest(unknown, members)} "
-            f"The members of the contract are {listing(members, 30)}"
+            f"The members of the contract are {listing(members, 30)}. "
+            "Start the name of an attribute of your own with an underscore"
         )
+
+
+def is_alias(item: tuple[object, object]) -> bool:
+    """Whether `item` maps a word of another tool to an option."""
+    from hwopt.plugin.contract import Alias
+
+    return isinstance(item[0], str) and isinstance(item[1], str | Alias)
 
 
 def contract_members() -> list[str]:

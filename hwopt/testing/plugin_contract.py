@@ -156,7 +156,7 @@ def check_alternatives_of(name: str, plan: Plan) -> None:
             assert 0 <= scale.present < len(scale.choices), f"{who}, without a present choice"
             for choice in scale.choices:
                 assert choice.time > 0, f"{who}, with the time {choice.time}"
-                changed = dict(kind.merge_options(table, choice.changes))
+                changed = dict(kind.Options.merged(table, choice.changes))
                 changed.pop("enabled", None)
                 kind.Options.model_validate(changed, strict=False)
             for choice in (*scale.with_less_memory, *scale.with_more_memory):

@@ -22,6 +22,7 @@ from pydantic import Field
 from hwopt.errors import PluginError
 from hwopt.plugin import (
     OFF,
+    Alias,
     Choice,
     Context,
     Decision,
@@ -93,6 +94,13 @@ def save_and_merge(model: Any, run: RunView) -> Any:
     return model.merge_and_unload()
 
 
+def modules_from(value: Any) -> Mapping[str, Any]:
+    """The options for the `lora_target_modules` of another tool: a list, "all-linear", or names with commas."""
+    if isinstance(value, str) and value != "all-linear":
+        value = [name.strip() for name in value.split(",")]
+    return {} if value is None else {"target_modules": value}
+
+
 class Adapter(Plugin):
     name = "adapter"
     stage = Stage.MODEL
@@ -102,12 +110,13 @@ class Adapter(Plugin):
         "target": "target_modules",
         "dropout": "lora_dropout",
     }
-    aliases: ClassVar[Mapping[str, str]] = {
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
         "lora_r": "r",
         "lora_alpha": "lora_alpha",
         "lora_dropout": "lora_dropout",
-        "lora_target_modules": "target_modules",
-        "use_peft": "enabled = true",
+        "lora_target_modules": Alias("target_modules", modules_from),
+        # the file asks for an adapter, whatever the size of the model
+        "use_peft": Alias("enabled = true", lambda value: {"enabled": True, "always": True} if value else {}),
         "peft_config": "enabled = true",
         "use_dora": "kind = 'dora'",
     }
@@ -125,14 +134,6 @@ class Adapter(Plugin):
         )
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word == "use_peft":
-            return {"enabled": True, "always": True} if value else {}  # the file asks for an adapter, whatever the model's size
-        if word == "lora_target_modules" and isinstance(value, str) and value != "all-linear":
-            return {"target_modules": [name.strip() for name in value.split(",")]}
-        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("peft"):

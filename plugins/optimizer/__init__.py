@@ -30,6 +30,7 @@ from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Capability
 from hwopt.plugin import (
+    Alias,
     Choice,
     Conflict,
     Context,
@@ -83,6 +84,11 @@ CLASSES: dict[str, tuple[str, str]] = {
     "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
 }
+
+
+def name_from(value: Any) -> dict[str, Any]:
+    """The options for an optimizer of another tool."""
+    return {"name": SAME_AS.get(str(value), value)}
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_rounding: bool = False) -> Any:
@@ -190,9 +196,9 @@ class Optimizer(Plugin):
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "optim": "name",
-        "optimizer": "name",
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "optim": Alias("name", name_from),
+        "optimizer": Alias("name", name_from),
     }
 
     class Options(PluginOptions):
@@ -219,10 +225,6 @@ class Optimizer(Plugin):
             return self
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        return {"name": SAME_AS.get(str(value), value)}
 
     @property
     def traits(self) -> Traits:

@@ -27,6 +27,7 @@ from hwopt.plugin import (
     Context,
     Decision,
     Effect,
+    Events,
     Evidence,
     MemorySpec,
     Plugin,
@@ -45,9 +46,12 @@ def make_engine(clip: bool, run: RunView) -> Any:
     return InBackwardEngine(run, clip=clip)
 
 
-def begin_step(run: RunView) -> None:
-    """Let the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
-    run.engine.in_step = True
+class InStep(Events):
+    """Lets the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
+
+    def on_step_begin(self, run: RunView) -> None:
+        engine: Any = run.engine
+        engine.in_step = True
 
 
 class OptimizerInBackward(Plugin):
@@ -97,7 +101,7 @@ class OptimizerInBackward(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.engine = partial(make_engine, self.options.clipping == "parameter")
-        recipe.events["step_begin"].append(begin_step)
+        recipe.events.append(InStep())
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         spec.gradient_bytes = 0.0

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
 from hwopt.plugin import (
+    Alias,
     Choice,
     Conflict,
     Context,
@@ -65,14 +66,21 @@ NAMES = {
     "auto": "auto",
 }
 """Names of other tools -> dtype."""
+APEX_LEVELS = {"O0": {"dtype": "fp32"}, "O1": {"level": "O1"}, "O2": {"level": "O2"}}
+"""`fp16_opt_level` -> options."""
 
 
-def dtype_from(word: str, value: Any) -> Mapping[str, Any] | None:
+def dtype_from(value: Any) -> Mapping[str, Any] | None:
     """The options for a `torch_dtype` or a `mixed_precision` of another tool; {} if it means weights and products in fp32."""
     if value in (None, False, "no"):
         return {}
     name = NAMES.get(str(value))
     return None if name is None else {"dtype": name}
+
+
+def flag_from(dtype: str, value: Any) -> Mapping[str, Any]:
+    """The options for `fp16 = value` or `bf16 = value` of another tool."""
+    return {"dtype": "auto" if value == "auto" else dtype} if value else {}
 
 
 class Precision(Plugin):
@@ -94,15 +102,15 @@ class Precision(Plugin):
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "fp16": "dtype = 'fp16'",
-        "bf16": "dtype = 'bf16'",
-        "mixed_precision": "dtype",
-        "torch_dtype": "dtype",
-        "fp16_opt_level": "level",
-        "pure_bf16": "level = 'pure'",
-        "fp16_full_eval": "full_eval",
-        "bf16_full_eval": "full_eval",
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "fp16": Alias("dtype = 'fp16'", partial(flag_from, "fp16")),
+        "bf16": Alias("dtype = 'bf16'", partial(flag_from, "bf16")),
+        "mixed_precision": Alias("dtype", dtype_from),
+        "torch_dtype": Alias("dtype", dtype_from),
+        "fp16_opt_level": Alias("level", APEX_LEVELS.get),
+        "pure_bf16": Alias("level = 'pure'", lambda value: {"dtype": "bf16", "level": "pure"} if value else {}),
+        "fp16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
+        "bf16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
     }
 
     class Options(PluginOptions):
@@ -135,20 +143,6 @@ class Precision(Plugin):
             return self
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word in ("mixed_precision", "torch_dtype"):
-            return dtype_from(word, value)
-        if word == "fp16_opt_level":
-            return {"level": value} if value in ("O1", "O2") else {"dtype": "fp32"} if value == "O0" else None
-        if word in ("fp16", "bf16") and value == "auto":
-            return {"dtype": "auto"}
-        if word == "pure_bf16" and value:
-            return {"dtype": "bf16", "level": "pure"}
-        if word.endswith("full_eval") and not value:
-            return {}
-        return super().options_from(word, value)
 
     @property
     def effect(self) -> Effect:
@@ -186,8 +180,7 @@ class Precision(Plugin):
             recipe.optimizer_wraps.append(weights.swap_in)
             recipe.masters = weights
             if not self.options.full_eval:
-                recipe.events["evaluate_begin"].append(weights.use_masters)
-                recipe.events["evaluate_end"].append(weights.use_half_weights)
+                recipe.events.append(weights)
             recipe.export_steps.append(weights.export)
             recipe.final_steps.append(weights.restore)  # final steps run in reverse: restore fp32 before an adapter is merged
             if dtype == "fp16":

@@ -23,6 +23,7 @@ from pydantic import Field
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.plugin import (
     OFF,
+    Alias,
     Choice,
     Conflict,
     Context,
@@ -165,15 +166,21 @@ def describe_unpacked(weights: Mapping[str, int]) -> str:
     )
 
 
+def dtype_from(value: Any) -> dict[str, Any]:
+    """The options for a `bnb_4bit_compute_dtype`."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return {"dtype": names.get(str(value), value)}
+
+
 class Quantize(Plugin):
     name = "quantize"
     stage = Stage.MODEL
     effect = "method"
-    aliases: ClassVar[Mapping[str, str]] = {
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
         "load_in_4bit": "bits = 4",
         "load_in_8bit": "bits = 8",
         "bnb_4bit_use_double_quant": "double",
-        "bnb_4bit_compute_dtype": "dtype",
+        "bnb_4bit_compute_dtype": Alias("dtype", dtype_from),
         "quantization_config": "enabled = true",
     }
     relations = Relations(
@@ -202,12 +209,6 @@ class Quantize(Plugin):
         )
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word == "bnb_4bit_compute_dtype":
-            return {"dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value), value)}
-        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("bitsandbytes"):

@@ -256,7 +256,7 @@ class Zero(Plugin):
         kind = type(run.model).__name__
         if kind != "DeepSpeedEngine":
             return Evidence.active(f"the model runs in {kind} with {type(run.engine).__name__}", stage=0)
-        optimizer, (local, total) = run.model.optimizer, run.engine.sizes()
+        optimizer, (local, total) = run.model.optimizer, run.engine.sizes()  # type: ignore[attr-defined]
         stage = stage_of(optimizer)
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
         sharded = sum(hasattr(p, "ds_tensor") for p in run.inner_model.parameters())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_calls import calling
 
 from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
@@ -136,7 +137,7 @@ class Noise(Lion):
     name = "noise"
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["gradients"].append(print)
+        recipe.events.append(calling(on_gradients=print))
 
 
 @pytest.mark.parametrize(("plugin", "lacking"), [(Lion, "whole_parameters"), (Noise, "whole_gradients"), (ElementwiseLion, None)])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from event_calls import calling
 from pretend_cuda.counters import on_pretend_card
 
 from hwopt.hardware.device import described
@@ -66,7 +67,7 @@ class Good(Plugin):
         return Decision.apply(able.reason) if able else Decision.skip(able.reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["step_begin"].append(print)
+        recipe.events.append(calling(on_step_begin=print))
 
     def evidence(self, run: RunView) -> Evidence:
         return Evidence.active("it is there")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from event_calls import calling
 from example_plugins import BESIDE, CLASSES, FOLDER, OPTIONS, registry
 from safetensors.torch import load_file
 
@@ -41,7 +42,7 @@ def test_ema_saves_the_average(tmp_path: Path) -> None:
         parameters = run.inner_model.named_parameters()  # type: ignore[attr-defined]
         weights.append({name: p.detach().clone() for name, p in parameters})
 
-    plan.recipe.events["step_end"].append(keep)
+    plan.recipe.events.append(calling(on_step_end=keep))
     run = train_tiny(plan, tmp_path).run
     assert run.step == 3
     name = "classifier.weight"

@@ -87,7 +87,7 @@ def make_engine(clip: bool = False, max_grad_norm: float = 0.0, optimizer: Any =
         scaler=None,
         accelerator=SimpleNamespace(prepare_model=lambda model, evaluation_mode: model),
         parameter_names=[name for name, _ in model.named_parameters()],
-        recipe=SimpleNamespace(masters=None, events={"gradients": []}),
+        recipe=SimpleNamespace(masters=None, events=Recipe().events),
         training=SimpleNamespace(max_grad_norm=max_grad_norm),
     )
     return InBackwardEngine(run, clip=clip)

@@ -274,7 +274,7 @@ def test_pure_writes_no_masters_scaler_or_autocast():
     pure = written(CPU, dtype="bf16", level="pure")
     assert (pure.masters, pure.scaler, list(pure.optimizer_wraps), list(pure.export_steps)) == (None, None, [], [])
     assert (pure.accelerator["mixed_precision"], pure.model_kwargs["dtype"]) == ("no", "bfloat16")
-    assert list(pure.events["evaluate_begin"]) == []
+    assert list(pure.events) == []
 
 
 def test_pure_changes_the_method_and_the_other_levels_do_not():
@@ -404,17 +404,15 @@ def test_evaluation_uses_the_masters():
     run = train(recipe, bert(), steps=3)
     run.device = torch.device("cpu")
     half = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
-    for event in recipe.events["evaluate_begin"]:
-        event(run)
+    recipe.events.on_evaluate_begin(run)
     assert {p.dtype for p in run.inner_model.parameters()} == {torch.float32}
     assert torch.is_autocast_enabled("cpu")
     ids, _ = next(iter(batches(1)))
     with torch.no_grad():
         assert torch.isfinite(run.inner_model.eval()(input_ids=ids).logits).all()
-    for event in recipe.events["evaluate_end"]:
-        event(run)
+    recipe.events.on_evaluate_end(run)
     assert not torch.is_autocast_enabled("cpu")
     for name, p in run.inner_model.named_parameters():
         assert p.dtype == half[name].dtype
         assert torch.equal(p, half[name])
-    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events["evaluate_begin"] == []
+    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events.objects == []
