@@ -199,10 +199,11 @@ class Plugin:
         """The values of `Evidence.found` that the options ask for: name -> value, or a frozenset of values. Reads no run."""
         return {}
 
-    def verify(self, run: RunView) -> Evidence:
-        """The evidence, compared with what the options ask for. Do not override."""
-        evidence = self.evidence(run)
-        return evidence.compared(self.expects()) if isinstance(evidence, Evidence) else evidence
+
+def verify(plugin: Plugin, run: RunView) -> Evidence:
+    """The evidence of `plugin`, compared with what its options ask for."""
+    evidence = plugin.evidence(run)
+    return evidence.compared(plugin.expects()) if isinstance(evidence, Evidence) else evidence
 
 
 def effect_by_default(plugin: type[Plugin]) -> Effect:
@@ -245,4 +246,5 @@ __all__ = [
     "Stage",
     "TaskFacts",
     "Traits",
+    "verify",
 ]

@@ -17,7 +17,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.memory.dry_run import memory_spec
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
@@ -352,23 +352,23 @@ def observed(run, **matmuls):
 def test_evidence_reads_dtypes_of_weights_and_operators():
     o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
     half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
-    assert o2.verify(observed(half, c10_BFloat16=40)).status == "active"
-    assert "the optimizer steps on {'float32'" in o2.verify(half).seen
-    assert o2.verify(observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
+    assert verify(o2, observed(half, c10_BFloat16=40)).status == "active"
+    assert "the optimizer steps on {'float32'" in verify(o2, half).seen
+    assert verify(o2, observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
     pure = Precision(Precision.Options(dtype="bf16", level="pure"))
     bf16 = train(written(CPU, dtype="bf16", level="pure"), bert(), 1)
-    assert pure.verify(observed(bf16, c10_BFloat16=40)).status == "active"
-    assert pure.verify(observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
-    assert o2.verify(observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
+    assert verify(pure, observed(bf16, c10_BFloat16=40)).status == "active"
+    assert verify(pure, observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
+    assert verify(o2, observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
     o1 = Precision(Precision.Options(dtype="bf16"))
-    assert o1.verify(observed(full, c10_BFloat16=40, float=2)).status == "active"
-    assert o1.verify(observed(full, float=42)).status == "inactive"
-    assert o1.verify(observed(full)).status == "unknown"
+    assert verify(o1, observed(full, c10_BFloat16=40, float=2)).status == "active"
+    assert verify(o1, observed(full, float=42)).status == "inactive"
+    assert verify(o1, observed(full)).status == "unknown"
     fp16 = Precision(Precision.Options(dtype="fp16"))
-    assert fp16.verify(observed(full, c10_Half=40)).status == "inactive", "no scaler"
+    assert verify(fp16, observed(full, c10_Half=40)).status == "inactive", "no scaler"
     full.engine.scaler = torch.amp.GradScaler("cpu")
-    assert "loss scale 65536" in fp16.verify(full).seen
-    assert fp16.verify(full).status == "active"
+    assert "loss scale 65536" in verify(fp16, full).seen
+    assert verify(fp16, full).status == "active"
 
 
 @pytest.mark.parametrize(
