@@ -268,14 +268,12 @@ class Optimizer(Plugin):
             "adamw_bnb_8bit": (1.02, "quantizes the optimizer states to 8 bit"),
             "adamw_torch_fused": (1.0, "32-bit states, all parameters in one kernel"),
         }
-        size = STATE_BYTES[now]
-        names = sorted((name for name in offers if name == now or STATE_BYTES[name] != size), key=STATE_BYTES.__getitem__)
-        if now not in names:
-            names = sorted((*names, now), key=STATE_BYTES.__getitem__)
-        choices = [
-            Choice(changes={"name": name}, note=note, time=time)
-            for name, (time, note) in ((name, offers.get(name, (1.0, ""))) for name in names)
-        ]
+        others = (name for name in offers if STATE_BYTES[name] != STATE_BYTES[now])
+        names = sorted((now, *others), key=STATE_BYTES.__getitem__)
+        choices = []
+        for name in names:
+            time, note = offers.get(name, (1.0, ""))
+            choices.append(Choice(changes={"name": name}, note=note, time=time))
         return [Scale(choices=tuple(choices), present=names.index(now))]
 
     def evidence(self, run: RunView) -> Evidence:
