@@ -35,7 +35,7 @@ from hwopt.memory.playback import STEPS, Played, Player
 from hwopt.memory.timeline import KINDS, Timeline
 from hwopt.memory.tracer import trace_plan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 from hwopt.plugin.registry import Registry
 
 CASES = Path(__file__).parent / "published_memory"
@@ -48,8 +48,8 @@ class AsPublished(Plugin):
 
     name = "as_published"
     stage = Stage.MODEL
-    after = ("adapter", "quantize", "sdpa")
-    preserves = "method"
+    relations = Relations(after=("adapter", "quantize", "sdpa"))
+    effect = "method"
 
     class Options(PluginOptions):
         trained: Literal["float32", "float16", "bfloat16"] | None = None

@@ -57,7 +57,7 @@ def expandable_segments() -> Iterator[None]:
 class Allocator(Plugin):
     name = "allocator"
     stage = Stage.PROCESS
-    preserves = "bits"
+    effect = "bits"
 
     def probe(self, context: Context) -> Decision:
         capability = has_virtual_memory(context.hardware)

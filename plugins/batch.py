@@ -14,26 +14,25 @@ because the loss is divided once, by the count of the whole step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log2
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.plugin import (
+    Choice,
     Context,
     Decision,
     Evidence,
-    MemoryOption,
     Plugin,
     PluginOptions,
     Recipe,
     RunView,
-    SpeedOption,
+    Scale,
     Stage,
-    Tunable,
 )
 
-MAX_MICRO_BATCHES = 5  # fewer than so many are tried in place of the present number
 MOST_EVAL_RATIO = 4  # a larger evaluation batch may not fit although training does
 MAX_ROWS = 1_000_000  # a larger value is a typing error
 Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
@@ -55,12 +54,27 @@ def halves(number: int) -> list[int]:
     return [number >> shift for shift in range(number.bit_length())]
 
 
-def split_of(step: int, rows: int) -> dict[str, int]:
-    """The options that split the `step` rows of an optimizer step into micro-batches of up to `rows`.
+def split(step: int, rows: int, number: int, options: Batch.Options) -> Choice:
+    """The `step` rows of an optimizer step in `number` micro-batches of up to `rows` on each rank."""
+    changes = {"train": rows}
+    if options.effective is None:
+        steps, rest = divmod(step, rows)
+        changes |= {"effective": step} if rest else {"gradient_accumulation_steps": steps}
+    micro = "1 micro-batch" if number == 1 else f"{number} micro-batches"
+    return Choice(
+        changes=changes | evaluation_for(rows, options),
+        note=f"{micro} per step; {step} rows per step as before",
+        time=1.0 + 0.03 * log2(number),
+    )
 
-    With one micro-batch, or if `rows` does not divide them, `merge_options` keeps them.
-    """
-    return {"train": rows} | ({"gradient_accumulation_steps": step // rows} if step % rows == 0 and rows < step else {})
+
+def larger_step(step: int, rows: int, factor: int) -> Choice:
+    """`factor` times the rows of an optimizer step, in micro-batches of `factor` times the `rows`."""
+    return Choice(
+        changes={"train": rows * factor, "effective": step * factor},
+        note=f"{step * factor} rows per step instead of {step}: another effective batch and learning rate",
+        alters=True,
+    )
 
 
 def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
@@ -76,7 +90,7 @@ def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
 class Batch(Plugin):
     name = "batch"
     stage = Stage.DATA
-    preserves = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
+    effect = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
     aliases: ClassVar[Mapping[str, str]] = {
         "batch_size": "train",
         "train_batch_size": "train",
@@ -110,6 +124,25 @@ class Batch(Plugin):
             if self.train == "auto" and self.effective is None:
                 raise ValueError('train = "auto" needs effective = N, the rows per optimizer step: they change the training')
             return self
+
+        @classmethod
+        def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+            """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
+
+            `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
+            """
+            merged = {**below, **above}
+            if "effective" in above or above.get("enabled") is False:
+                return merged
+            if "gradient_accumulation_steps" in above:
+                merged.pop("effective", None)
+                return merged
+            train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
+            whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
+            if "effective" not in below and whole and above.get("train", train) != train:
+                merged.pop("gradient_accumulation_steps", None)
+                merged["effective"] = train * steps
+            return merged
 
     options: Options
 
@@ -159,25 +192,6 @@ class Batch(Plugin):
             recipe.batch["effective"] = self.options.effective
 
     @classmethod
-    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
-
-        `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
-        """
-        merged = {**below, **above}
-        if "effective" in above or above.get("enabled") is False:
-            return merged
-        if "gradient_accumulation_steps" in above:
-            merged.pop("effective", None)
-            return merged
-        train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
-        whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
-        if "effective" not in below and whole and above.get("train", train) != train:
-            merged.pop("gradient_accumulation_steps", None)
-            merged["effective"] = train * steps
-        return merged
-
-    @classmethod
     def scale_options(cls, options: Batch.Options, ratio: float) -> tuple[Mapping[str, Any], str]:
         """`train` times `ratio`, rounded down to a power of two that divides the rows per step; these stay the same."""
         train = options.train
@@ -192,59 +206,26 @@ class Batch(Plugin):
         return changed, f"micro-batch {train} -> {scaled} rows, {rows} rows per step as before"
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        """Smaller micro-batches with the same rows per step, then the same with smaller evaluation batches."""
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """The rows of a micro-batch, with the same rows per step; more rows per step; the rows of an evaluation batch."""
         if options is None:
             return []
         assert options.train != "auto", "options in effect hold a number"
         assert options.eval != "auto", "options in effect hold a number"
         step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
-        cost = f"smaller micro-batches; {step} rows per step as before"
-        evaluation = options.eval or 2 * options.train
-        return [
-            MemoryOption(cls.Options(train=rows, eval=eval_rows, effective=step), 1.0 + 0.03 * number, cost)
-            for eval_rows in halves(evaluation)[::3]
-            for number, rows in enumerate(halves(options.train))
-        ][1:]
-
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
-        """Fewer and larger micro-batches with the same rows per step; if one holds all rows, more rows per step."""
-        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
-        share = micro_batches(step, 1, context.world_size)
-        now = micro_batches(step, options.train, context.world_size)
-        offers = [
-            SpeedOption(
-                cls.Options(train=-(-share // number), eval=options.eval, effective=step),
-                f"{number} micro-batch(es) per step instead of {now}; {step} rows per step as before",
-            )
-            for number in range(1, min(now, MAX_MICRO_BATCHES))
-        ]
-        if now == 1:
-            offers += [
-                SpeedOption(
-                    cls.Options(train=options.train * factor, eval=options.eval, effective=step * factor),
-                    f"{step * factor} rows per step instead of {step}: another effective batch and learning rate",
-                    alters=True,
-                )
-                for factor in (16, 8, 4, 2)
-            ]
-        return offers
-
-    @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
-        """The rows of a micro-batch: those that split a rank's rows into 1, 2, 3, 4, 6, 8, 12, … micro-batches."""
-        if options is None:
-            return []
-        assert options.train != "auto", "options in effect hold a number"
-        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
         share = micro_batches(step, 1, context.world_size)
         present = min(options.train, share)
         sizes = sorted({-(-share // number) for number in candidate_rows(share)} | {present})
-        if len(sizes) < 2:
-            return []
-        choices = tuple(split_of(step, rows) | evaluation_for(rows, options) for rows in sizes)
-        return [Tunable(choices, sizes.index(present), ordered=True)]
+        rows = [split(step, size, micro_batches(share, size, 1), options) for size in sizes]
+        if present == share:  # one micro-batch holds all rows of a step
+            rows += [larger_step(step, options.train, factor) for factor in (2, 4, 8, 16)]
+        evaluations = halves(options.eval or 2 * options.train)[::3][::-1]
+        smaller = [Choice(changes={"eval": size}, note="smaller evaluation batches") for size in evaluations]
+        scales = [
+            Scale(choices=tuple(rows), present=sizes.index(present), tune=True),
+            Scale(choices=tuple(smaller), present=len(smaller) - 1),
+        ]
+        return [scale for scale in scales if len(scale.choices) > 1]
 
     def evidence(self, run: RunView) -> Evidence:
         step, sampler, world = run.last_step_batch, run.train_loader.sampler, run.world_size

@@ -24,18 +24,18 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.plugin import (
+    Choice,
     Conflict,
     Context,
     Decision,
     Evidence,
-    MemoryOption,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
-    SpeedOption,
+    Scale,
     Stage,
-    Tunable,
     first_names,
 )
 
@@ -117,14 +117,15 @@ def checkpoint_layers(model: Any, every: int = 1, selective: bool = False, offlo
 class Checkpointing(Plugin):
     name = "checkpointing"
     stage = Stage.MODEL
-    after = ("adapter",)  # PEFT may replace modules
-    preserves = "bits"
-    helps_oom = True  # needs no options and is bit-identical
-    conflicts = (
-        Conflict(
-            plugin="compile",
-            why="a compiled layer cannot move its input to the host; set offload = false, or remove [plugins.compile]",
-            when=lambda checkpointing, compiled: checkpointing.offload,
+    effect = "bits"
+    relations = Relations(
+        after=("adapter",),  # PEFT may replace modules
+        conflicts=(
+            Conflict(
+                plugin="compile",
+                why="a compiled layer cannot move its input to the host; set offload = false, or remove [plugins.compile]",
+                when=lambda checkpointing, compiled: checkpointing.offload,
+            ),
         ),
     )
     aliases: ClassVar[Mapping[str, str]] = {
@@ -182,38 +183,32 @@ class Checkpointing(Plugin):
         recipe.model_steps.append(enable)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        selective = MemoryOption(cls.Options(layers="selective"), 1.05, "recomputes all but matrix products and attention")
-        everything = MemoryOption(cls.Options(), 1.33, "recomputes the forward pass of every layer")
-        offers = {None: [selective, everything], "all": []}.get(None if options is None else options.layers, [everything])
-        if context.hardware.device_type == "cuda" and (options is None or not options.offload):
-            slower = 1.05 if options is not None and options.layers == "all" else 1.4
-            offers.append(MemoryOption(cls.Options(offload=True), slower, "and moves the inputs of the layers to host memory"))
-        return offers
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """Fewer and fewer layers, and off; on a GPU also whether the inputs of the layers stay there.
 
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
-        offers = [SpeedOption(None, "stores all activations, computes no layer twice")]
-        if options.layers == "all":
-            offers.append(SpeedOption(cls.Options(layers="selective"), "stores matrix products and attention"))
-            offers.append(SpeedOption(cls.Options(layers=2), "stores the activations of every second layer"))
-        if options.offload:
-            offers.append(SpeedOption(options.model_copy(update={"offload": False}), "keeps the layer inputs on the device"))
-        return offers
-
-    @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
-        """Fewer and fewer layers, and off. Turning it on costs time, but may make room for larger micro-batches.
-
-        Without the card's peaks no forecast tells whether it does, so that it is not offered.
+        Turning it on costs time, but may make room for larger micro-batches. Only a forecast with the card's peaks tells.
         """
-        if not context.model.supports_checkpointing or (options is None and context.card is None):
+        if not context.model.supports_checkpointing:
             return []
-        present = None if options is None else options.layers
-        numbers = {each for each in (2, present) if isinstance(each, int) and each <= context.model.layers}
-        layers = ["all", *sorted(numbers), "selective"]
-        choices = tuple({"enabled": True, "layers": each} for each in layers)
-        return [Tunable((*choices, {"enabled": False}), len(layers) if present is None else layers.index(present), ordered=True)]
+        present: Any = "off" if options is None else options.layers
+        keep = {"offload": False} if options is not None and options.offload else {}
+        every = {each for each in (2, present) if isinstance(each, int) and each <= context.model.layers}
+        layers: dict[Any, tuple[float, str]] = {
+            "all": (1.33, "recomputes the forward pass of every layer"),
+            **{n: (1 + 0.33 / n, f"recomputes the forward pass of one in {n} layers") for n in sorted(every)},
+            "selective": (1.05, "recomputes all but matrix products and attention"),
+        }
+        choices = [Choice(changes={"layers": each, **keep}, note=note, time=time) for each, (time, note) in layers.items()]
+        off = Choice(changes={"enabled": False}, note="stores all activations, computes no layer twice")
+        index = [*layers, "off"].index(present)
+        scales = [Scale(choices=(*choices, off), present=index, tune=options is not None or context.card is not None)]
+        if context.hardware.device_type == "cuda":
+            on_host = "recomputes every layer, and moves the layer inputs to host memory"
+            moved = Choice(changes={"layers": "all", "offload": True}, note=on_host, time=1.4)
+            time = 1.4 if keep else (*choices, off)[index].time
+            stay = Choice(changes={"offload": False}, note="keeps the layer inputs on the device", time=time)
+            scales.append(Scale(choices=(moved, stay), present=0 if keep else 1))
+        return scales
 
     def on_oom(self, run: RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from hwopt.plugin import (
+    Choice,
     Conflict,
     Context,
     Decision,
@@ -27,9 +28,10 @@ from hwopt.plugin import (
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
+    Scale,
     Stage,
-    Tunable,
     first_names,
 )
 
@@ -102,13 +104,15 @@ def _compiled_or_eager(module: Any, compiled: Any, modules: list[Any], warn: Any
 class Compile(Plugin):
     name = "compile"
     stage = Stage.COMPILE
-    preserves = "rounding"
-    conflicts = (
-        Conflict(
-            lacks="whole_graph",
-            why="the engine gathers and frees weights in module hooks, which a graph of the whole model bypasses; "
-            'set scope = "block"',
-            when=lambda compiled, engine: compiled.scope == "model",
+    effect = "rounding"
+    relations = Relations(
+        conflicts=(
+            Conflict(
+                lacks="whole_graph",
+                why="the engine gathers and frees weights in module hooks, which a graph of the whole model bypasses; "
+                'set scope = "block"',
+                when=lambda compiled, engine: compiled.scope == "model",
+            ),
         ),
     )
     aliases: ClassVar[Mapping[str, str]] = {
@@ -173,10 +177,13 @@ class Compile(Plugin):
         recipe.prepared_steps.append(compile_model)
 
     @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         """Off, or on for the repeated layers or the whole model. CUDA graphs are left out: they reserve memory for each shape."""
-        choices: list[dict[str, Any]] = [{"enabled": False}, *({"enabled": True, "scope": scope} for scope in ("block", "model"))]
-        return [Tunable(tuple(choices), 0 if options is None else 1 + ("block", "model").index(options.scope))]
+        scopes = ("block", "model")
+        changes: list[dict[str, Any]] = [{"enabled": False}, *({"scope": scope} for scope in scopes)]
+        present = 0 if options is None else 1 + scopes.index(options.scope)
+        choices = tuple(Choice(changes=each) for each in changes)
+        return [Scale(choices=choices, present=present, ordered=False, tune=True)]
 
     def evidence(self, run: RunView) -> Evidence:
         import torch._dynamo.utils

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
+from hwopt.plugin import Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
 PREFETCH = (2, 4, 8)
 """Values of `prefetch_factor` that are worth a trial."""
@@ -38,7 +38,7 @@ def auto_workers(cores: int) -> int:
 class Dataloader(Plugin):
     name = "dataloader"
     stage = Stage.DATA
-    preserves = "bits"
+    effect = "bits"
     aliases: ClassVar[Mapping[str, str]] = {
         "dataloader_num_workers": "num_workers",
         "num_workers": "num_workers",
@@ -103,19 +103,20 @@ class Dataloader(Plugin):
             recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
 
     @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         """The number of workers up to the cores of a rank, and what each prepares ahead."""
         if options is None:
             return []
         cores, workers = cores_of_a_rank(context.hardware, context.world_size), options.num_workers
         numbers = sorted({number for number in (0, 1, 2, 3, 4, 6, 8, 12, 16) if number <= cores} | {workers})
-        choices = tuple({"num_workers": number} for number in numbers)
-        found = [Tunable(choices, numbers.index(workers), ordered=True, input=True, parallel=True)]
+        choices = tuple(Choice(changes={"num_workers": number}) for number in numbers)
+        scales = [Scale(choices=choices, present=numbers.index(workers), input=True, parallel=True, tune=True)]
         if workers:
             ahead = sorted({*PREFETCH, options.prefetch_factor})
-            choices = tuple({"prefetch_factor": number} for number in ahead)
-            found.append(Tunable(choices, ahead.index(options.prefetch_factor), ordered=True, input=True))
-        return found
+            choices = tuple(Choice(changes={"prefetch_factor": number}) for number in ahead)
+            present = ahead.index(options.prefetch_factor)
+            scales.append(Scale(choices=choices, present=present, input=True, tune=True))
+        return scales
 
     def evidence(self, run: RunView) -> Evidence:
         loader, pinned = run.train_loader, run.last_step_batch.pinned

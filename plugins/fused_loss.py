@@ -23,7 +23,21 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Capability
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemoryOption, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    OFF,
+    Choice,
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    Relations,
+    RunView,
+    Scale,
+    Stage,
+)
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""
@@ -221,12 +235,15 @@ def liger_capability(context: Context) -> Capability:
 class FusedLoss(Plugin):
     name = "fused_loss"
     stage = Stage.MODEL
-    after = ("adapter",)  # it may wrap the output layer
-    preserves = "rounding"
-    conflicts = (
-        Conflict(
-            lacks="whole_weights",
-            why="the fused loss needs the weight of the output layer after the layer's forward pass; keep one of the two tables",
+    effect = "rounding"
+    relations = Relations(
+        after=("adapter",),  # it may wrap the output layer
+        conflicts=(
+            Conflict(
+                lacks="whole_weights",
+                why="the fused loss needs the weight of the output layer after the layer's forward pass; "
+                "keep one of the two tables",
+            ),
         ),
     )
     aliases: ClassVar[Mapping[str, str]] = {
@@ -281,10 +298,11 @@ class FusedLoss(Plugin):
         recipe.final_steps.append(head.detach)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         if options is not None or not context.task.decoder or context.model.logit_transform:
             return []
-        return [MemoryOption(cls.Options(), 1.05, "computes the logits of one chunk of tokens at a time")]
+        note = "computes the logits of one chunk of tokens at a time"
+        return [Scale(choices=(Choice(changes={}, note=note, time=1.05), OFF), present=1)]
 
     def evidence(self, run: RunView) -> Evidence:
         layer = run.inner_model.get_output_embeddings()

@@ -43,7 +43,7 @@ def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, nois
 class GroupLengths(Plugin):
     name = "group_lengths"
     stage = Stage.DATA
-    preserves = "method"
+    effect = "method"
     aliases: ClassVar[Mapping[str, str]] = {
         "group_by_length": "enabled = true",
     }

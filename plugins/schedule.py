@@ -28,7 +28,7 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
 class Schedule(Plugin):
     name = "schedule"
     stage = Stage.LOOP
-    preserves = "rounding"  # the warm-up is a hyperparameter: with equal values the results agree up to rounding
+    effect = "rounding"  # the warm-up is a hyperparameter: with equal values the results agree up to rounding
 
     class Options(PluginOptions):
         warmup_ratio: float = Field(

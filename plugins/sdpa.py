@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from hwopt.hardware.device import Feature, Hardware
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage, Tunable
+from hwopt.plugin import Alias, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
 EAGER: tuple[Kernel, ...] = ("eager",)
@@ -59,12 +59,20 @@ def runnable(kernels: Sequence[Kernel], hardware: Hardware) -> tuple[tuple[Kerne
     return kept, [f"{kernel}: {reason}" for kernel, reason in unsupported.items()]
 
 
+def kernels_from(value: Any) -> Mapping[str, Any] | None:
+    """The options for an `attn_implementation` of transformers."""
+    kernels = {"eager": EAGER, "flash_attention_2": WITH_FLASH, "flash_attention_3": WITH_FLASH}
+    if value == "sdpa":
+        return {"enabled": True}
+    return {"prefer": list(kernels[value])} if value in kernels else None
+
+
 class Sdpa(Plugin):
     name = "sdpa"
     stage = Stage.MODEL
-    preserves = "rounding"
-    aliases: ClassVar[Mapping[str, str]] = {
-        "attn_implementation": "prefer",
+    effect = "rounding"
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "attn_implementation": Alias("prefer", kernels_from),
     }
 
     class Options(PluginOptions):
@@ -89,14 +97,6 @@ class Sdpa(Plugin):
 
     options: Options
 
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        kernels = {"eager": EAGER, "flash_attention_2": WITH_FLASH, "flash_attention_3": WITH_FLASH, "sdpa": None}
-        if value not in kernels:
-            return None
-        prefer = kernels[value]
-        return {"enabled": True} if prefer is None else {"prefer": list(prefer)}
-
     def probe(self, context: Context) -> Decision:
         if self.options.prefer == EAGER:
             return Decision.apply("eager: attention without fused kernels, stores the score matrix")
@@ -119,15 +119,17 @@ class Sdpa(Plugin):
         recipe.process.append(partial(attention_kernels, self.options.prefer))
 
     @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         """Each kernel that the hardware has in the first place. Attention without SDPA is a baseline and not offered."""
         if options is None or options.prefer == EAGER or not context.model.supports_sdpa:
             return []
         kernels, _ = runnable(("flash", "efficient", "cudnn", "math"), context.hardware)
         orders = [list(options.prefer), *([kernel, *(k for k in kernels if k != kernel)] for kernel in kernels)]
-        firsts = dict.fromkeys(order[0] for order in orders)
-        choices = tuple({"prefer": next(order for order in orders if order[0] == first)} for first in firsts)
-        return [Tunable(choices, 0)] if len(choices) > 1 else []
+        by_first: dict[str, list[Kernel]] = {}
+        for order in orders:
+            by_first.setdefault(order[0], order)
+        choices = tuple(Choice(changes={"prefer": order}) for order in by_first.values())
+        return [Scale(choices=choices, present=0, ordered=False, tune=True)] if len(choices) > 1 else []
 
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)

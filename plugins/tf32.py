@@ -54,7 +54,7 @@ def older_interface() -> str:
 class Tf32(Plugin):
     name = "tf32"
     stage = Stage.PROCESS
-    preserves = "rounding"
+    effect = "rounding"
     aliases: ClassVar[Mapping[str, str]] = {
         "tf32": "enabled = true",
     }

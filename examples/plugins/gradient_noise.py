@@ -5,13 +5,11 @@ Hardware: any. Cost: one random tensor per parameter and step. Numerical effect:
 The noise is a function of (seed, step, parameter), so it is the same on every rank and after a resume.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Events, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
 
 
 def add_noise(gradient: Any, deviation: float, seed: int) -> None:
@@ -22,15 +20,14 @@ def add_noise(gradient: Any, deviation: float, seed: int) -> None:
     gradient.add_(torch.randn(gradient.shape, generator=generator, device=gradient.device), alpha=deviation)
 
 
-class Noise:
+class Noise(Events):
     """Adds the noise of one run."""
 
     def __init__(self, eta: float, gamma: float) -> None:
         self.eta, self.gamma = eta, gamma
         self.gradients = 0
 
-    def add(self, run: RunView) -> None:
-        """The event `gradients`: they are summed over the ranks and unscaled, and not clipped yet."""
+    def on_gradients(self, run: RunView) -> None:
         deviation = (self.eta / (1 + run.step) ** self.gamma) ** 0.5
         for number, (_, gradient) in enumerate(run.engine.gradients()):
             add_noise(gradient, deviation, seed=hash((run.training.seed, run.step, number)) % 2**63)
@@ -40,19 +37,17 @@ class Noise:
 class GradientNoise(Plugin):
     name = "gradient_noise"
     stage = Stage.LOOP
-    preserves = "method"
+    effect = "method"
 
     class Options(PluginOptions):
         eta: float = Field(default=0.01, gt=0, description="Variance of the noise in the first step.")
         gamma: float = Field(default=0.55, ge=0, description="How fast the variance decays.")
 
-    options: Options
-
     def probe(self, context: Context) -> Decision:
         return Decision.apply(f"variance {self.options.eta:g} / (1 + step) ** {self.options.gamma:g}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["gradients"].append(Noise(self.options.eta, self.options.gamma).add)
+        recipe.events.append(Noise(self.options.eta, self.options.gamma))
 
     def evidence(self, run: RunView) -> Evidence:
         noise = next(part for part in run.parts if isinstance(part, Noise))

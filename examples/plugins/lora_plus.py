@@ -4,34 +4,31 @@ Source: Hayou et al. 2024, LoRA+ (arXiv:2402.12354), which recommends a ratio of
 Hardware: any. Cost: none. Numerical effect: another learning rate, so another training method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 
 
 def lora_plus_groups(ratio: float, named: Sequence[tuple[str, Any]], training: Any) -> list[dict[str, Any]]:
     """Two parameter groups of `named` (name, parameter): the B matrices at `ratio` times the learning rate, and the rest."""
-    b_matrices = [(name, parameter) for name, parameter in named if "lora_B" in name]
-    rest = [(name, parameter) for name, parameter in named if "lora_B" not in name]
-    return [{"params": b_matrices, "lr": training.learning_rate * ratio}, {"params": rest}]
+    groups: list[dict[str, Any]] = [{"params": [], "lr": training.learning_rate * ratio}, {"params": []}]
+    for name, parameter in named:
+        groups["lora_B" not in name]["params"].append((name, parameter))
+    return groups
 
 
 class LoraPlus(Plugin):
     name = "lora_plus"
     stage = Stage.OPTIMIZER
-    preserves = "method"
-    requires = ("adapter",)
+    effect = "method"
+    relations = Relations(requires=("adapter",))
 
     class Options(PluginOptions):
         ratio: float = Field(default=16.0, gt=0, description="Learning rate of the B matrices over that of the A matrices.")
-
-    options: Options
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply(f"B matrices learn {self.options.ratio:g} times as fast as A matrices")

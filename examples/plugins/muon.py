@@ -6,14 +6,13 @@ Hardware: any. Cost: five products of each matrix with itself per step; 4 bytes 
 Numerical effect: another optimizer, so another training method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
+from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Relations, RunView, Stage
 
 NOT_HIDDEN = ("embed", "lm_head", "classifier", "score", "wte", "wpe")
 """Parts of the names of matrices that are no hidden layers: Muon's authors leave these to AdamW."""
@@ -21,9 +20,10 @@ NOT_HIDDEN = ("embed", "lm_head", "classifier", "score", "wte", "wpe")
 
 def muon_groups(named: Sequence[tuple[str, Any]], training: Any) -> list[dict[str, Any]]:
     """Two parameter groups of `named` (name, parameter): the hidden matrices with `muon` set, and the rest."""
-    hidden = [(name, p) for name, p in named if p.ndim == 2 and not any(part in name for part in NOT_HIDDEN)]
-    chosen = {name for name, _ in hidden}
-    return [{"params": hidden, "muon": True}, {"params": [pair for pair in named if pair[0] not in chosen], "muon": False}]
+    groups: list[dict[str, Any]] = [{"params": [], "muon": False}, {"params": [], "muon": True}]
+    for name, p in named:
+        groups[p.ndim == 2 and not any(part in name for part in NOT_HIDDEN)]["params"].append((name, p))
+    return groups
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -31,13 +31,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
-        muon = [group for group in self.param_groups if group["muon"]]
-        other = [group for group in self.param_groups if not group["muon"]]
-        self.parts: list[torch.optim.Optimizer] = []
-        if muon:
-            self.parts.append(torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw"))
-        if other:
-            self.parts.append(torch.optim.AdamW(other))
+        makers = {True: partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), False: torch.optim.AdamW}
+        by_maker = {muon: [group for group in self.param_groups if group["muon"] == muon] for muon in makers}
+        self.parts: list[Any] = [makers[muon](found) for muon, found in by_maker.items() if found]
         for part in self.parts:
             part.state = self.state
 
@@ -49,8 +45,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class Muon(Plugin):
     name = "muon"
     stage = Stage.OPTIMIZER
-    preserves = "method"
-    replaces = ("optimizer",)  # the profile's own optimizer gives way: one line of the profile is enough
+    effect = "method"
+    relations = Relations(replaces=("optimizer",))  # the profile's own optimizer gives way: one line of the profile is enough
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("hidden matrices by Muon, the rest by AdamW")

@@ -35,7 +35,7 @@ def list_plugins(format_: str) -> None:
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        say(f"{row['name']:<{width}}  {row['stage']:<12}  {row['preserves']:<8}  {row['distribution']:<14}  {row['summary']}")
+        say(f"{row['name']:<{width}}  {row['stage']:<12}  {row['effect']:<8}  {row['distribution']:<14}  {row['summary']}")
 
 
 @plugins.command("show", help="Show a plugin's options, what it writes, and where it comes from.")
@@ -54,7 +54,7 @@ def show(name: str, format_: str) -> None:
         return
     say(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
     say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
-    say(f"preserves  {row['preserves']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")
+    say(f"effect     {row['effect']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")
     if row["replaces"]:
         say(f"replaces   {', '.join(row['replaces'])}")
     say(f"\n[plugins.{name}]")
@@ -66,6 +66,8 @@ def show(name: str, format_: str) -> None:
 
 def describe(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
     """The row of a plugin; `writes`: with the recipe fields that it writes, for which its hooks are called."""
+    from hwopt.plugin.contract import effect_by_default
+
     plugin = registry.plugin(name)
     about = inspect.getdoc(inspect.getmodule(plugin)) or inspect.getdoc(plugin) or ""
     written: dict[str, Any] = {}
@@ -77,9 +79,9 @@ def describe(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
     return {
         "name": name,
         "stage": plugin.stage.name,
-        "after": list(plugin.after),
-        "preserves": plugin.preserves,
-        "replaces": list(plugin.replaces),
+        "after": list(plugin.relations.after),
+        "effect": effect_by_default(plugin),
+        "replaces": list(plugin.relations.replaces),
         **written,
         "distribution": registry.distribution(name),
         "summary": about.splitlines()[0] if about else "",

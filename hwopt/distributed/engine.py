@@ -48,7 +48,8 @@ class Engine:
     def __init__(self, run: RunView) -> None:
         self.run = run
         device = run.device
-        self.optimizer, self.scheduler, self.scaler = run.optimizer, run.scheduler, run.scaler
+        self.optimizer: Any = run.optimizer
+        self.scheduler, self.scaler = run.scheduler, run.scaler
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.names = run.parameter_names
         self.masters = run.recipe.masters
@@ -65,7 +66,7 @@ class Engine:
         self.norm = torch.zeros((), device=device)
         """The gradient norm of the last step, a new tensor each step; not finite if the update was skipped."""
         self.found_inf = torch.zeros((), device=device)
-        self.on_gradients = list(run.recipe.events["gradients"])
+        self.on_gradients: list[Callable[[RunView], None]] = [run.recipe.events.on_gradients]
 
     def init_state(self, force: bool = False) -> None:
         """Create the optimizer's state before step 1, so that the first update cannot run out of memory.

@@ -1,6 +1,6 @@
 """A view as tables of a profile and a job. Every setting is taken over, left out with a reason, or listed without equivalent.
 
-Options of plugins come from the plugins (`Plugin.options_from`); keys of jobs from `job_words`.
+Options of plugins come from the plugins (`Plugin.aliases`); keys of jobs from `job_words`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hwopt.config.job_values import Table
 from hwopt.errors import HwoptError
 from hwopt.interop.job_words import JOB_KEYS, JOB_WORDS, REASONS, NothingToSet, WithoutEquivalent, plain_key
 from hwopt.interop.view import Setting, Unread, View
+from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 from hwopt.text import first_line, truncate
 
@@ -101,7 +102,7 @@ def translate(view: View, registry: Registry) -> Translation:
 def in_order(names: Iterable[str], registry: Registry) -> list[str]:
     """The plugins `names`, each behind those that its class names in `after`."""
     given = list(names)
-    before = {name: [other for other in registry.plugin(name).after if other in given] for name in given}
+    before = {name: [other for other in registry.plugin(name).relations.after if other in given] for name in given}
     return list(TopologicalSorter(before).static_order())
 
 
@@ -149,7 +150,7 @@ class Options:
         alias = plugin_aliases()[setting.word]
         plugin = alias.split(".")[1]
         try:
-            options = self.registry.plugin(plugin).options_from(setting.word, setting.value)
+            options = options_from(self.registry.plugin(plugin).aliases[setting.word], setting.value)
         except (HwoptError, TypeError, ValueError) as error:
             self.found.leave(setting, "no equivalent", first_line(error))
             return

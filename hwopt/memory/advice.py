@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from hwopt.data.step_batch import Widths
 from hwopt.errors import HwoptError
@@ -15,10 +14,10 @@ from hwopt.memory.dry_run import Shape
 from hwopt.memory.lengths import Lengths, lengths_of, truncated_fraction
 from hwopt.memory.planner import from_trace, highest_gib, on_one_device, plan_memory
 from hwopt.memory.tracer import trace_plan
+from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import MemoryOption, PluginOptions
-from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin import Choice
 from hwopt.plugin.registry import Registry
 
 MIN_SAVING_GIB = 0.01
@@ -70,6 +69,14 @@ def with_changes(
     return replace(memory, changes=(*changes, *combined))
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A choice of a plugin, and its step time relative to now."""
+
+    choice: Choice
+    slower: float
+
+
 @dataclass
 class Advisor:
     """Evaluates changes of one plan."""
@@ -86,34 +93,32 @@ class Advisor:
         self.lengths = lengths_of(self.plan, self.cache)
 
     def single_changes(self) -> Iterator[Change]:
-        """Yield one change per plugin, its first offer that fits or its last one, and a shorter max_length.
+        """Yield one change per plugin, its first offer that fits or the one that saves most, and a shorter max_length.
 
         Those that alter the training come last, and before them the slower ones.
         """
         offers = {name: self.offers_of(name) for name in self.registry.names}
-        order = {name: (self.alters(name, found[0]), found[0].slower) for name, found in offers.items() if found}
+        order = {name: (found[0].choice.alters, found[0].slower) for name, found in offers.items() if found}
         order[""] = (True, 1.0)  # a shorter max_length
         for name in sorted(order, key=lambda name: (*order[name], name)):
             yield from self.best_offer(name, offers[name]) if name else self.shorter_max_length()
 
-    def offers_of(self, name: str) -> list[MemoryOption]:
-        """Return the options of a plugin that need less memory."""
-        with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "memory_options()"):
-            return list(self.registry.plugin(name).memory_options(self.current_options(name), self.plan.context))
+    def offers_of(self, name: str) -> list[Offer]:
+        """Return the choices of a plugin that need less memory than the present one."""
+        scales = scales_of(name, self.plan, self.registry)
+        return [Offer(choice, scale.slower(choice)) for scale in scales for choice in scale.with_less_memory]
 
-    def alters(self, name: str, offer: MemoryOption) -> bool:
-        """Whether a plugin with the offered options changes the training method."""
-        return bool(self.registry.plugin(name)(offer.options).effect == "method")
-
-    def best_offer(self, name: str, offers: Sequence[MemoryOption]) -> Iterator[Change]:
-        """Yield the first offer of a plugin that fits, else the last one that is possible."""
-        best: Change | None = None
+    def best_offer(self, name: str, offers: Sequence[Offer]) -> Iterator[Change]:
+        """Yield the first offer of a plugin that fits, else the one that saves most."""
+        found: list[Change] = []
         for offer in offers:
-            best = self.evaluate_offer(name, offer) or best
-            if best is not None and best.fits:
-                break
-        if best is not None:
-            yield best
+            if (change := self.evaluate_offer(name, offer)) is not None:
+                found.append(change)
+                if change.fits:
+                    yield change
+                    return
+        if found:
+            yield max(found, key=lambda change: change.saves_gib)
 
     def combined_changes(self, changes: Sequence[Change]) -> Iterator[Change]:
         """Yield all changes that do not alter the training, combined; if that does not fit, all changes."""
@@ -140,21 +145,20 @@ class Advisor:
                 if change.fits:
                     return
 
-    def evaluate_offer(self, name: str, offer: MemoryOption) -> Change | None:
+    def evaluate_offer(self, name: str, offer: Offer) -> Change | None:
         """Return the offer as a change; None if it is not possible here or saves nothing."""
-        keys = self.changed_options(name, offer.options)
-        assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in keys.items()) or (f"plugins.{name}.enabled=true",)
+        lines, assignments = self.lines_and_assignments(name, offer.choice)
         self.listener.on_trial(", ".join(assignments))
         changed = self.with_assignments(assignments, name)
         if changed is None or highest_gib(self.memory) - highest_gib(changed) < MIN_SAVING_GIB:
             return None
         return Change(
-            lines=tuple(f"plugins.{name}.{key} = {value}" for key, value in keys.items()) or (f"[plugins.{name}]",),
+            lines=lines,
             saves_gib=highest_gib(self.memory) - highest_gib(changed),
             fits=changed.fits,
             slower=offer.slower,
-            cost=offer.cost,
-            alters=self.alters(name, offer),
+            cost=offer.choice.note,
+            alters=offer.choice.alters,
             assignments=assignments,
         )
 
@@ -172,16 +176,17 @@ class Advisor:
         skipped = any(entry.name == applied and entry.decision == "skip" for entry in plan.entries)
         return None if skipped or changed.tier != self.memory.tier else changed
 
-    def current_options(self, name: str) -> Any:
-        """Return the options of an applied plugin; None if it is not applied."""
-        return next((entry.options for entry in self.plan.applied() if entry.name == name), None)
-
-    def changed_options(self, name: str, offered: PluginOptions) -> dict[str, str]:
-        """Return the options that `offered` changes, with their values as TOML."""
-        now = self.current_options(name)
-        base = (now or type(offered)()).model_dump(mode="json")
-        wanted = offered.model_dump(mode="json")
-        return {key: json.dumps(value) for key, value in wanted.items() if value is not None and value != base[key]}
+    def lines_and_assignments(self, name: str, choice: Choice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what `choice` changes as lines of a profile and as arguments of `--set`."""
+        now = current_options(name, self.plan)
+        base = (now or self.registry.plugin(name).Options()).model_dump(mode="json")
+        changes = {key: value for key, value in choice.changes.items() if value != base.get(key)}
+        given = {key: json.dumps(value) for key, value in changes.items()}
+        lines = tuple(f"plugins.{name}.{key} = {value}" for key, value in given.items())
+        if now is None:
+            given = {"enabled": "true", **given}
+        assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in given.items())
+        return lines or (f"[plugins.{name}]",), assignments
 
     def shorter_max_length(self) -> Iterator[Change]:
         """Yield a shorter data.max_length, with the fraction of texts that it truncates."""

@@ -198,8 +198,7 @@ def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: Tracker |
     """Run forward, backward and update with one micro-batch, the first of its step unless `accumulates`."""
     if accumulates:
         add_earlier_gradients(run, tracker)
-    for event in run.recipe.events["step_begin"]:
-        event(run)
+    run.recipe.events.on_step_begin(run)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
     run.engine.finish()
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from hwopt.errors import HwoptError
 from hwopt.memory.advice import Advisor, PlanListener, Replan
 from hwopt.memory.planner import highest_gib, plan_memory
+from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan
-from hwopt.plugin import SpeedOption
-from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin import Choice
 from hwopt.plugin.registry import Registry
 
 MIN_GAIN = 0.02
@@ -58,28 +58,24 @@ class LeftoverSearch:
             self.advisor.listener.on_gain(combined)
             yield combined
 
-    def offers_of(self, name: str) -> Sequence[SpeedOption]:
-        """Return the options of an applied plugin that may be faster with more memory."""
-        current = self.advisor.current_options(name)
-        if current is None:
-            return ()
-        with plugin_guard(f"plugin {name!r} of {self.advisor.registry.distribution(name)}", "speed_options()"):
-            return list(self.advisor.registry.plugin(name).speed_options(current, self.advisor.plan.context))
+    def offers_of(self, name: str) -> list[Choice]:
+        """Return the choices of an applied plugin that may be faster with more memory."""
+        advisor = self.advisor
+        if current_options(name, advisor.plan) is None:
+            return []
+        scales = scales_of(name, advisor.plan, advisor.registry)
+        return [choice for scale in scales for choice in scale.with_more_memory]
 
-    def best_of(self, name: str, offers: Sequence[SpeedOption]) -> Gain | None:
+    def best_of(self, name: str, offers: Sequence[Choice]) -> Gain | None:
         for offer in offers:
             if (gain := self.evaluate(name, offer)) is not None:
                 return gain
         return None
 
-    def evaluate(self, name: str, offer: SpeedOption) -> Gain | None:
-        """Return the offer as a gain; None if it is not possible, does not fit or is not predicted to be faster."""
-        keys = {"enabled": "false"} if offer.options is None else self.advisor.changed_options(name, offer.options)
-        if not keys:
-            return None
-        assignments = tuple(f"plugins.{name}.{key}={value}" for key, value in keys.items())
-        lines = tuple(f"plugins.{name}.{key} = {value}" for key, value in keys.items())
-        return self.gain(lines, assignments, offer.gain, offer.alters)
+    def evaluate(self, name: str, choice: Choice) -> Gain | None:
+        """Return `choice` as a gain; None if it is not possible, does not fit or is not predicted to be faster."""
+        lines, assignments = self.advisor.lines_and_assignments(name, choice)
+        return self.gain(lines, assignments, choice.note, choice.alters)
 
     def combined(self, gains: Sequence[Gain]) -> Gain | None:
         """Return all `gains` as one; None if they do not fit together."""

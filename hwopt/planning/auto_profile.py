@@ -11,6 +11,7 @@ from hwopt.config.profile import Profile, make_profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.planning.decisions import given_options
+from hwopt.plugin.contract import effect_by_default
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
@@ -46,7 +47,8 @@ def fits_name(profile: Profile, hardware: Hardware) -> bool:
 
 
 def keeps_method(profile: Profile, registry: Registry) -> bool:
-    return all(registry.plugin(name).preserves != "method" for name, _ in profile.plugin_tables() if name in registry.names)
+    named = (name for name, _ in profile.plugin_tables() if name in registry.names)
+    return all(effect_by_default(registry.plugin(name)) != "method" for name in named)
 
 
 def derive(hardware: Hardware, registry: Registry, profiles: list[Profile]) -> tuple[Profile, str]:

@@ -13,9 +13,10 @@ from math import ceil
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision, plugin_hook
-from hwopt.plugin import CAPABILITIES, Conflict
+from hwopt.plugin import CAPABILITIES, Capability, Conflict, Traits
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import BatchSizes
+from hwopt.text import truncate
 
 Pair = frozenset[str]
 """The authors (`PluginDecision.author`) of two plugins."""
@@ -25,7 +26,7 @@ def replacements(entries: tuple[PluginDecision, ...]) -> dict[str, str]:
     """Slot or key -> the author that replaces it. If two plugins replace the same one, it is not included: they collide."""
     found: dict[str, list[str]] = {}
     for entry in applied(entries):
-        for what in entry.plugin.replaces:
+        for what in entry.plugin.relations.replaces:
             found.setdefault(what, []).append(entry.author)
     return {what: authors[0] for what, authors in found.items() if len(authors) == 1}
 
@@ -72,7 +73,7 @@ def missing(entries: tuple[PluginDecision, ...]) -> Iterator[str]:
     """A message for each required plugin that is missing or skipped."""
     found = {entry.name: entry for entry in entries}
     for entry in applied(entries):
-        for name in entry.plugin.requires:
+        for name in entry.plugin.relations.requires:
             if name not in found:
                 yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove [plugins.{entry.name}]"
             elif found[name].decision == "skip":
@@ -83,7 +84,7 @@ def missing(entries: tuple[PluginDecision, ...]) -> Iterator[str]:
 def declared(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tuple[PluginDecision, PluginDecision, str]]:
     """(plugin, other plugin, reason) for each declared conflict that applies."""
     for entry in applied(entries):
-        for conflict in entry.plugin.conflicts:
+        for conflict in entry.plugin.relations.conflicts:
             for other in applied(entries):
                 if other is not entry and concerns(conflict, other, recipe):
                     with plugin_hook(entry, "conflicts"):
@@ -112,15 +113,15 @@ def implied(entries: tuple[PluginDecision, ...], recipe: Recipe) -> Iterator[tup
                 yield entry, engine, f"{why}, and the engine of {engine.name!r} lacks {capability}: {CAPABILITIES[capability]}"
 
 
-def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[str, str]:
+def needs(entry: PluginDecision, recipe: Recipe) -> Mapping[Capability, str]:
     """Capability that the plugin's part of the recipe needs -> reason."""
-    found = {}
-    for field in ("masters", "scaler", "events['gradients']"):
+    found: dict[Capability, str] = {}
+    for field in ("masters", "scaler", "events['on_gradients']"):
         if recipe.writes(entry.author, field):
             found["whole_gradients"] = f"{entry.name!r} writes recipe.{field}"
-    if recipe.writes(entry.author, "optimizer") and not entry.plugin.elementwise:
+    if recipe.writes(entry.author, "optimizer") and not traits_of(entry).elementwise:
         found["whole_parameters"] = f"the optimizer of {entry.name!r} is not elementwise"
-    if recipe.writes(entry.author, "optimizer") and not entry.plugin.per_parameter:
+    if recipe.writes(entry.author, "optimizer") and not traits_of(entry).per_parameter:
         found["single_update"] = f"the optimizer of {entry.name!r} is not per_parameter"
     return found
 
@@ -147,14 +148,19 @@ def refuse_clipping(entries: tuple[PluginDecision, ...], recipe: Recipe, max_gra
             )
 
 
-def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[str, ...]:
+def lacking(entry: PluginDecision, recipe: Recipe) -> tuple[Capability, ...]:
     """The capabilities that the engine of the plugin lacks; none if the plugin writes no engine."""
     if not recipe.writes(entry.author, "engine"):
         return ()
-    with plugin_hook(entry, "lacks"):
-        found = entry.plugin.lacks
-    if not isinstance(found, tuple) or not set(found) <= CAPABILITIES.keys():
-        raise PluginError(f"{entry.who}: `lacks` is {found!r}; expected a tuple of {', '.join(CAPABILITIES)}")
+    return traits_of(entry).lacks
+
+
+def traits_of(entry: PluginDecision) -> Traits:
+    """The traits of a plugin with its options in effect. Raises PluginError if it returns something else."""
+    with plugin_hook(entry, "traits"):
+        found: object = entry.plugin.traits
+    if not isinstance(found, Traits):
+        raise PluginError(f"{entry.who}: `traits` is {truncate(found)}; expected a Traits(…)")
     return found
 
 

@@ -56,7 +56,7 @@ class PluginDecision:
             "name": self.name,
             "distribution": self.distribution,
             "stage": self.plugin.stage.name,
-            "preserves": self.plugin.effect,
+            "effect": self.plugin.effect,
             "decision": self.decision,
             "reason": self.reason,
             "options": self.options.model_dump(mode="json"),
@@ -158,14 +158,14 @@ def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
     for entry in list(ordered):
         stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
         # move a table of --set or of a child profile before inherited tables: the user cannot place it there
-        followers = [other for other in stage if entry.name in other.plugin.after and not is_below(entry, other)]
+        followers = [other for other in stage if entry.name in other.plugin.relations.after and not is_below(entry, other)]
         if followers and ordered.index(followers[0]) < ordered.index(entry):
             ordered.remove(entry)
             ordered.insert(ordered.index(followers[0]), entry)
     for index, entry in enumerate(ordered):
         for later in ordered[index + 1 :]:
             same_stage = later.plugin.stage == entry.plugin.stage
-            if same_stage and later.name in entry.plugin.after and "skip" not in (entry.decision, later.decision):
+            if same_stage and later.name in entry.plugin.relations.after and "skip" not in (entry.decision, later.decision):
                 raise PluginError(
                     f"plugin {entry.name!r} ({entry.place}) must come after {later.name!r} ({later.place}): "
                     f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
@@ -193,7 +193,7 @@ def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) 
 
 
 def oom_plugins(profile: Profile, registry: Registry, context: Context) -> Iterator[Plugin]:
-    """Plugins with `helps_oom` that apply with default options and have no table in the profile.
+    """Plugins with a hook `on_oom` that apply with default options and have no table in the profile.
 
     A table with `enabled = false` counts as a table. A broken plugin is ignored, because the profile does not use it.
     """
@@ -202,10 +202,15 @@ def oom_plugins(profile: Profile, registry: Registry, context: Context) -> Itera
             continue
         with suppress(PluginError):
             found = registry.plugin(name)
-            if found.helps_oom:
+            if helps_oom(found):
                 with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "probe()"):
                     plugin = found(found.Options())
                     decision = plugin.probe(context)
                 check_decision(decision, found.Options)
                 if decision.kind == "apply":
                     yield plugin
+
+
+def helps_oom(plugin: type[Plugin]) -> bool:
+    """Whether the class has a hook `on_oom` of its own."""
+    return plugin.on_oom is not Plugin.on_oom

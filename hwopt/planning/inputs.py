@@ -49,8 +49,8 @@ class Inputs:
             plugin = self.registry.plugin(name)
         except HwoptError:
             return update_options(name, below, above)
-        with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "merge_options()"):
-            return dict(plugin.merge_options(below, above))
+        with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "Options.merged()"):
+            return dict(plugin.Options.merged(below, above))
 
     def job(self, path: Path | None, assignments: Sequence[str]) -> JobFile | None:
         """The job at `path`; without a path job.toml of the working folder, or the job that `--set` spells out. None: the demo.

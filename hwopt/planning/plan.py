@@ -86,7 +86,7 @@ class Plan:
         found: dict[str, Any] = {"model.config": self.job.model.config}
         for entry in self.applied():
             if entry.plugin.effect == "method":
-                options = entry.options.model_dump(mode="json", exclude=set(entry.plugin.resume_ignores))
+                options = entry.options.fixed_on_resume()
                 found |= {f"plugins.{entry.name}": "in use"} | {f"plugins.{entry.name}.{key}": options[key] for key in options}
         return found
 

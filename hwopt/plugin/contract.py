@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hwopt.config.card import Card
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin.conflicts import CAPABILITIES, Conflict
+from hwopt.plugin.alternatives import OFF, Choice, Scale
 from hwopt.plugin.evidence import Evidence, first_names
-from hwopt.plugin.imports import options_by_alias
+from hwopt.plugin.imports import Alias
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.run_view import BatchSizes, EngineView, Observation, RunView
+from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
+from hwopt.plugin.run_view import BatchSizes, EngineView, Events, Observation, RunView
 
-API_VERSION = 2
+API_VERSION = 3
+
+Effect = Literal["bits", "rounding", "method"]
 
 
 class Stage(IntEnum):
@@ -40,10 +43,25 @@ class Stage(IntEnum):
     LOOP = 7
 
 
+@dataclass(frozen=True)
+class MayChangeOnResume:
+    """Marks an option that may change on resume although the plugin alters training: `Annotated[bool, MayChangeOnResume()]`."""
+
+
 class PluginOptions(BaseModel):
     """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Not validated yet."""
+        return {**below, **above}
+
+    def fixed_on_resume(self) -> dict[str, Any]:
+        """The options that must not change on resume if the plugin alters training, as JSON values."""
+        free = {name for name, field in type(self).model_fields.items() if MayChangeOnResume() in field.metadata}
+        return self.model_dump(mode="json", exclude=free)
 
 
 @dataclass(frozen=True)
@@ -99,68 +117,20 @@ class Decision:
         return cls("choose", reason, tuple(options))
 
 
-@dataclass(frozen=True)
-class MemoryOption:
-    """Options of a plugin that need less memory than the current ones, and their cost."""
-
-    options: PluginOptions
-    slower: float
-    """Approximate step time relative to the current one: 1.33 is a third slower."""
-    cost: str
-
-
-@dataclass(frozen=True)
-class SpeedOption:
-    """Options of a plugin that need more memory than the current ones and may be faster."""
-
-    options: PluginOptions | None
-    """None turns the plugin off."""
-    gain: str
-    alters: bool = False
-    """Whether they also change the training, such as another effective batch."""
-
-
-@dataclass(frozen=True)
-class Tunable:
-    """A setting of a plugin that changes the speed and not the training, with the values that `hwopt tune` may measure."""
-
-    choices: tuple[Mapping[str, Any], ...]
-    """Changes of the plugin's table, such as {"layers": 2}, {"enabled": False}. Two at least."""
-    present: int
-    """The index of the choice that is in effect."""
-    ordered: bool = False
-    """Whether the choices are sizes, the smallest first: the speed rises up to one of them, and falls after it."""
-    input: bool = False
-    """Whether it only changes when step batches are ready. It gains at most the time in which the loop waits for data."""
-    parallel: bool = False
-    """Whether step batches are ready faster in proportion to the number, as with data workers. Needs `input`."""
-
-
 class Plugin:
     """Base class of an optimization. Register the subclass in the entry-point group `hwopt.plugins`."""
 
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     stage: ClassVar[Stage]
-    after: ClassVar[tuple[str, ...]] = ()
-    """Plugins of the same stage that must be applied before this one, if the profile has them."""
-    preserves: ClassVar[Literal["bits", "rounding", "method"]] = "rounding"
-    """What the plugin changes with default options: "bits" nothing, "rounding" rounding only, "method" the training method."""
-    resume_ignores: ClassVar[tuple[str, ...]] = ()
-    """Options that may change on resume although the plugin alters training."""
-    requires: ClassVar[tuple[str, ...]] = ()
-    """Plugins that this one needs. A plan in which one of them is missing or skipped is an error."""
-    conflicts: ClassVar[tuple[Conflict, ...]] = ()
-    """What this plugin cannot be used with. Only one of the two plugins declares the conflict."""
-    replaces: ClassVar[tuple[str, ...]] = ()
-    """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that this plugin takes over from another plugin."""
-    helps_oom: ClassVar[bool] = False
-    """Whether `on_oom` may be called if the profile has no table for the plugin. All options need defaults."""
+    relations: ClassVar[Relations] = Relations()
+    """The plugins that this one follows, needs, excludes and replaces."""
 
-    aliases: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str | Alias]] = {}
     """Option name of transformers or common scripts -> option to use instead: {"torch_dtype": "dtype", "fp16": "dtype = 'fp16'"}.
 
-    Messages suggest options by these names. They use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
+    Messages suggest options by these names, and `hwopt import` translates them; an `Alias` translates their values too.
+    Messages use: num_workers, mixed_precision, torch_compile, gradient_checkpointing,
     gradient_accumulation_steps, per_device_train_batch_size, per_device_eval_batch_size, effective_batch_size, use_peft,
     deepspeed, fsdp.
     """
@@ -169,30 +139,19 @@ class Plugin:
         pass
 
     @property
-    def effect(self) -> Literal["bits", "rounding", "method"]:
-        """What the plugin changes with its present options. Override it if an option changes more than `preserves` says."""
-        return type(self).preserves
+    def effect(self) -> Effect:
+        """The most that the present options change: "bits" nothing, "rounding", or "method": what is trained.
 
-    @property
-    def lacks(self) -> tuple[str, ...]:
-        """The capabilities (see CAPABILITIES) that the engine of this plugin lacks."""
-        return ()
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether the optimizer of this plugin updates each element independently, as AdamW does.
-
-        Only such an optimizer can update the flat partitions or shards of an engine that lacks `whole_parameters`.
+        A class attribute (`effect = "bits"`), or a property if it depends on an option.
         """
-        return False
+        return "rounding"
 
     @property
-    def per_parameter(self) -> bool:
-        """Whether the optimizer of this plugin updates each parameter independently, also with one call for each.
+    def traits(self) -> Traits:
+        """What the plugin's engine lacks, or what its optimizer can do. An attribute, or a property."""
+        return Traits()
 
-        Only such an optimizer can be used with an engine that lacks `single_update`.
-        """
-        return self.elementwise
+    options: Any
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -208,33 +167,9 @@ class Plugin:
         """Change the estimates in `spec`, and add stand-ins for what fake tensors cannot run. The planner traces all else."""
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> Sequence[MemoryOption]:
-        """Options that need less memory than `options`. `options` is None if the plugin is not active."""
+    def alternatives(cls, options: Any | None, context: Context) -> Sequence[Scale]:
+        """Other settings than `options`, in order of memory. `options` is None if the plugin is not active."""
         return ()
-
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> Sequence[SpeedOption]:
-        """Options that may be faster than `options` if more memory is available, the fastest first."""
-        return ()
-
-    @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> Sequence[Tunable]:
-        """The settings that may be faster, whatever memory they need, at the same training. `options`: None if not active."""
-        return ()
-
-    @classmethod
-    def merge_options(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Values are not validated yet."""
-        return {**below, **above}
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        """The options for `word = value` of another tool, for `hwopt import`. `word` is one of `aliases`.
-
-        {}: nothing to set, because the value is what a plan without the option does. None: the plugin has no equivalent.
-        `enabled = True` adds a table without further options. Values are not validated yet.
-        """
-        return options_by_alias(cls.aliases, word, value)
 
     @classmethod
     def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:
@@ -245,8 +180,7 @@ class Plugin:
         """Reduce the memory of the running model if even micro-batches of one row do not fit.
 
         Returns a description of the change and its cost, or None if the plugin cannot help. Must not change the training result.
-        Called only if the class sets `helps_oom`, the profile has no table for the plugin, and `probe` with default options
-        applies.
+        Called only if the profile has no table for the plugin, all options have defaults, and `probe` applies with them.
         """
         return None
 
@@ -261,33 +195,53 @@ class Plugin:
         """The values of `Evidence.found` that the options ask for: name -> value, or a frozenset of values. Reads no run."""
         return {}
 
-    def verify(self, run: RunView) -> Evidence:
-        """The evidence, compared with what the options ask for. Do not override."""
-        evidence = self.evidence(run)
-        return evidence.compared(self.expects()) if isinstance(evidence, Evidence) else evidence
+
+def verify(plugin: Plugin, run: RunView) -> Evidence:
+    """The evidence of `plugin`, compared with what its options ask for."""
+    evidence = plugin.evidence(run)
+    return evidence.compared(plugin.expects()) if isinstance(evidence, Evidence) else evidence
+
+
+def effect_by_default(plugin: type[Plugin]) -> Effect:
+    """The most that the default options of `plugin` change; "method" if it depends on an option without default."""
+    declared: object = plugin.effect
+    if not isinstance(declared, property):
+        return cast("Effect", declared)
+    try:
+        return plugin(plugin.Options()).effect
+    except ValidationError:
+        return "method"
 
 
 __all__ = [
     "API_VERSION",
     "CAPABILITIES",
+    "OFF",
+    "Alias",
     "BatchSizes",
+    "Capability",
+    "Choice",
     "Conflict",
     "Context",
     "Decision",
+    "Effect",
     "EngineView",
+    "Events",
     "Evidence",
     "Hardware",
-    "MemoryOption",
+    "MayChangeOnResume",
     "MemorySpec",
     "ModelFacts",
     "Observation",
     "Plugin",
     "PluginOptions",
     "Recipe",
+    "Relations",
     "RunView",
-    "SpeedOption",
+    "Scale",
     "Stage",
     "TaskFacts",
-    "Tunable",
+    "Traits",
     "first_names",
+    "verify",
 ]

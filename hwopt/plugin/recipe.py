@@ -11,25 +11,21 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import PluginError
 from hwopt.plugin.guard import Guarded, GuardedOnce
-from hwopt.text import listing, nearest
+from hwopt.plugin.run_view import EVENTS, Events, RunView
+from hwopt.text import listing, nearest, truncate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
 
 SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "masters", "scaler", "schedule", "engine")
 LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
 SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
-
-EVENTS = {
-    "step_begin": "(run): an optimizer step begins; once per step, also if the step is retried after running out of memory",
-    "gradients": "(run): the step's gradients are whole and unscaled; before their norm is taken and they are clipped",
-    "step_end": "(run, applied): the optimizer was called; `applied` is a bool tensor on the device, False for a skipped update",
-    "evaluate_begin": "(run): an evaluation begins; the model is in evaluation mode",
-    "evaluate_end": "(run): the evaluation ended; the model goes back to training mode",
-    "saved": "(run, folder): a checkpoint or the best weights are complete on disk; on the first rank only",
-}
-"""Event -> arguments and meaning, in the order of a run."""
 
 
 def can_be_replaced(what: str) -> bool:
@@ -95,6 +91,62 @@ class Steps(MutableSequence[Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
+class AllEvents(Events):
+    """The events of all plugins: each method calls that of every appended object, in order."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in EVENTS}
+        self.objects: list[Events] = []
+
+    def append(self, events: Events) -> None:
+        """Add the methods that the class of `events` overrides. Raises PluginError if one is not an event."""
+        names = overridden_by(events, self._recipe.author)
+        self.objects.append(events)
+        for name in names:
+            self._recipe.record(f"events[{name!r}]")
+            call = self._recipe.guarded(getattr(events, name), f"events.{name}")
+            self._calls[name].append(call)
+
+    def __iter__(self) -> Iterator[Events]:
+        return iter(self.objects)
+
+    def on_step_begin(self, run: RunView) -> None:
+        self._call("on_step_begin", run)
+
+    def on_gradients(self, run: RunView) -> None:
+        self._call("on_gradients", run)
+
+    def on_step_end(self, run: RunView, applied: Tensor) -> None:
+        self._call("on_step_end", run, applied)
+
+    def on_evaluate_begin(self, run: RunView) -> None:
+        self._call("on_evaluate_begin", run)
+
+    def on_evaluate_end(self, run: RunView) -> None:
+        self._call("on_evaluate_end", run)
+
+    def on_saved(self, run: RunView, folder: Path) -> None:
+        self._call("on_saved", run, folder)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        for call in self._calls[name]:
+            call(*arguments)
+
+
+def overridden_by(events: object, author: str) -> list[str]:
+    """The events that the class of `events` overrides, in order. Raises PluginError if a method `on_…` is not an event."""
+    kind = type(events)
+    if not isinstance(events, Events):
+        raise PluginError(f"{author}: recipe.events takes instances of a subclass of hwopt.plugin.Events, got {truncate(events)}")
+    unknown = [name for name in dir(kind) if name.startswith("on_") and name not in EVENTS]
+    found = [name for name in EVENTS if getattr(kind, name) is not getattr(Events, name)]
+    if unknown or not found:
+        what = f"{unknown[0]}() is not an event.{nearest(unknown[0], EVENTS)}" if unknown else "overrides no event."
+        raise PluginError(f"{author}: {kind.__name__}: {what} The events are {listing(EVENTS, 30)}")
+    return found
+
+
 class Recipe:
     """What the plugins of a plan set, field by field.
 
@@ -121,7 +173,7 @@ class Recipe:
     accelerator: Settings
     engine: Callable[..., Any] | None
     prepared_steps: Steps
-    events: Mapping[str, Steps]
+    events: AllEvents
     export_steps: Steps
     final_steps: Steps
     state: Steps
@@ -141,7 +193,7 @@ class Recipe:
         for name in SETTINGS:
             object.__setattr__(self, name, Settings(self, name))
         self.accelerator.data["kwargs_handlers"] = Steps(self, "accelerator['kwargs_handlers']")
-        object.__setattr__(self, "events", {name: Steps(self, f"events[{name!r}]") for name in EVENTS})
+        object.__setattr__(self, "events", AllEvents(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SLOTS:
@@ -199,7 +251,7 @@ class Recipe:
         return tuple(self._collisions)
 
     def written_by_author(self, author: str) -> list[str]:
-        """What `author` wrote, in order: slots, keys ("batch['train']"), lists and events ("events['gradients']")."""
+        """What `author` wrote, in order: slots, keys ("batch['train']"), lists and events ("events['on_gradients']")."""
         return list(self._written.get(author, ()))
 
     def fields_of(self, author: str) -> tuple[str, ...]:

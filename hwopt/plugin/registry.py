@@ -7,10 +7,11 @@ A plugin that cannot be loaded is an error that names the plugin and its distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, get_args
 
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin.guard import plugin_guard
@@ -86,7 +87,7 @@ class Registry:
 
 def check_contract(plugin: object, name: str, distribution: str) -> None:
     """Raise PluginError if `plugin` breaks the contract; the message has the first broken rule."""
-    from hwopt.plugin.contract import API_VERSION, Conflict, Plugin, PluginOptions, Stage
+    from hwopt.plugin.contract import API_VERSION, Effect, Plugin, PluginOptions, Relations, Stage, Traits
     from hwopt.plugin.recipe import can_be_replaced
 
     who = f"plugin {name!r} of {distribution}"
@@ -104,41 +105,52 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
     if plugin.probe is Plugin.probe:
         raise PluginError(f"{who}: does not define probe()")
-    if plugin.preserves not in ("bits", "rounding", "method"):
-        raise PluginError(f"{who}: `preserves` must be bits, rounding or method, not {truncate(plugin.preserves)}")
-    kinds = {
-        "after": str,
-        "resume_ignores": str,
-        "requires": str,
-        "replaces": str,
-        "conflicts": Conflict,
-    }
-    for key, kind in kinds.items():
-        value = getattr(plugin, key)
-        if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
-            raise PluginError(f"{who}: `{key}` must be a tuple of {kind.__name__}, got {truncate(value)}")
-    if wrong := [field for field in plugin.replaces if not can_be_replaced(field)]:
+    if not (isinstance(plugin.effect, property) or plugin.effect in get_args(Effect)):
+        raise PluginError(f"{who}: `effect` must be bits, rounding or method, not {truncate(plugin.effect)}")
+    if not isinstance(plugin.traits, property | Traits):
+        raise PluginError(f"{who}: `traits` must be a Traits(…), got {truncate(plugin.traits)}")
+    if not isinstance(plugin.relations, Relations):
+        raise PluginError(f"{who}: `relations` must be a Relations(…), got {truncate(plugin.relations)}")
+    if wrong := [field for field in plugin.relations.replaces if not can_be_replaced(field)]:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
-    if not isinstance(plugin.helps_oom, bool):
-        raise PluginError(f"{who}: `helps_oom` must be True or False, got {truncate(plugin.helps_oom)}")
-    if not (
-        isinstance(plugin.aliases, Mapping) and all(isinstance(item, str) for pair in plugin.aliases.items() for item in pair)
-    ):
-        raise PluginError(f"{who}: `aliases` must map strings to strings, got {truncate(plugin.aliases)}")
-    for hook in (
-        "probe",
-        "apply",
-        "memory",
-        "evidence",
-        "on_oom",
-        "memory_options",
-        "tunables",
-        "merge_options",
-        "scale_options",
-        "options_from",
-    ):
+    if not (isinstance(plugin.aliases, Mapping) and all(map(is_alias, plugin.aliases.items()))):
+        found = truncate(plugin.aliases)
+        raise PluginError(f"{who}: `aliases` must map strings to strings or Alias(…), got {found}")
+    members = contract_members()
+    for hook in (name for name in members if callable(getattr(Plugin, name, None))):
         if not callable(getattr(plugin, hook)):
-            raise PluginError(f"{who}: `{hook}` must be callable, got {truncate(getattr(plugin, hook))}")
+            found = truncate(getattr(plugin, hook))
+            raise PluginError(f"{who}: `{hook}` must be callable, got {found}")
+    if unknown := next((name for name in declared_by(plugin) if name not in members), None):
+        raise PluginError(
+            f"{who}: a plugin has no attribute `{unknown}`.{nearest(unknown, members)} "
+            f"The members of the contract are {listing(members, 30)}. "
+            "Start the name of an attribute of your own with an underscore"
+        )
+
+
+def is_alias(item: tuple[object, object]) -> bool:
+    """Whether `item` maps a word of another tool to an option."""
+    from hwopt.plugin.contract import Alias
+
+    return isinstance(item[0], str) and isinstance(item[1], str | Alias)
+
+
+def contract_members() -> list[str]:
+    """The names that a plugin can define: the public members of `Plugin`."""
+    from hwopt.plugin.contract import Plugin
+
+    names = {**Plugin.__annotations__, **vars(Plugin)}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def declared_by(plugin: type[Plugin]) -> Iterator[str]:
+    """The public attributes of `plugin` that are neither functions nor constants in upper case."""
+    for cls in plugin.__mro__:
+        for name, value in {**vars(cls).get("__annotations__", {}), **vars(cls)}.items():
+            function = isinstance(value, FunctionType | classmethod | staticmethod | type)
+            if name.islower() and not name.startswith("_") and not function:
+                yield name
 
 
 def distribution_of(entry_point: EntryPoint) -> str:

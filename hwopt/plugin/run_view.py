@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hwopt.config.job_training import Training
-from hwopt.plugin.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch import Tensor
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,27 @@ class EngineView(Protocol):
     whole_gradients: bool
     """Whether each rank holds whole gradients between the backward pass and the update."""
 
+    keeps_masters: bool
+    """Whether the engine itself converts the weights to half precision and keeps fp32 masters of them."""
+
     def gradients(self) -> Sequence[tuple[str, Tensor]]:
-        """(name, gradient) of every trained parameter that has one; unscaled in the event `gradients`."""
+        """(name, gradient) of every trained parameter that has one; unscaled in `Events.on_gradients`."""
         ...
 
     def loss_scale(self) -> Tensor | None:
         """The factor by which the loss is multiplied; None without a loss scaler."""
         ...
+
+
+class RecipeView(Protocol):
+    """What is read of the recipe while it runs. Steps and factories see the rest when they are called."""
+
+    masters: Any | None
+
+    @property
+    def accelerator(self) -> Mapping[str, Any]: ...
+    @property
+    def events(self) -> Events: ...
 
 
 class RunView(Protocol):
@@ -83,20 +100,21 @@ class RunView(Protocol):
     device: torch.device
     rank: int
     world_size: int
-    accelerator: Any
+    accelerator: Accelerator
     inner_model: Any
     """The model without wrappers."""
     model: Any
     """The model as the loop calls it."""
-    optimizer: Any
-    scheduler: Any
-    scaler: Any
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    scaler: GradScaler | None
     """The gradient scaler of fp16 training, or None."""
     parameter_names: list[str]
     """The names in the model of the tensors that the optimizer updates, in its order."""
-    engine: Any
-    """An EngineView. The engine of a plugin can have more attributes."""
+    engine: EngineView
+    """What computes gradients and combines them over ranks. The engine of a plugin can have more attributes."""
     train_loader: Any
+    """A DataLoader of torch with the sampler of `hwopt.data`, which has `lengths` and `steps_per_epoch`."""
     eval_loader: Any
     observation: Observation
     """The operators that ran in the first step."""
@@ -121,7 +139,7 @@ class RunView(Protocol):
     @property
     def is_main(self) -> bool: ...
     @property
-    def recipe(self) -> Recipe: ...
+    def recipe(self) -> RecipeView: ...
     @property
     def training(self) -> Training: ...
     @property
@@ -130,7 +148,7 @@ class RunView(Protocol):
     def plan(self) -> Any: ...
     @property
     def parts(self) -> Sequence[Any]:
-        """The objects whose methods are the recipe's events, and the recipe's states: for evidence."""
+        """The objects of `recipe.events` and `recipe.state`: for evidence."""
         ...
 
     @property
@@ -145,3 +163,28 @@ class RunView(Protocol):
     def say(self, message: str) -> None:
         """Show a note to the user."""
         ...
+
+
+class Events:
+    """The events of a run, in order. Each method does nothing by default."""
+
+    def on_step_begin(self, run: RunView) -> None:
+        """An optimizer step begins; once per step, also if the step is retried after running out of memory."""
+
+    def on_gradients(self, run: RunView) -> None:
+        """The step's gradients are whole and unscaled; before their norm is taken and they are clipped."""
+
+    def on_step_end(self, run: RunView, applied: Tensor) -> None:
+        """The optimizer was called. `applied`: a bool tensor on the device, False for a skipped update."""
+
+    def on_evaluate_begin(self, run: RunView) -> None:
+        """An evaluation begins; the model is in evaluation mode."""
+
+    def on_evaluate_end(self, run: RunView) -> None:
+        """The evaluation ended; the model goes back to training mode."""
+
+    def on_saved(self, run: RunView, folder: Path) -> None:
+        """A checkpoint or the best weights are complete on disk; on the first rank only."""
+
+
+EVENTS = tuple(name for name in vars(Events) if name.startswith("on_"))

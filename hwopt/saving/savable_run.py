@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import RunView
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class SavableRun(RunView, Protocol):
     """A run whose weights and training state can be written to its folder."""
 
     folder: Path
+    engine: Any
+    """The engine, which also copies, gathers and loads its state."""
     skeleton: Any
     """The model without tensors; `save_pretrained` is called on it while the model trains."""
     prepared: Any
@@ -35,6 +38,8 @@ class SavableRun(RunView, Protocol):
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes from; None for a new run."""
 
+    @property
+    def recipe(self) -> Recipe: ...
     @property
     def progress(self) -> ProgressView: ...
 

@@ -12,7 +12,7 @@ from typing import Any
 from hwopt import api
 from hwopt.hardware.device import Hardware
 from hwopt.memory.dry_run import memory_spec
-from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.decisions import PluginDecision, helps_oom
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.recipe import SLOTS
@@ -43,7 +43,7 @@ def check_contract_of(
     """Train a tiny model with the plugin `name`, and assert the rules that every plugin must fulfil.
 
     `probe`, `apply` and `memory` are pure, and the decision has a reason. The run trains and saves. Its losses agree with a run
-    without the plugin according to `preserves` ("bits": equal, "rounding": close). The evidence is active after the first and the
+    without the plugin according to `effect` ("bits": equal, "rounding": close). The evidence is active after the first and the
     last step, and reads no options, plan or recipe. A run resumed from a checkpoint ends with the same bits.
 
     `kind`: the kind of the task; "causal-lm" for a plugin that skips classification. `beside`: tables of plugins that it needs.
@@ -60,21 +60,21 @@ def check_contract_of(
     check_memory_of(name, plan)
     checked = ("decision", "recipe", "memory")
     if hardware is not None:
-        return ContractReport(plan, checked, ("evidence", "preserves", "resume"))
+        return ContractReport(plan, checked, ("evidence", "effect", "resume"))
     with_it = train_tiny(plan, folder / "with", Witness(name))
     check_evidence_of(name, with_it)
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
     # a plugin that only sets hyperparameters (batch sizes, warm-up) changes the training on request
-    preserves = entry_of(name, plan).plugin.effect
-    if preserves != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
-        tolerance = 0.0 if preserves == "bits" else 2e-2
+    effect = entry_of(name, plan).plugin.effect
+    if effect != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
+        tolerance = 0.0 if effect == "bits" else 2e-2
         without = baseline_losses(plan_for(tiny_profile(**(beside or {})), job, registry), folder / "without")
         for ours, theirs in zip(with_it.losses, without, strict=True):
             assert math.isclose(ours, theirs, rel_tol=tolerance), (
-                f"{name} declares preserves = {preserves!r}, but the losses differ: {ours} with the plugin, {theirs} without"
+                f"{name} declares effect = {effect!r}, but the losses differ: {ours} with the plugin, {theirs} without"
             )
     check_resume_of(name, plan_for(profile, job, registry), folder)
-    return ContractReport(plan, (*checked, "evidence", "preserves", "resume"))
+    return ContractReport(plan, (*checked, "evidence", "effect", "resume"))
 
 
 class Witness(Recorder):
@@ -114,7 +114,7 @@ def check_decision_of(name: str, plan: Plan, again: Plan) -> None:
         f"{name} is skipped on {plan.hardware.name}, so nothing can be tested: {entry.reason}. "
         "Pass hardware=described(...) on which the plugin applies"
     )
-    if entry.plugin.helps_oom:
+    if helps_oom(type(entry.plugin)):
         type(entry.plugin).Options()  # must work without a table
 
 
@@ -131,7 +131,7 @@ def check_recipe_of(name: str, plan: Plan) -> None:
 
 
 def check_memory_of(name: str, plan: Plan) -> None:
-    """Assert that `memory` is pure with valid sizes and slots, and that `memory_options` returns valid options with a cost."""
+    """Assert that `memory` is pure with valid sizes and slots, and that `alternatives` offers valid options."""
     spec, again = asdict(memory_spec(plan)), asdict(memory_spec(plan))
     stand_ins = spec.pop("stand_ins")
     assert stand_ins.keys() == again.pop("stand_ins").keys(), f"{name}: memory() must be pure"
@@ -141,27 +141,26 @@ def check_memory_of(name: str, plan: Plan) -> None:
         for size in value.values() if isinstance(value, dict) else [value]:
             assert math.isfinite(size), f"{name}: memory() sets {key} to {size}"
             assert size >= 0, f"{name}: memory() sets {key} to {size}"
-    plugin = entry_of(name, plan).plugin
-    for present in (None, plugin.options):
-        for offer in plugin.memory_options(present, plan.context):
-            assert isinstance(offer.options, type(plugin).Options), f"{name}: memory_options() offers {offer.options!r}"
-            assert offer.slower > 0, f"{name}: memory_options() offers {offer}"
-            assert offer.cost, f"{name}: memory_options() offers {offer}"
-    check_tunables_of(name, plan)
+    check_alternatives_of(name, plan)
 
 
-def check_tunables_of(name: str, plan: Plan) -> None:
-    """Assert that each of the plugin's `tunables` has two or more valid choices, and that one of them is the present one."""
+def check_alternatives_of(name: str, plan: Plan) -> None:
+    """Assert that `alternatives` returns scales with valid choices, also for a plugin that is not active."""
     plugin = entry_of(name, plan).plugin
     kind = type(plugin)
     for present in (None, plugin.options):
         table = {} if present is None else present.model_dump(exclude_none=True)
-        for tunable in kind.tunables(present, plan.context):
-            assert len(tunable.choices) >= 2, f"{name}: tunables() offers no choice: {tunable}"
-            assert 0 <= tunable.present < len(tunable.choices), f"{name}: tunables() has no present choice: {tunable}"
-            for choice in tunable.choices:
-                changed = {key: value for key, value in kind.merge_options(table, choice).items() if key != "enabled"}
+        for scale in kind.alternatives(present, plan.context):
+            who = f"{name}: alternatives() offers {scale}"
+            assert len(scale.choices) >= 2, f"{who}, with a single choice"
+            assert 0 <= scale.present < len(scale.choices), f"{who}, without a present choice"
+            for choice in scale.choices:
+                assert choice.time > 0, f"{who}, with the time {choice.time}"
+                changed = dict(kind.Options.merged(table, choice.changes))
+                changed.pop("enabled", None)
                 kind.Options.model_validate(changed, strict=False)
+            for choice in (*scale.with_less_memory, *scale.with_more_memory):
+                assert choice.note, f"{who}, with a choice that has no note"
 
 
 _baselines: dict[tuple[str, str], list[float]] = {}

@@ -134,11 +134,9 @@ class Evaluation:
 def evaluating(run: Run) -> Iterator[None]:
     """The model in evaluation mode within the block, in training mode afterwards."""
     run.inner_model.eval()
-    for event in run.recipe.events["evaluate_begin"]:
-        event(run)
+    run.recipe.events.on_evaluate_begin(run)
     try:
         yield
     finally:
-        for event in run.recipe.events["evaluate_end"]:
-            event(run)
+        run.recipe.events.on_evaluate_end(run)
         run.inner_model.train()

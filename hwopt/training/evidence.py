@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Evidence, Observation
+from hwopt.plugin import Evidence, Observation, verify
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import truncate
 
@@ -187,7 +187,7 @@ def worst_of_ranks(collected: Collected, own_rank: int) -> Collected:
 def evidence_of(decision: PluginDecision, run: Run) -> Evidence:
     """The evidence of one plugin. Raises PluginError if evidence() raises or returns something else."""
     with plugin_guard(decision.who, "evidence()"):
-        evidence = decision.plugin.verify(run)
+        evidence = verify(decision.plugin, run)
     valid = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
     if not valid:
         raise PluginError(f"{decision.who}: evidence() returned {truncate(evidence)} instead of an Evidence")

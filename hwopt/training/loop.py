@@ -145,15 +145,13 @@ class Loop:
         """Accumulate the gradients of `batch` and update the weights."""
         run, progress, events = self.run, self.run.progress, self.run.recipe.events
         progress.batch = batch
-        for event in events["step_begin"]:
-            event(run)
+        events.on_step_begin(run)
         self.accumulation.accumulate(batch, f"at step {run.step + 1}")
         progress.between_steps = False
         self.reseed_update(run.step)
         run.engine.finish()
         progress.step += 1
-        for event in events["step_end"]:
-            event(run, run.engine.update_applied())
+        events.on_step_end(run, run.engine.update_applied())
         progress.between_steps = True
         progress.last_batch = batch
         self.backoff.step_succeeded()

@@ -134,9 +134,8 @@ class Run:
 
     @property
     def parts(self) -> list[Any]:
-        """The objects whose methods are the recipe's events, and the recipe's states."""
-        events = [unguarded(event) for each in self.recipe.events.values() for event in each]
-        return [getattr(event, "__self__", event) for event in events] + [unguarded(state) for state in self.recipe.state]
+        """The objects of `recipe.events` and `recipe.state`."""
+        return [*self.recipe.events, *map(unguarded, self.recipe.state)]
 
     @property
     def extras(self) -> Path:
@@ -181,5 +180,4 @@ class Run:
     def was_saved(self, folder: Path) -> None:
         """Tell the listener and the plugins that `folder`, a checkpoint or the best weights, is complete on disk."""
         self.listener.on_save(self, folder)
-        for event in self.recipe.events["saved"]:
-            event(self, folder)
+        self.recipe.events.on_saved(self, folder)

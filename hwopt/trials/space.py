@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from hwopt.config.new_job import toml_value
 from hwopt.errors import HwoptError, PluginError
 from hwopt.memory.lengths import Lengths, lengths_of
 from hwopt.memory.planner import plan_memory
+from hwopt.planning.alternatives import changes_of, scales_of
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Tunable
-from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin import Scale
 from hwopt.plugin.registry import Registry
 from hwopt.trials.candidates import Axis, Forecast, Setting
 
@@ -26,32 +26,35 @@ Replan = Callable[[Sequence[str]], Plan]
 
 @dataclass(frozen=True)
 class Dimension:
-    """A tunable of a plugin, as an axis of the search."""
+    """A scale of a plugin, as an axis of the search."""
 
     plugin: str
-    tunable: Tunable
+    scale: Scale
+    changed: tuple[Mapping[str, Any], ...]
+    """The options that each choice changes."""
 
     @property
     def axis(self) -> Axis:
-        tunable = self.tunable
-        sizes = self.sizes if tunable.ordered else ()
-        return Axis(len(tunable.choices), tunable.present, tunable.ordered, tunable.input, tunable.parallel, sizes)
+        scale = self.scale
+        sizes = self.sizes if scale.ordered else ()
+        number = len(scale.choices)
+        return Axis(number, scale.present, scale.ordered, scale.input, scale.parallel, sizes)
 
     @property
     def sizes(self) -> tuple[float, ...]:
         """The number of each choice; () if a choice is no number."""
-        numbers = [value for choice in self.tunable.choices for value in choice.values()]
-        if len(numbers) != len(self.tunable.choices) or not all(type(number) in (int, float) for number in numbers):
+        numbers = [value for choice in self.changed for value in choice.values()]
+        if len(numbers) != len(self.changed) or not all(type(each) in (int, float) for each in numbers):
             return ()
         return tuple(float(number) for number in numbers)
 
     def changes(self, choice: int) -> Mapping[str, Any]:
         """The options that a choice changes; {} for the present one."""
-        return {} if choice == self.tunable.present else self.tunable.choices[choice]
+        return {} if choice == self.scale.present else self.changed[choice]
 
     def described(self, choice: int) -> str:
         """The choice for a reader: "batch.train = 32", "checkpointing off"."""
-        options = dict(self.tunable.choices[choice])
+        options = dict(self.changed[choice])
         enabled = options.pop("enabled", True)
         if not enabled or not options:
             return f"{self.plugin} {'on' if enabled else 'off'}"
@@ -61,18 +64,28 @@ class Dimension:
 
 def dimensions_of(plan: Plan, registry: Registry) -> list[Dimension]:
     """What the plugins offer for `plan`, the applied ones first. A broken plugin that is not applied is ignored."""
-    options = {entry.name: entry.options for entry in plan.applied()}
+    applied = [entry.name for entry in plan.applied()]
     found = []
-    for name in (*options, *(name for name in registry.names if name not in options)):
+    for name in (*applied, *(name for name in registry.names if name not in applied)):
         try:
-            with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "tunables()"):
-                offered = list(registry.plugin(name).tunables(options.get(name), plan.context))
+            offered = scales_of(name, plan, registry)
         except PluginError:
-            if name in options:
+            if name in applied:
                 raise
             continue
-        found += [Dimension(name, tunable) for tunable in offered]
+        for scale in filter(None, map(same_training_scale, offered)):
+            changed = tuple(changes_of(name, choice, plan) for choice in scale.choices)
+            found.append(Dimension(name, scale, changed))
     return found
+
+
+def same_training_scale(scale: Scale) -> Scale | None:
+    """`scale` without the choices that alter the training; None if `hwopt tune` has nothing to measure."""
+    kept = tuple(choice for choice in scale.choices if not choice.alters)
+    present = scale.choices[scale.present]
+    if not scale.tune or len(kept) < 2 or present.alters:
+        return None
+    return replace(scale, choices=kept, present=kept.index(present))
 
 
 class Space:
@@ -98,7 +111,7 @@ class Space:
     def changed(self, setting: Setting) -> Iterator[tuple[Dimension, int]]:
         """The dimensions in which `setting` differs from the start, with its choices."""
         for dimension, choice in zip(self.dimensions, setting, strict=True):
-            if choice != dimension.tunable.present:
+            if choice != dimension.scale.present:
                 yield dimension, choice
 
     def tables(self, setting: Setting) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    OFF,
+    Alias,
+    Choice,
+    Context,
+    Decision,
+    Evidence,
+    MayChangeOnResume,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Scale,
+    Stage,
+)
 from hwopt_plugins.adapter.dora_graphs import traceable_dora
 
 MIN_PARAMETERS = 500_000_000
@@ -79,17 +94,24 @@ def save_and_merge(model: Any, run: RunView) -> Any:
     return model.merge_and_unload()
 
 
+def modules_from(value: Any) -> Mapping[str, Any]:
+    """The options for the `lora_target_modules` of another tool: a list, "all-linear", or names with commas."""
+    if isinstance(value, str) and value != "all-linear":
+        value = [name.strip() for name in value.split(",")]
+    return {} if value is None else {"target_modules": value}
+
+
 class Adapter(Plugin):
     name = "adapter"
     stage = Stage.MODEL
-    preserves = "method"
-    resume_ignores = ("always",)
-    aliases: ClassVar[Mapping[str, str]] = {
+    effect = "method"
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
         "lora_r": "r",
         "lora_alpha": "lora_alpha",
         "lora_dropout": "lora_dropout",
-        "lora_target_modules": "target_modules",
-        "use_peft": "enabled = true",
+        "lora_target_modules": Alias("target_modules", modules_from),
+        # the file asks for an adapter, whatever the size of the model
+        "use_peft": Alias("enabled = true", lambda value: {"enabled": True, "always": True} if value else {}),
         "peft_config": "enabled = true",
         "use_dora": "kind = 'dora'",
     }
@@ -102,17 +124,11 @@ class Adapter(Plugin):
             default="all-linear", description="Names of the modules to adapt."
         )
         lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
-        always: bool = Field(default=False, description="Also use an adapter for models with fewer than 500 million parameters.")
+        always: Annotated[bool, MayChangeOnResume()] = Field(
+            default=False, description="Also use an adapter for models with fewer than 500 million parameters."
+        )
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word == "use_peft":
-            return {"enabled": True, "always": True} if value else {}  # the file asks for an adapter, whatever the model's size
-        if word == "lora_target_modules" and isinstance(value, str) and value != "all-linear":
-            return {"target_modules": [name.strip() for name in value.split(",")]}
-        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("peft"):
@@ -150,13 +166,12 @@ class Adapter(Plugin):
         spec.trained = min(spec.parameters, self.options.r * 2 * 7 * model.layers * model.hidden_size)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        offer = cls.Options(always=True)
-        return (
-            []
-            if options is not None
-            else [MemoryOption(offer, 1.0, f"trains adapters (LoRA, r = {offer.r}) instead of all weights")]
-        )
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        if options is not None:
+            return []
+        note = f"trains adapters (LoRA, r = {cls.Options().r}) instead of all weights"
+        on = Choice(changes={"always": True}, note=note, alters=True)
+        return [Scale(choices=(on, OFF), present=1)]
 
     def evidence(self, run: RunView) -> Evidence:
         named = list(run.inner_model.named_parameters())

@@ -23,7 +23,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, MemoryOption, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    OFF,
+    Choice,
+    Context,
+    Decision,
+    Evidence,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    RunView,
+    Scale,
+    Stage,
+    Traits,
+)
 
 ACCELERATE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Environment variables that Accelerate sets for FSDP."""
@@ -73,8 +87,8 @@ def make_stand_in(reshard_after_forward: bool, run: RunView) -> Any:
 class Fsdp(Plugin):
     name = "fsdp"
     stage = Stage.DISTRIBUTION
-    preserves = "rounding"
-    lacks = ("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry")
+    effect = "rounding"
+    traits = Traits(lacks=("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry"))
     aliases: ClassVar[Mapping[str, str]] = {
         "fsdp": "enabled = true",
     }
@@ -118,14 +132,15 @@ class Fsdp(Plugin):
             spec.held["gradients"] = part
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        if context.hardware.device_type == "cpu" or context.world_size == 1:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        if context.hardware.device_type == "cpu" or context.world_size == 1 or options == cls.Options():
             return []
         if options is None:
-            return [MemoryOption(cls.Options(), 1.1, "shards weights, gradients and optimizer state over the ranks")]
-        if options == cls.Options():
-            return []
-        return [MemoryOption(cls.Options(), 1.1, "gathers every layer twice and reduces after each micro-batch")]
+            on = Choice(changes={}, note="shards weights, gradients and optimizer state over the ranks", time=1.1)
+            return [Scale(choices=(on, OFF), present=1)]
+        note = "gathers every layer twice and reduces after each micro-batch"
+        least = Choice(changes=cls.Options().model_dump(), note=note, time=1.1)
+        return [Scale(choices=(least, Choice(changes=options.model_dump())), present=1)]
 
     def evidence(self, run: RunView) -> Evidence:
         from torch.distributed.fsdp import FSDPModule

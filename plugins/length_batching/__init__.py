@@ -43,7 +43,7 @@ def padded_width(length: int, widths: Sequence[int], multiple: int) -> int:
 class LengthBatching(Plugin):
     name = "length_batching"
     stage = Stage.DATA
-    preserves = "rounding"
+    effect = "rounding"
 
     class Options(PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(

@@ -30,18 +30,21 @@ from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Capability
 from hwopt.plugin import (
+    Alias,
+    Choice,
     Conflict,
     Context,
     Decision,
     Evidence,
-    MemoryOption,
     MemorySpec,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
-    SpeedOption,
+    Scale,
     Stage,
+    Traits,
 )
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer, reserving_torchao
 
@@ -81,6 +84,11 @@ CLASSES: dict[str, tuple[str, str]] = {
     "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
 }
+
+
+def name_from(value: Any) -> dict[str, Any]:
+    """The options for an optimizer of another tool."""
+    return {"name": SAME_AS.get(str(value), value)}
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_rounding: bool = False) -> Any:
@@ -171,23 +179,26 @@ def available(name: str, context: Context, last: bool) -> Capability:
 class Optimizer(Plugin):
     name = "optimizer"
     stage = Stage.OPTIMIZER
-    preserves = "rounding"
-    conflicts = (
-        Conflict(
-            lacks="device_update",
-            why='paged states need an update on a CUDA device, and the engine updates on the CPU; set name = "adamw_torch_fused"',
-            when=lambda optimizer, engine: optimizer.name.startswith("paged"),
-        ),
-        Conflict(
-            lacks="whole_parameters",
-            why="8-bit, 4-bit and paged kernels need whole tensors, and the engine steps on partitions or shards; set name = "
-            '"adamw_torch_fused"',
-            when=lambda optimizer, engine: optimizer.name not in ELEMENTWISE,
+    effect = "rounding"
+    relations = Relations(
+        conflicts=(
+            Conflict(
+                lacks="device_update",
+                why="paged states need an update on a CUDA device, and the engine updates on the CPU; "
+                'set name = "adamw_torch_fused"',
+                when=lambda optimizer, engine: optimizer.name.startswith("paged"),
+            ),
+            Conflict(
+                lacks="whole_parameters",
+                why="8-bit, 4-bit and paged kernels need whole tensors, and the engine steps on partitions or shards; set name = "
+                '"adamw_torch_fused"',
+                when=lambda optimizer, engine: optimizer.name not in ELEMENTWISE,
+            ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "optim": "name",
-        "optimizer": "name",
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "optim": Alias("name", name_from),
+        "optimizer": Alias("name", name_from),
     }
 
     class Options(PluginOptions):
@@ -215,17 +226,9 @@ class Optimizer(Plugin):
 
     options: Options
 
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        return {"name": SAME_AS.get(str(value), value)}
-
     @property
-    def elementwise(self) -> bool:
-        return self.options.name in ELEMENTWISE
-
-    @property
-    def per_parameter(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(elementwise=self.options.name in ELEMENTWISE, per_parameter=True)
 
     def probe(self, context: Context) -> Decision:
         # a name given with --set may also be one of the profile's fallbacks
@@ -257,19 +260,21 @@ class Optimizer(Plugin):
             spec.stand_ins["optimizer"] = partial(reserving_torchao, TORCHAO_BITS[name])
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        now = STATE_BYTES["adamw_torch" if options is None else options.name]
-        offers: tuple[tuple[Name, float, str], ...] = (
-            ("adamw_bnb_8bit", 1.02, "quantizes the optimizer states to 8 bit"),
-            ("paged_adamw_8bit", 1.1, "8-bit states, paged to host memory if the device runs out of memory"),
-        )
-        return [MemoryOption(cls.Options(name=name), slower, cost) for name, slower, cost in offers if STATE_BYTES[name] < now]
-
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
-        if STATE_BYTES[options.name] >= STATE_BYTES["adamw_torch_fused"]:
-            return []
-        return [SpeedOption(cls.Options(name="adamw_torch_fused"), "32-bit states, all parameters in one kernel")]
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """Paged 8-bit, 8-bit and 32-bit states, and the present optimizer between them."""
+        now: Name = "adamw_torch" if options is None else options.name
+        offers: dict[Name, tuple[float, str]] = {
+            "paged_adamw_8bit": (1.1, "8-bit states, paged to host memory if the device runs out of memory"),
+            "adamw_bnb_8bit": (1.02, "quantizes the optimizer states to 8 bit"),
+            "adamw_torch_fused": (1.0, "32-bit states, all parameters in one kernel"),
+        }
+        others = (name for name in offers if STATE_BYTES[name] != STATE_BYTES[now])
+        names = sorted((now, *others), key=STATE_BYTES.__getitem__)
+        choices = []
+        for name in names:
+            time, note = offers.get(name, (1.0, ""))
+            choices.append(Choice(changes={"name": name}, note=note, time=time))
+        return [Scale(choices=tuple(choices), present=names.index(now))]
 
     def evidence(self, run: RunView) -> Evidence:
         optimizer = run.optimizer

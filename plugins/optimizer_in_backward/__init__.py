@@ -21,7 +21,23 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Conflict, Context, Decision, Evidence, MemorySpec, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import (
+    Capability,
+    Conflict,
+    Context,
+    Decision,
+    Effect,
+    Events,
+    Evidence,
+    MemorySpec,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    Relations,
+    RunView,
+    Stage,
+    Traits,
+)
 
 
 def make_engine(clip: bool, run: RunView) -> Any:
@@ -30,24 +46,28 @@ def make_engine(clip: bool, run: RunView) -> Any:
     return InBackwardEngine(run, clip=clip)
 
 
-def begin_step(run: RunView) -> None:
-    """Let the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
-    run.engine.in_step = True
+class InStep(Events):
+    """Lets the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
+
+    def on_step_begin(self, run: RunView) -> None:
+        engine: Any = run.engine
+        engine.in_step = True
 
 
 class OptimizerInBackward(Plugin):
     name = "optimizer_in_backward"
     stage = Stage.DISTRIBUTION
-    preserves = "bits"
-    conflicts = (
-        Conflict(
-            field="accelerator['mixed_precision']",
-            why='fp16 needs a loss scaler, which needs the whole gradient before the update; set dtype = "bf16"',
-            when=lambda in_backward, precision: getattr(precision, "dtype", "fp16") == "fp16",
-        ),
-        Conflict(
-            field="cut",
-            why="recipe.cut splits a step into several micro-batches, and here a step has one; keep one of the two tables",
+    relations = Relations(
+        conflicts=(
+            Conflict(
+                field="accelerator['mixed_precision']",
+                why='fp16 needs a loss scaler, which needs the whole gradient before the update; set dtype = "bf16"',
+                when=lambda in_backward, precision: getattr(precision, "dtype", "fp16") == "fp16",
+            ),
+            Conflict(
+                field="cut",
+                why="recipe.cut splits a step into several micro-batches, and here a step has one; keep one of the two tables",
+            ),
         ),
     )
     aliases: ClassVar[Mapping[str, str]] = {
@@ -64,12 +84,12 @@ class OptimizerInBackward(Plugin):
     options: Options
 
     @property
-    def lacks(self) -> tuple[str, ...]:
-        clipping = ("clipping",) if self.options.clipping == "refuse" else ()
-        return ("whole_gradients", "retry", "single_update", "accumulation", *clipping)
+    def traits(self) -> Traits:
+        lacks: tuple[Capability, ...] = ("whole_gradients", "retry", "single_update", "accumulation")
+        return Traits(lacks=(*lacks, "clipping") if self.options.clipping == "refuse" else lacks)
 
     @property
-    def effect(self) -> Literal["bits", "rounding", "method"]:
+    def effect(self) -> Effect:
         return "bits" if self.options.clipping == "refuse" else "method"
 
     def probe(self, context: Context) -> Decision:
@@ -81,7 +101,7 @@ class OptimizerInBackward(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.engine = partial(make_engine, self.options.clipping == "parameter")
-        recipe.events["step_begin"].append(begin_step)
+        recipe.events.append(InStep())
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         spec.gradient_bytes = 0.0

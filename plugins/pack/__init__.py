@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.03
 """Largest norm of the difference between packed and separate outputs / the norm of the outputs.
@@ -162,24 +162,26 @@ def leak_message(run: RunView, why: str) -> str:
 class Pack(Plugin):
     name = "pack"
     stage = Stage.DATA
-    preserves = "rounding"
+    effect = "rounding"
     aliases: ClassVar[Mapping[str, str]] = {
         "packing": "enabled = true",
         "sample_packing": "enabled = true",
     }
-    conflicts = (
-        Conflict(
-            field="cut",
-            why="recipe.cut needs rows with one sample each, and pack makes rows with several; keep one of the two tables",
-        ),
-        Conflict(
-            field="batch['widths']",
-            why="the width of packed rows varies, and batch['widths'] requires fixed widths; keep one of the two tables",
-        ),
-        Conflict(
-            field="model_kwargs['attn_implementation']",
-            why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
-            when=lambda pack, sdpa: pack.kernel == "flash",
+    relations = Relations(
+        conflicts=(
+            Conflict(
+                field="cut",
+                why="recipe.cut needs rows with one sample each, and pack makes rows with several; keep one of the two tables",
+            ),
+            Conflict(
+                field="batch['widths']",
+                why="the width of packed rows varies, and batch['widths'] requires fixed widths; keep one of the two tables",
+            ),
+            Conflict(
+                field="model_kwargs['attn_implementation']",
+                why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
+                when=lambda pack, sdpa: pack.kernel == "flash",
+            ),
         ),
     )
 

@@ -16,6 +16,7 @@ pure rounds each update to bf16: an update under 1/512 to 1/256 of its weight is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,17 +24,20 @@ from pydantic import Field, model_validator
 
 from hwopt.hardware.device import Hardware
 from hwopt.plugin import (
+    Alias,
+    Choice,
     Conflict,
     Context,
     Decision,
+    Effect,
     Evidence,
-    MemoryOption,
     MemorySpec,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
-    SpeedOption,
+    Scale,
     Stage,
     first_names,
 )
@@ -63,9 +67,11 @@ NAMES = {
     "auto": "auto",
 }
 """Names of other tools -> dtype."""
+APEX_LEVELS = {"O0": {"dtype": "fp32"}, "O1": {"level": "O1"}, "O2": {"level": "O2"}}
+"""`fp16_opt_level` -> options."""
 
 
-def dtype_from(word: str, value: Any) -> Mapping[str, Any] | None:
+def dtype_from(value: Any) -> Mapping[str, Any] | None:
     """The options for a `torch_dtype` or a `mixed_precision` of another tool; {} if it means weights and products in fp32."""
     if value in (None, False, "no"):
         return {}
@@ -73,33 +79,39 @@ def dtype_from(word: str, value: Any) -> Mapping[str, Any] | None:
     return None if name is None else {"dtype": name}
 
 
+def flag_from(dtype: str, value: Any) -> Mapping[str, Any]:
+    """The options for `fp16 = value` or `bf16 = value` of another tool."""
+    return {"dtype": "auto" if value == "auto" else dtype} if value else {}
+
+
 class Precision(Plugin):
     name = "precision"
     stage = Stage.MODEL
-    after = ("adapter", "quantize")  # adapter weights are cast too, and get masters
-    preserves = "rounding"
-    conflicts = (
-        Conflict(
-            lacks="whole_gradients",
-            why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole gradient before the update; "
-            'set level = "O1"',
-            when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
-        ),
-        Conflict(
-            lacks="whole_parameters",
-            why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
-            when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
+    relations = Relations(
+        after=("adapter", "quantize"),  # adapter weights are cast too, and get masters
+        conflicts=(
+            Conflict(
+                lacks="whole_gradients",
+                why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole "
+                'gradient before the update; set level = "O1"',
+                when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
+            ),
+            Conflict(
+                lacks="whole_parameters",
+                why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
+                when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
+            ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "fp16": "dtype = 'fp16'",
-        "bf16": "dtype = 'bf16'",
-        "mixed_precision": "dtype",
-        "torch_dtype": "dtype",
-        "fp16_opt_level": "level",
-        "pure_bf16": "level = 'pure'",
-        "fp16_full_eval": "full_eval",
-        "bf16_full_eval": "full_eval",
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
+        "fp16": Alias("dtype = 'fp16'", partial(flag_from, "fp16")),
+        "bf16": Alias("dtype = 'bf16'", partial(flag_from, "bf16")),
+        "mixed_precision": Alias("dtype", dtype_from),
+        "torch_dtype": Alias("dtype", dtype_from),
+        "fp16_opt_level": Alias("level", APEX_LEVELS.get),
+        "pure_bf16": Alias("level = 'pure'", lambda value: {"dtype": "bf16", "level": "pure"} if value else {}),
+        "fp16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
+        "bf16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
     }
 
     class Options(PluginOptions):
@@ -133,22 +145,8 @@ class Precision(Plugin):
 
     options: Options
 
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word in ("mixed_precision", "torch_dtype"):
-            return dtype_from(word, value)
-        if word == "fp16_opt_level":
-            return {"level": value} if value in ("O1", "O2") else {"dtype": "fp32"} if value == "O0" else None
-        if word in ("fp16", "bf16") and value == "auto":
-            return {"dtype": "auto"}
-        if word == "pure_bf16" and value:
-            return {"dtype": "bf16", "level": "pure"}
-        if word.endswith("full_eval") and not value:
-            return {}
-        return super().options_from(word, value)
-
     @property
-    def effect(self) -> Literal["bits", "rounding", "method"]:
+    def effect(self) -> Effect:
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
     def probe(self, context: Context) -> Decision:
@@ -183,8 +181,7 @@ class Precision(Plugin):
             recipe.optimizer_wraps.append(weights.swap_in)
             recipe.masters = weights
             if not self.options.full_eval:
-                recipe.events["evaluate_begin"].append(weights.use_masters)
-                recipe.events["evaluate_end"].append(weights.use_half_weights)
+                recipe.events.append(weights)
             recipe.export_steps.append(weights.export)
             recipe.final_steps.append(weights.restore)  # final steps run in reverse: restore fp32 before an adapter is merged
             if dtype == "fp16":
@@ -196,20 +193,21 @@ class Precision(Plugin):
             spec.master_bytes = 4.0 if self.options.level == "O2" else 0.0
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """O2, O1 and the present precision, if it is another one. fp32 is not offered."""
         dtype, _ = best_dtype(context.hardware)
         if dtype == "fp32":
             return []
-        half = MemoryOption(cls.Options(dtype=dtype), 0.6, f"matrix products in {dtype}")
-        weights = MemoryOption(cls.Options(dtype=dtype, level="O2"), 0.95, f"weights and activations in {dtype}, fp32 masters")
-        level = "fp32" if options is None or options.dtype == "fp32" else options.level
-        return {"fp32": [half, weights], "O1": [weights], "O2": [], "pure": []}[level]
-
-    @classmethod
-    def speed_options(cls, options: Any, context: Context) -> list[SpeedOption]:
-        if options.dtype == "fp32" or options.level == "O1":
-            return []
-        return [SpeedOption(options.model_copy(update={"level": "O1"}), "fp32 weights, no copy to or from masters")]
+        present = "fp32" if options is None or options.dtype == "fp32" else options.level
+        full = {"dtype": dtype} if present == "fp32" else {}
+        o2 = Choice(changes={**full, "level": "O2"}, note=f"weights and activations in {dtype}, fp32 masters", time=0.57)
+        o1 = Choice(changes={**full, "level": "O1"}, note=f"matrix products in {dtype}, fp32 weights", time=0.6)
+        if present == "pure":
+            pure = Choice(changes={"level": "pure"}, note="no fp32 masters", time=0.57)
+            return [Scale(choices=(pure, replace(o1, alters=True)), present=0)]
+        if present == "fp32":
+            return [Scale(choices=(o2, o1, Choice(changes={"dtype": "fp32"})), present=2)]
+        return [Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
 
     def evidence(self, run: RunView) -> Evidence:
         import torch

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hwopt.plugin import RunView
+from hwopt.plugin import Events, RunView
 
 
 def is_norm(module: Any) -> bool:
@@ -14,7 +13,7 @@ def is_norm(module: Any) -> bool:
     return "Norm" in type(module).__name__ and next(module.children(), None) is None
 
 
-class HalfWeights:
+class HalfWeights(Events):
     """A model's half-precision weights, and fp32 masters of the trained ones.
 
     `cast` keeps the loaded fp32 values as masters, without rounding. `swap_in` gives the masters to the optimizer. Each step,
@@ -84,8 +83,8 @@ class HalfWeights:
         found = {name: self.masters[p].detach() for name, p in named if p in self.masters and name in state_dict}
         return {**state_dict, **found}
 
-    def use_masters(self, run: RunView) -> None:
-        """Compute with the masters under autocast until `use_half_weights`, for an evaluation with `full_eval = false`."""
+    def on_evaluate_begin(self, run: RunView) -> None:
+        """Compute with the masters under autocast until its end, for an evaluation with `full_eval = false`."""
         import torch
 
         # replace the Parameter objects, not their data: another dtype would remove DDP's hooks from the half parameters
@@ -100,8 +99,8 @@ class HalfWeights:
         self.autocast = torch.autocast(run.device.type, dtype=getattr(torch, self.dtype))
         self.autocast.__enter__()
 
-    def use_half_weights(self, run: RunView) -> None:
-        """Undo `use_masters`."""
+    def on_evaluate_end(self, run: RunView) -> None:
+        """Compute with the half-precision weights again."""
         self.autocast.__exit__(None, None, None)
         for module, name, p in self.halves:
             setattr(module, name, p)

@@ -16,23 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.plugin import (
+    OFF,
+    Alias,
+    Choice,
     Conflict,
     Context,
     Decision,
     Evidence,
-    MemoryOption,
+    MayChangeOnResume,
     MemorySpec,
     ModelFacts,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
+    Scale,
     Stage,
 )
 
@@ -161,46 +166,49 @@ def describe_unpacked(weights: Mapping[str, int]) -> str:
     )
 
 
+def dtype_from(value: Any) -> dict[str, Any]:
+    """The options for a `bnb_4bit_compute_dtype`."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return {"dtype": names.get(str(value), value)}
+
+
 class Quantize(Plugin):
     name = "quantize"
     stage = Stage.MODEL
-    after = ("adapter",)  # weights that the adapter trains are not quantized
-    requires = ("adapter",)
-    preserves = "method"
-    resume_ignores = ("dtype",)  # "auto" depends on the hardware
-    aliases: ClassVar[Mapping[str, str]] = {
+    effect = "method"
+    aliases: ClassVar[Mapping[str, str | Alias]] = {
         "load_in_4bit": "bits = 4",
         "load_in_8bit": "bits = 8",
         "bnb_4bit_use_double_quant": "double",
-        "bnb_4bit_compute_dtype": "dtype",
+        "bnb_4bit_compute_dtype": Alias("dtype", dtype_from),
         "quantization_config": "enabled = true",
     }
-    conflicts = (
-        Conflict(
-            lacks="packed_weights",
-            why="quantized weights are packed bytes, which the engine cannot shard or offload; keep one of the two tables",
-        ),
-        Conflict(
-            plugin="adapter",
-            why='PEFT loses the scales of 8-bit weights with DoRA; set bits = 4, or kind = "lora" in [plugins.adapter]',
-            when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
+    relations = Relations(
+        after=("adapter",),  # weights that the adapter trains are not quantized
+        requires=("adapter",),
+        conflicts=(
+            Conflict(
+                lacks="packed_weights",
+                why="quantized weights are packed bytes, which the engine cannot shard or offload; keep one of the two tables",
+            ),
+            Conflict(
+                plugin="adapter",
+                why='PEFT loses the scales of 8-bit weights with DoRA; set bits = 4, or kind = "lora" in [plugins.adapter]',
+                when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
+            ),
         ),
     )
 
     class Options(PluginOptions):
         bits: Literal[4, 8] = Field(default=4, description="4: NF4 in blocks of 64; 8: LLM.int8().")
         double: bool = Field(default=True, description="4 bit only: also quantize the block scales.")
-        dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        dtype: Annotated[
+            Literal["auto", "bf16", "fp16", "fp32"], MayChangeOnResume()  # "auto" depends on the hardware
+        ] = Field(
             default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
         )
 
     options: Options
-
-    @classmethod
-    def options_from(cls, word: str, value: Any) -> Mapping[str, Any] | None:
-        if word == "bnb_4bit_compute_dtype":
-            return {"dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value), value)}
-        return super().options_from(word, value)
 
     def probe(self, context: Context) -> Decision:
         if not context.has("bitsandbytes"):
@@ -233,9 +241,12 @@ class Quantize(Plugin):
         spec.unpacked = unpacked_weights(model)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
-        four_bit = MemoryOption(cls.Options(), 1.3, "rounds the frozen weights to 4 bit (needs [plugins.adapter])")
-        return [] if options is not None and options.bits == 4 else [four_bit]
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        if options is not None and options.bits == 4:
+            return []
+        note = "rounds the frozen weights to 4 bit (needs [plugins.adapter])"
+        four_bit = Choice(changes={"bits": 4}, note=note, time=1.3, alters=True)
+        return [Scale(choices=(four_bit, Choice(changes={"bits": 8}) if options else OFF), present=1)]
 
     def evidence(self, run: RunView) -> Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]

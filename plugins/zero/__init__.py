@@ -21,17 +21,22 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hwopt.plugin import (
+    OFF,
+    Capability,
+    Choice,
     Conflict,
     Context,
     Decision,
     Evidence,
-    MemoryOption,
     MemorySpec,
     Plugin,
     PluginOptions,
     Recipe,
+    Relations,
     RunView,
+    Scale,
     Stage,
+    Traits,
 )
 from hwopt_plugins.zero.process import process_group
 
@@ -119,8 +124,10 @@ def make_stand_in(run: RunView, **settings: Any) -> Any:
 class Zero(Plugin):
     name = "zero"
     stage = Stage.DISTRIBUTION
-    preserves = "rounding"
-    conflicts = (Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
+    effect = "rounding"
+    relations = Relations(
+        conflicts=(Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
+    )
     aliases: ClassVar[Mapping[str, str]] = {
         "deepspeed": "enabled = true",
         "zero_stage": "stage",
@@ -147,11 +154,13 @@ class Zero(Plugin):
     options: Options
 
     @property
-    def lacks(self) -> tuple[str, ...]:
-        found = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
+    def traits(self) -> Traits:
+        lacks: list[Capability] = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
         if self.options.stage == 3:
-            found += ["whole_weights", "whole_graph"]
-        return (*found, "device_update") if self.options.offload != "none" else tuple(found)
+            lacks += ["whole_weights", "whole_graph"]
+        if self.options.offload != "none":
+            lacks.append("device_update")
+        return Traits(lacks=tuple(lacks))
 
     def probe(self, context: Context) -> Decision:
         if not context.has("deepspeed"):
@@ -224,29 +233,30 @@ class Zero(Plugin):
             spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
 
     @classmethod
-    def memory_options(cls, options: Any | None, context: Context) -> list[MemoryOption]:
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         if not cls(cls.Options()).probe(context).options:
             return []
-        costs = {
-            (2, "optimizer"): MemoryOption(
-                cls.Options(stage=2, offload="optimizer"), 2.0, "keeps the optimizer in host memory and updates on the CPU"
-            ),
-            (3, "parameters"): MemoryOption(
-                cls.Options(stage=3, offload="parameters"), 4.0, "keeps weights in host memory and transfers each one for use"
-            ),
+        offers: dict[tuple[Level, Offload], tuple[float, str]] = {
+            (3, "parameters"): (4.0, "keeps weights in host memory and transfers each one for use"),
+            (2, "optimizer"): (2.0, "keeps the optimizer in host memory and updates on the CPU"),
         }
         if context.world_size > 1:
-            sharded = MemoryOption(cls.Options(stage=2, offload="none"), 1.05, "shards state and gradients over the ranks")
-            costs = {(2, "none"): sharded, **costs}
-        now = (0, "none") if options is None else (options.stage, options.offload)
-        order = [*COMBINATIONS]
-        return [option for combination, option in costs.items() if order.index(combination) > order.index(now)]  # type: ignore[arg-type]
+            offers[2, "none"] = (1.05, "shards state and gradients over the ranks")
+        now: Any = (0, "none") if options is None else (options.stage, options.offload)
+        time, _ = offers.get(now, (1.0, ""))
+        choices = [
+            Choice(changes={"stage": stage, "offload": offload}, note=note, time=time)
+            for (stage, offload), (time, note) in offers.items()
+            if COMBINATIONS.index((stage, offload)) > COMBINATIONS.index(now)
+        ]
+        present = OFF if options is None else Choice(changes=options.model_dump(), time=time)
+        return [Scale(choices=(*choices, present), present=len(choices))] if choices else []
 
     def evidence(self, run: RunView) -> Evidence:
         kind = type(run.model).__name__
         if kind != "DeepSpeedEngine":
             return Evidence.active(f"the model runs in {kind} with {type(run.engine).__name__}", stage=0)
-        optimizer, (local, total) = run.model.optimizer, run.engine.sizes()
+        optimizer, (local, total) = run.model.optimizer, run.engine.sizes()  # type: ignore[attr-defined]
         stage = stage_of(optimizer)
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
         sharded = sum(hasattr(p, "ds_tensor") for p in run.inner_model.parameters())

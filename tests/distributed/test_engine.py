@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hwopt.distributed.engine import Engine
+from hwopt.plugin import Recipe
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 FUSED: Optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True)  # noqa: E731
@@ -32,7 +33,7 @@ def make_engine(optimizer: Optimizer = FUSED, max_grad_norm: float = 0.0, seed: 
         scheduler=torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step)),
         scaler=None,
         parameter_names=[name for name, _ in named],
-        recipe=SimpleNamespace(masters=None, events={"gradients": []}),
+        recipe=SimpleNamespace(masters=None, events=Recipe().events),
         training=SimpleNamespace(max_grad_norm=max_grad_norm),
         is_main=True,
         world_size=1,
@@ -172,7 +173,7 @@ def test_norm_of_bf16_gradients_is_fp32() -> None:
         scheduler=torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
         scaler=None,
         parameter_names=["0", "1", "2"],
-        recipe=SimpleNamespace(masters=None, events={"gradients": []}),
+        recipe=SimpleNamespace(masters=None, events=Recipe().events),
         training=SimpleNamespace(max_grad_norm=0.0),
     )
     engine = Engine(run)

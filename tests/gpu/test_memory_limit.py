@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from event_calls import calling
 
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import GIB, with_memory_limit
@@ -34,7 +35,7 @@ def test_run_with_a_memory_limit_trains_below_it(tmp_path: Path) -> None:
 
     before = torch.cuda.get_per_process_memory_fraction()
     plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=with_memory_limit(detect(), f"{LIMIT_GIB}GiB"))
-    plan.recipe.events["step_begin"].append(count)
+    plan.recipe.events.append(calling(on_step_begin=count))
     heard = train_tiny(plan, tmp_path)
     total = torch.cuda.get_device_properties(0).total_memory
     assert seen == [pytest.approx(LIMIT_GIB * GIB / total)] * plan.training.max_steps

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_calls import calling
 
 from hwopt.config.profile import Profile, make_profile
 from hwopt.config.toml import Document
@@ -54,7 +55,7 @@ def trained(
         def call(view: RunView) -> None:
             each_step()
 
-        plan.recipe.events["step_begin"].append(call)
+        plan.recipe.events.append(calling(on_step_begin=call))
     return train_tiny(plan, folder)
 
 

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_calls import calling
 from pydantic import model_validator
 
 from hwopt.cli import run_command
 from hwopt.errors import HwoptError, PluginError, StorageError
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, Stage
 from hwopt.plugin import registry as registry_module
 from hwopt.plugin.guard import Guarded, plugin_guard
-from hwopt.plugin.recipe import EVENTS as RECIPE_EVENTS
 from hwopt.plugin.registry import PLUGIN_GROUP
+from hwopt.plugin.run_view import EVENTS
 from hwopt.testing import TINY_BERT, write_samples
 
 DISTRIBUTION = "third-party-tools 1.2"
@@ -194,18 +195,21 @@ CLASSES: dict[str, object] = {
     "no probe": variant(probe=Plugin.probe),
     "a probe of text": variant(probe="apply"),
     "evidence of text": variant(evidence="active"),
-    "preserves nothing known": variant(preserves="everything"),
-    "after is a text": variant(after="batch"),
-    "requires is a text": variant(requires="batch"),
-    "conflicts is a text": variant(conflicts=("batch",)),
-    "a conflict that raises": variant(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),)),
+    "an unknown effect": variant(effect="everything"),
+    "relations are a text": variant(relations="batch"),
+    "traits are a text": variant(traits="elementwise"),
+    "a name of contract 2": variant(requires=("batch",)),
+    "a conflict that raises": variant(
+        relations=Relations(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),))
+    ),
     "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
     "sets a field of the job": variant(probe=changing(lambda context: setattr(context.job, "task", None))),
     "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),
     "an unknown field": variant(apply=lambda self, recipe, context: setattr(recipe, "no_such", 1)),
     "replaces a list": variant(apply=lambda self, recipe, context: setattr(recipe, "process", [])),
     "takes out what others added": variant(apply=lambda self, recipe, context: recipe.batch.clear()),
-    "an unknown event": variant(apply=lambda self, recipe, context: recipe.events["no_such"].append(len)),
+    "an unknown event": variant(apply=lambda self, recipe, context: recipe.events.append(calling(on_such=len))),
+    "events of text": variant(apply=lambda self, recipe, context: recipe.events.append("on_saved")),
     "takes the batch of another": variant(apply=lambda self, recipe, context: recipe.batch.update(train=8)),
     "an unknown size": variant(apply=lambda self, recipe, context: recipe.batch.update(no_such=8)),
     "a size of text": variant(apply=lambda self, recipe, context: recipe.batch.update(eval="8")),
@@ -349,21 +353,20 @@ boom = raising(RuntimeError("boom"))
 leave = raising(SystemExit(0))
 SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "scaler", "schedule", "engine")
 STEPS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
-EVENTS = tuple(RECIPE_EVENTS)
 
 
 def written(field: str, call: Callable[..., Any]) -> type[Plugin]:
     if field in SLOTS:
         return writes(lambda recipe: setattr(recipe, field, call))
     if field in EVENTS:
-        return writes(lambda recipe: recipe.events[field].append(call))
+        return writes(lambda recipe: recipe.events.append(calling(**{field: call})))
     return writes(lambda recipe: getattr(recipe, field).append(call))
 
 
 WRONG_EVIDENCE: list[Any] = [None, "active", Evidence("great", "x"), Evidence("active", None)]  # type: ignore[arg-type]
 RUNS: dict[str, type[Plugin]] = {
     **{f"{field} raises": written(field, boom) for field in (*SLOTS, *STEPS, *EVENTS)},
-    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "step_end")},
+    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "on_step_end")},
     "a context raises on the way in": written("process", lambda: FailingContext("in")),
     "a context raises on the way out": written("process", lambda: FailingContext("out")),
     "a context is none": written("process", lambda: 3),

@@ -16,7 +16,8 @@ from installed_task import forget
 from integration.forks import run_ranks
 
 from hwopt import api
-from hwopt.plugin.recipe import EVENTS, Recipe
+from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.run_view import EVENTS
 from hwopt.testing import TINY_BERT, logged, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -147,19 +147,19 @@ def test_exported_json_is_the_config_of_the_engine(tmp_path: Path) -> None:
 class Spread(Plugin):
     name = "spread"
     stage = Stage.DISTRIBUTION
-    key = "fsdp_plugin"
-    fields: ClassVar[dict[str, Any]] = {}
+    _key = "fsdp_plugin"
+    _fields: ClassVar[dict[str, Any]] = {}
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("asked for")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.accelerator[self.key] = self.make
+        recipe.accelerator[self._key] = self.make
 
     def make(self) -> Any:
         from accelerate.utils import FullyShardedDataParallelPlugin
 
-        return FullyShardedDataParallelPlugin(**self.fields)
+        return FullyShardedDataParallelPlugin(**self._fields)
 
 
 FSDP = [
@@ -198,13 +198,13 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
 ) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    monkeypatch.setattr(Spread, "fields", fields)
+    monkeypatch.setattr(Spread, "_fields", fields)
     plan = planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU)
     config = launcher_config(plan)
     assert config["distributed_type"] == "FSDP"
     environment = launcher_environment(config, tmp_path / "fsdp.yaml")
     refuse(environment, plan)
-    monkeypatch.setattr(Spread, "fields", fields | {"fsdp_version": 2, "reshard_after_forward": True, "sharding_strategy": None})
+    monkeypatch.setattr(Spread, "_fields", fields | {"fsdp_version": 2, "reshard_after_forward": True, "sharding_strategy": None})
     if fields["fsdp_version"] == 2:
         with pytest.raises(InputError, match="FSDP_RESHARD_AFTER_FORWARD=false .* in which it is true"):
             refuse(environment, planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU))
@@ -224,13 +224,13 @@ def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_pat
     def policy(*_: Any) -> bool:
         return True
 
-    monkeypatch.setattr(Spread, "fields", {"auto_wrap_policy": policy})
+    monkeypatch.setattr(Spread, "_fields", {"auto_wrap_policy": policy})
     with pytest.raises(InputError, match="plugin 'spread'.*auto_wrap_policy policy is code"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
-    monkeypatch.setattr(Spread, "fields", {"no_such_field": 1})
+    monkeypatch.setattr(Spread, "_fields", {"no_such_field": 1})
     with pytest.raises(PluginError, match="no_such_field"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
-    monkeypatch.setattr(Spread, "key", "megatron_lm_plugin")
+    monkeypatch.setattr(Spread, "_key", "megatron_lm_plugin")
     with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*cannot write a launcher file"):
         launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
 

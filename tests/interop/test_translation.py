@@ -15,6 +15,7 @@ from hwopt.interop.recognise import view_of
 from hwopt.interop.source_file import from_yaml
 from hwopt.interop.translation import Translation, translate
 from hwopt.planning.inputs import Inputs
+from hwopt.plugin.imports import options_from
 
 INPUTS = Inputs()
 
@@ -128,7 +129,7 @@ def test_plugins_translate_any_value_of_their_words_into_their_options(word: str
     translations = 0
     for value in (True, False, None, 1, 0.5, "x", "auto", "", ["x"], {"a": 1}):
         with suppress(TypeError, ValueError):  # listed as without equivalent
-            options = plugin.options_from(word, value)
+            options = options_from(plugin.aliases[word], value)
             assert options is None or set(options) <= plugin.Options.model_fields.keys() | {"enabled"}
             translations += 1
     assert translations

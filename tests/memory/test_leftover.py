@@ -58,7 +58,7 @@ def gains_of(folder: Path, hardware: Hardware, **plugins: Any) -> list[Gain]:
 def test_memory_left_over_buys_larger_micro_batches_and_no_checkpointing(folder: Path) -> None:
     gains = gains_of(folder, LARGE, checkpointing={})
     assert [gain.lines for gain in gains] == [
-        ("plugins.batch.train = 8", "plugins.batch.effective = 8"),
+        ("plugins.batch.train = 8", "plugins.batch.gradient_accumulation_steps = 1", "plugins.batch.eval = 8"),
         ("plugins.checkpointing.enabled = false",),
         ("the 2 above that keep the training, combined",),
     ]

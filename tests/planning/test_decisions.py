@@ -9,7 +9,7 @@ import pytest
 
 from hwopt.errors import PluginError
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.run_view import RunView
 from hwopt.testing import plan_for, tiny_job, tiny_profile
@@ -70,7 +70,7 @@ def test_decision_with_a_wrong_number_of_options_is_refused(decision: Decision, 
 
 class Muon(Base):
     name = "muon"
-    replaces = ("optimizer",)
+    relations = Relations(replaces=("optimizer",))
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer = sorted
@@ -78,7 +78,7 @@ class Muon(Base):
 
 class Second(Muon):
     name = "second"
-    replaces = ()
+    relations = Relations()
 
 
 def test_second_optimizer_is_an_error_that_names_both_plugins(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_two_plugins_cannot_replace_the_same_field(tmp_path: Path) -> None:
 def test_plugin_that_does_not_set_what_it_replaces_is_refused(tmp_path: Path) -> None:
     class Empty(Base):
         name = "empty"
-        replaces = ("optimizer",)
+        relations = Relations(replaces=("optimizer",))
 
     with pytest.raises(PluginError, match=r"'empty' .* replaces recipe.optimizer, but its apply\(\) does not set it"):
         plan_with(tmp_path, Empty, optimizer={})
@@ -130,7 +130,7 @@ def test_plugin_that_does_not_set_what_it_replaces_is_refused(tmp_path: Path) ->
 def test_only_slots_and_keys_can_be_replaced(field: str, tmp_path: Path) -> None:
     class Wrong(Base):
         name = "wrong"
-        replaces = (field,)
+        relations = Relations(replaces=(field,))
 
     with pytest.raises(PluginError, match="expected a slot or a key"):
         plan_with(tmp_path, Wrong)
@@ -138,7 +138,6 @@ def test_only_slots_and_keys_can_be_replaced(field: str, tmp_path: Path) -> None
 
 class Helper(Base):
     name = "helper"
-    helps_oom = True
 
     def on_oom(self, run: RunView) -> str | None:
         return "helps"
@@ -146,7 +145,7 @@ class Helper(Base):
 
 class Silent(Helper):
     name = "silent"
-    helps_oom = False
+    on_oom = Plugin.on_oom
 
     def __init__(self, options: Any) -> None:
         raise AssertionError("a plugin that is not asked for is not made")

@@ -24,7 +24,7 @@ from hwopt.model.forward_cost import ForwardCost
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job
 
@@ -144,7 +144,7 @@ def test_order_is_by_stage_then_by_profile(stages: list[Stage]) -> None:
 
 
 def test_after_is_an_error_where_the_profile_contradicts_it() -> None:
-    first, second = variant("first"), variant("second", after=("first", "absent"))
+    first, second = variant("first"), variant("second", relations=Relations(after=("first", "absent")))
     registry = registry_of(first, second)
     plan_of(profile_of("first", "second"), HOST, registry=registry)
     plan_of(profile_of("second"), HOST, registry=registry)
@@ -156,7 +156,7 @@ def test_after_ignores_skipped_plugins() -> None:
     def skip(self: Plugin, context: Context) -> Decision:
         return Decision.skip("not here today")
 
-    registry = registry_of(variant("first", probe=skip), variant("second", after=("first",)))
+    registry = registry_of(variant("first", probe=skip), variant("second", relations=Relations(after=("first",))))
     assert len(plan_of(profile_of("second", "first"), HOST, registry=registry).entries) == 2
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from event_calls import calling
 
 from hwopt.errors import PluginError
 from hwopt.plugin.recipe import Collision, Recipe
@@ -52,10 +53,10 @@ def test_writes_of_a_plugin_are_recorded() -> None:
         recipe.loss = len
         recipe.model_kwargs.setdefault("dtype", "float32")
         recipe.model_steps.append(len)
-        recipe.events["gradients"].append(len)
+        recipe.events.append(calling(on_gradients=len))
         recipe.accelerator["kwargs_handlers"].append(len)
     assert recipe.fields_of("it") == ("loss", "model_kwargs", "model_steps", "events", "accelerator")
-    assert recipe.writes("it", "events['gradients']")
+    assert recipe.writes("it", "events['on_gradients']")
     assert recipe.writes("it", "events")
     assert not recipe.writes("it", "optimizer")
     assert recipe.fields_of("another") == ()

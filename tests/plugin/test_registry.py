@@ -8,8 +8,8 @@ import pytest
 
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError, PluginError
-from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Stage
-from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract
+from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Relations, Stage
+from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract, contract_members
 
 BUILT_IN = [
     "adapter",
@@ -86,8 +86,9 @@ def test_duplicate_name_names_both_entry_points() -> None:
     ("change", "expected"),
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
-        ({"replaces": ("model_steps",)}, "expected a slot or a key"),
-        ({"helps_oom": "yes"}, "`helps_oom` must be True or False"),
+        ({"relations": Relations(replaces=("model_steps",))}, "expected a slot or a key"),
+        ({"requires": ("batch",)}, "a plugin has no attribute `requires`"),
+        ({"effect": "none"}, "`effect` must be bits, rounding or method"),
         ({"name": "other"}, "must be the entry point's name"),
         ({"stage": "MODEL"}, "stage"),
         ({"Options": dict}, "Options"),
@@ -110,3 +111,15 @@ def test_profiles_are_files() -> None:
     files = profile_files()
     assert {"rtx3070_8gb", "rtx3090_24gb", "t4_16gb", "cpu"} <= set(files)
     assert all(path.is_file() for path in files.values())
+
+
+def test_contract_has_few_members() -> None:
+    """The names that renames and derived profiles need come on top."""
+    assert len(set(contract_members()) - {"former_names", "renamed_options", "scale_options"}) <= 16
+
+
+def test_attribute_that_the_contract_does_not_have_is_refused() -> None:
+    typo = type("Typo", (Good,), {"relation": Relations()})
+    with pytest.raises(PluginError, match=r"no attribute `relation`. Did you mean 'relations'\?"):
+        check_contract(typo, "good", "author 1.0")
+    check_contract(type("Own", (Good,), {"_own": 1, "LIMIT": 2, "helper": lambda self: None}), "good", "author 1.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from event_calls import calling
 from pydantic import Field
 
 from hwopt.errors import PluginError
@@ -30,7 +31,7 @@ class Base(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(print)
-        recipe.events["saved"].append(print)
+        recipe.events.append(calling(on_saved=print))
 
 
 class Number(PluginOptions):

@@ -20,7 +20,7 @@ from transformers import (
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, classification_heads
 
@@ -92,8 +92,8 @@ def test_only_adapter_and_head_train(build, heads, kind):
     plugin, _, model = classifier(build, kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     untouched = run_of(model, torch.optim.AdamW(model.parameters()))
-    assert plugin.verify(untouched).status == "inactive", "no gradient yet"
-    assert plugin.verify(trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
+    assert verify(plugin, untouched).status == "inactive", "no gradient yet"
+    assert verify(plugin, trained(classifier(build, kind)[2], steps=1)).status == "active", "visible after one step"
     run = trained(model)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed
@@ -101,7 +101,7 @@ def test_only_adapter_and_head_train(build, heads, kind):
     for head in heads:
         assert any(f"{head}.modules_to_save" in name for name in changed)
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "active", evidence.seen
     assert ("0 DoRA magnitudes" in evidence.seen) == (kind == "lora")
 
@@ -134,7 +134,7 @@ def test_language_models_keep_their_head_frozen():
     plugin.apply(recipe, context("causal-lm"))
     model = recipe.model_steps[0](language_model(), None)
     assert not any("lm_head" in name for name, p in model.named_parameters() if p.requires_grad)
-    assert plugin.verify(trained(model)).status == "active"
+    assert verify(plugin, trained(model)).status == "active"
 
 
 def test_only_named_target_modules_get_adapters():
@@ -163,14 +163,14 @@ def test_small_models_get_an_adapter_only_with_always():
 def test_reasons_name_missing_peft_and_slow_dropout():
     assert Adapter(Adapter.Options()).probe(context(software=())).reason == "peft is not installed"
     assert "slower path" in Adapter(Adapter.Options(kind="dora", lora_dropout=0.1)).probe(context()).reason
-    assert Adapter.preserves == "method"
+    assert Adapter.effect == "method"
 
 
 def test_evidence_is_inactive_if_other_weights_train():
     plugin, _, model = classifier(bert, "lora")
     run = trained(model)
     next(p for name, p in model.named_parameters() if "word_embeddings" in name).requires_grad_(True)
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "inactive"
     assert "word_embeddings" in evidence.seen
 

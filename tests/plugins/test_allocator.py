@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context
+from hwopt.plugin import Context, verify
 from hwopt_plugins.allocator import Allocator, allocator_settings, expandable_segments, has_virtual_memory
 
 
@@ -47,4 +47,4 @@ def test_cpu_is_skipped():
 )
 def test_evidence_reads_the_allocator_segments(monkeypatch, segments, status):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
-    assert Allocator(Allocator.Options()).verify(SimpleNamespace()).status == status
+    assert verify(Allocator(Allocator.Options()), SimpleNamespace()).status == status

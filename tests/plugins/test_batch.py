@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Recipe, verify
 from hwopt_plugins.batch import Batch, micro_batches
 
 
@@ -74,16 +74,16 @@ def after(batch, world_size=1, last_of_epoch=False):
 
 def test_evidence_compares_micro_batches_with_the_options():
     plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2))
-    assert plugin.verify(after(step(32, [(20, 8), (12, 30)]))).status == "active"
-    assert plugin.verify(after(step(9, [(9, 8)]))).status == "inactive"
-    assert plugin.verify(after(step(9, [(9, 8)]), last_of_epoch=True)).status == "unknown"
-    assert plugin.verify(after(step(64, [(64, 8)]))).status == "inactive"
+    assert verify(plugin, after(step(32, [(20, 8), (12, 30)]))).status == "active"
+    assert verify(plugin, after(step(9, [(9, 8)]))).status == "inactive"
+    assert verify(plugin, after(step(9, [(9, 8)]), last_of_epoch=True)).status == "unknown"
+    assert verify(plugin, after(step(64, [(64, 8)]))).status == "inactive"
 
 
 def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
     plugin = Batch(Batch.Options(train=16, effective=100))
-    assert plugin.verify(after(step(34, [(16, 8), (16, 8), (2, 8)]), 3)).status == "active"
-    assert plugin.verify(after(step(100, [(16, 8)]), 3)).status == "inactive"
+    assert verify(plugin, after(step(34, [(16, 8), (16, 8), (2, 8)]), 3)).status == "active"
+    assert verify(plugin, after(step(100, [(16, 8)]), 3)).status == "inactive"
 
 
 def test_effective_overrides_accumulation_with_a_reason():

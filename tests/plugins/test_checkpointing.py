@@ -13,7 +13,7 @@ from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.adapter import add_adapter
 from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
@@ -76,10 +76,10 @@ def test_equal_gradients_and_evidence(build, layers):
     for name in plain:
         torch.testing.assert_close(again[name], plain[name], rtol=0, atol=0, msg=name)
     plugin = Checkpointing(Checkpointing.Options(layers=layers))
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "active", evidence.seen
     assert f"on in {2 if layers == 2 else 4} of 4 layers" in evidence.seen
-    assert plugin.verify(plain_run).status == "inactive"
+    assert verify(plugin, plain_run).status == "inactive"
 
 
 def test_fewer_activations_are_saved():
@@ -108,7 +108,7 @@ def test_evidence_is_inactive_without_recomputation():
     operators = {event.key: event.count for event in profiler.key_averages()}
     sizes = SimpleNamespace(sizes=[(3, 8)])
     run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
-    assert Checkpointing(Checkpointing.Options()).verify(run).status == "inactive"
+    assert verify(Checkpointing(Checkpointing.Options()), run).status == "inactive"
 
 
 def test_evidence_is_unknown_in_compiled_code():
@@ -117,7 +117,7 @@ def test_evidence_is_unknown_in_compiled_code():
     sizes = SimpleNamespace(sizes=[(3, 8)])
     operators = {"aten::scaled_dot_product_attention": 2}  # raised by tracing
     run = SimpleNamespace(inner_model=model, observation=Observation(operators=operators), last_step_batch=sizes)
-    assert "cannot be counted" in Checkpointing(Checkpointing.Options()).verify(run).seen
+    assert "cannot be counted" in verify(Checkpointing(Checkpointing.Options()), run).seen
 
 
 def test_every_nth_layer_is_checkpointed_without_cache():
@@ -135,7 +135,7 @@ def test_decision_depends_on_model_and_layers():
     assert "needs 9 layers, " in decision.reason
     assert "has 4" in decision.reason
     assert "one in 2 of 4" in Checkpointing(Checkpointing.Options(layers=2)).probe(context()).reason
-    assert "adapter" in Checkpointing.after
+    assert "adapter" in Checkpointing.relations.after
 
 
 def test_model_without_checkpointable_layers_is_refused():
@@ -180,7 +180,7 @@ def test_offload_moves_the_input_of_each_layer_and_changes_no_bit(build, monkeyp
     for name in plain:
         torch.testing.assert_close(offloaded[name], plain[name], rtol=0, atol=0, msg=name)
     plugin = Checkpointing(Checkpointing.Options(offload=True))
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "active", evidence.seen
     inputs = 4 * IDS.numel() * SIZES["hidden_size"] * 4
     assert f"4 inputs, {inputs / 2**20:,.1f} MiB, moved to host memory" in evidence.seen
@@ -189,7 +189,7 @@ def test_offload_moves_the_input_of_each_layer_and_changes_no_bit(build, monkeyp
 
 def test_evidence_is_inactive_if_nothing_moved():
     _, run = gradients(applied_with_offload(bert()))  # the inputs are in host memory already
-    evidence = Checkpointing(Checkpointing.Options(offload=True)).verify(run)
+    evidence = verify(Checkpointing(Checkpointing.Options(offload=True)), run)
     assert (evidence.status, "no input of a layer was moved" in evidence.seen) == ("inactive", True)
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.training.evidence import observing
 from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
 
@@ -137,7 +137,7 @@ def test_recompile_limit_is_restored():
 def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     plugin, recipe, run = compiled_run("block")
     assert recipe.batch == {"widths": (4, 8)}
-    assert plugin.verify(run).status == "inactive"
+    assert verify(plugin, run).status == "inactive"
     samples = [torch.randn(rows, width, 8) for width in (4, 8) for rows in (2, 3, 5, 7)]
     wanted = [run.inner_model(x).detach() for x in samples]
     with recipe.process[0]():
@@ -147,7 +147,7 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
                 out = run.inner_model(x)
                 torch.testing.assert_close(out.detach(), y)
                 out.sum().backward()
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "active", (evidence.seen, run.warnings)
     assert "3 module(s) compiled (Block)" in evidence.seen
     # two graphs per width for any number of rows: only the first block's input needs no gradient
@@ -185,7 +185,7 @@ def test_failing_compiler_falls_back_to_eager_with_a_warning():
     assert torch.equal(out, wanted), "the failing step continues in eager mode"
     assert len(run.warnings) == 1
     assert "InductorError" in run.warnings[0]
-    assert plugin.verify(run).status == "inactive"
+    assert verify(plugin, run).status == "inactive"
 
 
 def test_error_of_the_model_is_raised():

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_calls import calling
 
 from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
-from hwopt.plugin import CAPABILITIES, Conflict, Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import CAPABILITIES, Conflict, Context, Decision, Plugin, Recipe, Relations, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -52,7 +53,7 @@ FOR_A_CARD = {"paged_adamw_8bit", "plugins.compile", "plugins.fsdp", 'dtype = "f
 
 
 def declared() -> list[tuple[str, Conflict]]:
-    return [(name, conflict) for name in REGISTRY.names for conflict in REGISTRY.plugin(name).conflicts]
+    return [(name, conflict) for name in REGISTRY.names for conflict in REGISTRY.plugin(name).relations.conflicts]
 
 
 def refusal(tables: str, folder: Path) -> tuple[str, Path]:
@@ -76,7 +77,7 @@ def test_conflict_names_both_lines_of_the_profile(tables: str, name: str, other:
     lines = profile.read_text().splitlines()
     for plugin in (name, other):
         assert f"plugin {plugin!r} ({profile}:{lines.index(f'[plugins.{plugin}]') + 1})" in message
-    assert any(conflict.why in message for conflict in REGISTRY.plugin(name).conflicts)
+    assert any(conflict.why in message for conflict in REGISTRY.plugin(name).relations.conflicts)
 
 
 def test_every_declared_conflict_is_refused(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_engine_lacks_what_its_plugin_declares(name: str, options: dict[str, Any
     from hwopt.distributed.sharded_engine import ShardedEngine
 
     plugin_class = REGISTRY.plugin(name)
-    lacks = plugin_class(plugin_class.Options(**options)).lacks
+    lacks = plugin_class(plugin_class.Options(**options)).traits.lacks
     assert set(lacks) <= set(CAPABILITIES)
     assert ("retry" in lacks) == (not ShardedEngine.supports_retry)
 
@@ -129,14 +130,14 @@ class Lion(Plugin):
 
 
 class ElementwiseLion(Lion):
-    elementwise = True
+    traits = Traits(elementwise=True)
 
 
 class Noise(Lion):
     name = "noise"
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["gradients"].append(print)
+        recipe.events.append(calling(on_gradients=print))
 
 
 @pytest.mark.parametrize(("plugin", "lacking"), [(Lion, "whole_parameters"), (Noise, "whole_gradients"), (ElementwiseLion, None)])
@@ -178,6 +179,6 @@ def test_compatible_plugins_are_accepted(tables: dict[str, Any], tmp_path: Path)
 
 def test_condition_that_raises_is_a_plugin_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Conflict(field="cut", why="never mind", when=lambda mine, theirs: theirs.no_such_option)
-    monkeypatch.setattr(REGISTRY.plugin("batch"), "conflicts", (broken,))
+    monkeypatch.setattr(REGISTRY.plugin("batch"), "relations", Relations(conflicts=(broken,)))
     with pytest.raises(PluginError, match=r"plugin 'batch' .* raised AttributeError: .*no_such_option"):
         plan_for(tiny_profile(length_batching={}), tiny_job(tmp_path))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from event_calls import calling
 from pretend_cuda.counters import on_pretend_card
 
 from hwopt.hardware.device import described
@@ -52,21 +53,21 @@ def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch:
     report = check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name), hardware=hardware)
     assert ("evidence" in report.checked) == (hardware is None)
     assert set(report.checked) | set(report.not_checked) == {
-        "decision", "recipe", "memory", "evidence", "preserves", "resume"
+        "decision", "recipe", "memory", "evidence", "effect", "resume"
     }  # fmt: skip
 
 
 class Good(Plugin):
     name = "good"
     stage = Stage.LOOP
-    preserves = "bits"
+    effect = "bits"
 
     def probe(self, context: Context) -> Decision:
         able = context.hardware.can("tf32")
         return Decision.apply(able.reason) if able else Decision.skip(able.reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["step_begin"].append(print)
+        recipe.events.append(calling(on_step_begin=print))
 
     def evidence(self, run: RunView) -> Evidence:
         return Evidence.active("it is there")
@@ -104,7 +105,7 @@ def check(plugin: type[Plugin], folder: Path, hardware: object = CARD) -> None:
     registry = Registry()
     registry.add(plugin)
     report = check_contract_of("good", folder, registry=registry, hardware=hardware)  # type: ignore[arg-type]
-    assert report.not_checked == ("evidence", "preserves", "resume")
+    assert report.not_checked == ("evidence", "effect", "resume")
 
 
 def test_described_hardware_is_checked_without_training(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from torch.utils.data import DataLoader
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Recipe, verify
 from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
 
 T4 = described("T4", (7, 5), 16.0)
@@ -85,20 +85,20 @@ def test_real_loader_accepts_the_settings(start):
     options = Dataloader.Options(num_workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
     loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))
     run = SimpleNamespace(train_loader=loader, last_step_batch=SimpleNamespace(pinned=False))
-    assert Dataloader(options).verify(run).status == "inactive", "no worker is alive yet"
+    assert verify(Dataloader(options), run).status == "inactive", "no worker is alive yet"
     assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
-    evidence = Dataloader(options).verify(run)
+    evidence = verify(Dataloader(options), run)
     assert evidence.status == "active"
     assert "1 alive" in evidence.seen
     loader._iterator._shutdown_workers()
-    assert Dataloader(options).verify(run).status == "inactive"
+    assert verify(Dataloader(options), run).status == "inactive"
 
 
 def test_evidence_is_inactive_for_another_loader():
     run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0), last_step_batch=SimpleNamespace(pinned=False))
-    assert Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)).verify(run).status == "inactive"
-    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)).verify(run).status == "active"
-    assert Dataloader(Dataloader.Options(num_workers=0, pin_memory=True)).verify(run).status == "inactive"
+    assert verify(Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)), run).status == "inactive"
+    assert verify(Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)), run).status == "active"
+    assert verify(Dataloader(Dataloader.Options(num_workers=0, pin_memory=True)), run).status == "inactive"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from event_calls import calling
 from example_plugins import BESIDE, CLASSES, FOLDER, OPTIONS, registry
 from safetensors.torch import load_file
 
+from hwopt.plugin.registry import Registry
 from hwopt.testing import check_contract_of, plan_for, tiny_job, tiny_profile, train_tiny
 
 
@@ -21,6 +24,18 @@ def test_example_keeps_the_contract(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_example_is_short(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 80
+
+
+def test_readme_says_how_long_plugins_are() -> None:
+    readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"under (\d+) lines, the\s+built-in ones about (\d+) on average", readme)
+    assert found is not None
+    examples, built_in = map(int, found.groups())
+    assert all(len(path.read_text().splitlines()) < examples for path in FOLDER.glob("*.py"))
+    files = (FOLDER.parents[1] / "plugins").rglob("*.py")
+    number = len([name for name in Registry().names if name not in CLASSES])
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert lines / number == pytest.approx(built_in, rel=0.1)
 
 
 def test_muon_replaces_the_optimizer_of_a_profile(tmp_path: Path) -> None:
@@ -41,7 +56,7 @@ def test_ema_saves_the_average(tmp_path: Path) -> None:
         parameters = run.inner_model.named_parameters()  # type: ignore[attr-defined]
         weights.append({name: p.detach().clone() for name, p in parameters})
 
-    plan.recipe.events["step_end"].append(keep)
+    plan.recipe.events.append(calling(on_step_end=keep))
     run = train_tiny(plan, tmp_path).run
     assert run.step == 3
     name = "classifier.weight"

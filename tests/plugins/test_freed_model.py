@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_calls import calling
 
 from hwopt import api
 from hwopt.plugin import RunView
@@ -30,7 +31,7 @@ def test_model_is_freed_after_the_run(tables: dict[str, Any], tmp_path: Path) ->
         weights.extend(map(weakref.ref, run.inner_model.parameters()))
 
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm", max_steps=2))
-    plan.recipe.events["step_begin"].append(remember)
+    plan.recipe.events.append(calling(on_step_begin=remember))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     gc.collect()
     assert weights

@@ -22,7 +22,7 @@ from hwopt.memory.measured import measure_peak
 from hwopt.memory.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import FusedLoss, chunked_cross_entropy, liger_cross_entropy, linear_cross_entropy
 
@@ -338,21 +338,21 @@ def test_evidence_counts_fused_and_whole_losses():
     run.last_step_batch = SimpleNamespace(sizes=[(4, 32), (4, 20)])
     ran = {"FusedLinearCrossEntropy": 2, "aten::scatter_add_": 20}
     run.observation = Observation(operators=ran)
-    evidence = plugin.verify(run)
+    evidence = verify(plugin, run)
     assert evidence.status == "active"
     assert "128 tokens in 10 chunks, so logits of 13 tokens at once" in evidence.seen
     run.observation = Observation(operators={"LigerFusedLinearCrossEntropyFunction": 2})
-    assert "liger chose" in plugin.verify(run).seen
+    assert "liger chose" in verify(plugin, run).seen
     run.observation = Observation(operators=ran | {"aten::cross_entropy_loss": 1})
-    assert plugin.verify(run).status == "inactive", "a cross-entropy on whole logits also ran"
+    assert verify(plugin, run).status == "inactive", "a cross-entropy on whole logits also ran"
     run.observation = Observation(operators={"FusedLinearCrossEntropy": 1})
-    assert plugin.verify(run).status == "inactive", "one micro-batch used another loss"
+    assert verify(plugin, run).status == "inactive", "one micro-batch used another loss"
     run.observation = Observation()
-    assert plugin.verify(run).status == "unknown"
+    assert verify(plugin, run).status == "unknown"
     run.recipe.final_steps[0](run.inner_model, run)
-    assert plugin.verify(run).status == "inactive"
+    assert verify(plugin, run).status == "inactive"
     run.loss = cross_entropy
-    assert plugin.verify(run).status == "inactive"
+    assert verify(plugin, run).status == "inactive"
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",)])
@@ -404,10 +404,11 @@ def test_unsupported_task_or_logit_transform_is_skipped():
         "skip",
         "LlamaForCausalLM is not supported: its logits are changed",
     )
-    assert FusedLoss.memory_options(None, context(kind="text-classification")) == []
-    assert FusedLoss.memory_options(None, context(logit_transform="its logits are changed")) == []
-    assert FusedLoss.memory_options(FusedLoss.Options(), context()) == []
-    assert [offer.options for offer in FusedLoss.memory_options(None, context())] == [FusedLoss.Options()]
+    assert FusedLoss.alternatives(None, context(kind="text-classification")) == []
+    assert FusedLoss.alternatives(None, context(logit_transform="its logits are changed")) == []
+    assert FusedLoss.alternatives(FusedLoss.Options(), context()) == []
+    (scale,) = FusedLoss.alternatives(None, context())
+    assert [choice.changes for choice in scale.with_less_memory] == [{}]
 
 
 @pytest.mark.parametrize(

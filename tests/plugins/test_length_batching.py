@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from hwopt.config.job import Data, Job, Model
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Recipe, verify
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens, padded_width
 
 JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
@@ -165,12 +165,12 @@ def test_evidence_compares_computed_tokens_with_the_plain_cut():
     cut = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 5)])
     plain = SimpleNamespace(lengths=[100, 5, 100, 5], sizes=[(2, 100), (2, 100)])
     equal = SimpleNamespace(lengths=[9] * 4, sizes=[(2, 9), (2, 9)])
-    evidence = LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=cut))
+    evidence = verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=cut))
     assert evidence.status == "active"
     assert "210 tokens" in evidence.seen
     assert "with rows at random about 400 (1.90x)" in evidence.seen
-    assert LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=plain)).status == "inactive"
-    assert LengthBatching(LengthBatching.Options()).verify(SimpleNamespace(last_step_batch=equal)).status == "unknown"
+    assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=plain)).status == "inactive"
+    assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=equal)).status == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.profiler import profile
 from hwopt import api
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_torchao
@@ -134,7 +134,7 @@ def test_fused_equals_plain(plain):
     fused = trained("adamw_torch_fused")
     for a, b in zip(plain.weights, fused.weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    evidence = Optimizer(Optimizer.Options()).verify(fused)
+    evidence = verify(Optimizer(Optimizer.Options()), fused)
     assert evidence.status == "active"
     assert "10 call(s) of the fused kernel" in evidence.seen, "two groups, five steps"
 
@@ -147,7 +147,7 @@ def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
     apart = [(a - b).norm() for a, b in zip(plain.weights, quantized.weights, strict=True)]
     assert apart[0] < 0.1 * moved[0]
     torch.testing.assert_close(plain.weights[1], quantized.weights[1], rtol=1e-4, atol=1e-5)  # too small to be quantized
-    evidence = Optimizer(Optimizer.Options(name=name)).verify(quantized)
+    evidence = verify(Optimizer(Optimizer.Options(name=name)), quantized)
     assert evidence.status == "active", evidence.seen
     assert "uint8" in evidence.seen or "OptimState8bit" in evidence.seen
     for group in quantized.optimizer.param_groups:
@@ -157,11 +157,11 @@ def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
 
 
 def test_evidence_of_another_optimizer_and_of_the_loop_without_the_kernel(plain):
-    assert Optimizer(Optimizer.Options(name="adamw_bnb_8bit")).verify(plain).status == "inactive"
-    assert Optimizer(Optimizer.Options(name="adamw_torch_fused")).verify(plain).status == "inactive"
-    assert Optimizer(Optimizer.Options(name="adamw_torch")).verify(plain).status == "active"
+    assert verify(Optimizer(Optimizer.Options(name="adamw_bnb_8bit")), plain).status == "inactive"
+    assert verify(Optimizer(Optimizer.Options(name="adamw_torch_fused")), plain).status == "inactive"
+    assert verify(Optimizer(Optimizer.Options(name="adamw_torch")), plain).status == "active"
     plain_without_operators = SimpleNamespace(optimizer=plain.optimizer, observation=Observation())
-    assert Optimizer(Optimizer.Options()).verify(plain_without_operators).status == "unknown"
+    assert verify(Optimizer(Optimizer.Options()), plain_without_operators).status == "unknown"
 
 
 def test_evidence_where_every_tensor_is_too_small():
@@ -170,7 +170,7 @@ def test_evidence_where_every_tensor_is_too_small():
     weight.grad = torch.ones(8, 8)
     optimizer.step()
     run = SimpleNamespace(optimizer=optimizer, observation=Observation())
-    evidence = Optimizer(Optimizer.Options(name="adamw_bnb_8bit")).verify(run)
+    evidence = verify(Optimizer(Optimizer.Options(name="adamw_bnb_8bit")), run)
     assert evidence.status == "inactive"
     assert "too small" in evidence.seen
 
@@ -305,11 +305,11 @@ def test_stochastic_rounding_keeps_small_updates_on_average():
     assert stochastic == pytest.approx(1 - 200 / 1024, abs=5e-3)
     run = SimpleNamespace(optimizer=optimizer, observation=Observation())
     options = Optimizer.Options(name="adamw_torch_8bit", stochastic_rounding=True)
-    evidence = Optimizer(options).verify(run)
+    evidence = verify(Optimizer(options), run)
     assert evidence.status == "active"
     assert "4,096 bf16 weights, rounded stochastically" in evidence.seen
     other = Optimizer.Options(name="adamw_torch_8bit", stochastic_rounding=False)
-    assert Optimizer(other).verify(run).status == "inactive"
+    assert verify(Optimizer(other), run).status == "inactive"
 
 
 @pytest.mark.usefixtures("not_compiled")

@@ -14,7 +14,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect
 from hwopt.memory.planner import plan_memory
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage, Traits, verify
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
@@ -66,7 +66,7 @@ def test_evidence_is_inactive_with_the_usual_engine(tmp_path: Path) -> None:
     plan = plan_with(tmp_path, WITH)
     plugin = next(entry.plugin for entry in plan.entries if entry.name == "optimizer_in_backward")
     usual, _ = trained(tmp_path / "usual", {})
-    assert plugin.verify(usual.run).status == "inactive"
+    assert verify(plugin, usual.run).status == "inactive"
 
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -87,7 +87,7 @@ def make_engine(clip: bool = False, max_grad_norm: float = 0.0, optimizer: Any =
         scaler=None,
         accelerator=SimpleNamespace(prepare_model=lambda model, evaluation_mode: model),
         parameter_names=[name for name, _ in model.named_parameters()],
-        recipe=SimpleNamespace(masters=None, events={"gradients": []}),
+        recipe=SimpleNamespace(masters=None, events=Recipe().events),
         training=SimpleNamespace(max_grad_norm=max_grad_norm),
     )
     return InBackwardEngine(run, clip=clip)
@@ -210,7 +210,7 @@ class Global(Plugin):
 
 
 class PerParameter(Global):
-    per_parameter = True
+    traits = Traits(per_parameter=True)
 
 
 class Scaled(Global):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from event_calls import calling
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -81,7 +82,7 @@ def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
         if not found:
             found.update({name: p.grad.clone() for name, p in run.inner_model.named_parameters() if p.grad is not None})
 
-    plan.recipe.events["gradients"].append(look)
+    plan.recipe.events.append(calling(on_gradients=look))
     found["loss"] = train_tiny(plan, folder).losses
     return found
 

@@ -17,7 +17,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.memory.dry_run import memory_spec
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
@@ -274,7 +274,7 @@ def test_pure_writes_no_masters_scaler_or_autocast():
     pure = written(CPU, dtype="bf16", level="pure")
     assert (pure.masters, pure.scaler, list(pure.optimizer_wraps), list(pure.export_steps)) == (None, None, [], [])
     assert (pure.accelerator["mixed_precision"], pure.model_kwargs["dtype"]) == ("no", "bfloat16")
-    assert list(pure.events["evaluate_begin"]) == []
+    assert list(pure.events) == []
 
 
 def test_pure_changes_the_method_and_the_other_levels_do_not():
@@ -352,23 +352,23 @@ def observed(run, **matmuls):
 def test_evidence_reads_dtypes_of_weights_and_operators():
     o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
     half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
-    assert o2.verify(observed(half, c10_BFloat16=40)).status == "active"
-    assert "the optimizer steps on {'float32'" in o2.verify(half).seen
-    assert o2.verify(observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
+    assert verify(o2, observed(half, c10_BFloat16=40)).status == "active"
+    assert "the optimizer steps on {'float32'" in verify(o2, half).seen
+    assert verify(o2, observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
     pure = Precision(Precision.Options(dtype="bf16", level="pure"))
     bf16 = train(written(CPU, dtype="bf16", level="pure"), bert(), 1)
-    assert pure.verify(observed(bf16, c10_BFloat16=40)).status == "active"
-    assert pure.verify(observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
-    assert o2.verify(observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
+    assert verify(pure, observed(bf16, c10_BFloat16=40)).status == "active"
+    assert verify(pure, observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
+    assert verify(o2, observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
     o1 = Precision(Precision.Options(dtype="bf16"))
-    assert o1.verify(observed(full, c10_BFloat16=40, float=2)).status == "active"
-    assert o1.verify(observed(full, float=42)).status == "inactive"
-    assert o1.verify(observed(full)).status == "unknown"
+    assert verify(o1, observed(full, c10_BFloat16=40, float=2)).status == "active"
+    assert verify(o1, observed(full, float=42)).status == "inactive"
+    assert verify(o1, observed(full)).status == "unknown"
     fp16 = Precision(Precision.Options(dtype="fp16"))
-    assert fp16.verify(observed(full, c10_Half=40)).status == "inactive", "no scaler"
+    assert verify(fp16, observed(full, c10_Half=40)).status == "inactive", "no scaler"
     full.engine.scaler = torch.amp.GradScaler("cpu")
-    assert "loss scale 65536" in fp16.verify(full).seen
-    assert fp16.verify(full).status == "active"
+    assert "loss scale 65536" in verify(fp16, full).seen
+    assert verify(fp16, full).status == "active"
 
 
 @pytest.mark.parametrize(
@@ -404,17 +404,15 @@ def test_evaluation_uses_the_masters():
     run = train(recipe, bert(), steps=3)
     run.device = torch.device("cpu")
     half = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
-    for event in recipe.events["evaluate_begin"]:
-        event(run)
+    recipe.events.on_evaluate_begin(run)
     assert {p.dtype for p in run.inner_model.parameters()} == {torch.float32}
     assert torch.is_autocast_enabled("cpu")
     ids, _ = next(iter(batches(1)))
     with torch.no_grad():
         assert torch.isfinite(run.inner_model.eval()(input_ids=ids).logits).all()
-    for event in recipe.events["evaluate_end"]:
-        event(run)
+    recipe.events.on_evaluate_end(run)
     assert not torch.is_autocast_enabled("cpu")
     for name, p in run.inner_model.named_parameters():
         assert p.dtype == half[name].dtype
         assert torch.equal(p, half[name])
-    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events["evaluate_begin"] == []
+    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events.objects == []

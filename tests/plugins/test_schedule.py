@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Recipe, verify
 from hwopt_plugins.schedule import Schedule, warmup_steps
 
 
@@ -53,18 +53,18 @@ def test_warmup_steps_round_up(ratio, total, steps):
 
 def test_evidence_compares_the_learning_rate_with_the_warmup():
     plugin = Schedule(Schedule.Options())
-    assert plugin.verify(run_after(1, 100, 0.06)).status == "active"
-    assert "over 6 of 100 steps" in plugin.verify(run_after(40, 100, 0.06)).seen
-    assert plugin.verify(run_after(1, 10, 0.06)).status == "active", "the warm-up is over"
+    assert verify(plugin, run_after(1, 100, 0.06)).status == "active"
+    assert "over 6 of 100 steps" in verify(plugin, run_after(40, 100, 0.06)).seen
+    assert verify(plugin, run_after(1, 10, 0.06)).status == "active", "the warm-up is over"
     flat = run_after(1, 100, 0.06)
     flat.optimizer.param_groups[0]["lr"] = 2e-5
-    assert plugin.verify(flat).status == "inactive"
+    assert verify(plugin, flat).status == "inactive"
 
 
 def test_evidence_is_inactive_without_a_warmup():
     run = run_after(0, 100, 0.06)
     run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda at: 1.0)
-    evidence = Schedule(Schedule.Options()).verify(run)
+    evidence = verify(Schedule(Schedule.Options()), run)
     assert (evidence.status, "expected warmup True" in evidence.seen) == ("inactive", True)
 
 

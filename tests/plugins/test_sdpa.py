@@ -16,7 +16,7 @@ from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import described
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
@@ -120,7 +120,7 @@ def test_eager_attention_calls_no_kernel(tmp_path):
 
 
 def test_evidence_of_a_kernel_in_place_of_eager_attention():
-    evidence = Sdpa(Sdpa.Options(prefer=("eager",))).verify(observed(0.0, ("flash", "math")))
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("eager",))), observed(0.0, ("flash", "math")))
     assert evidence.status == "inactive"
 
 
@@ -147,22 +147,22 @@ def test_kernel_order_is_restored_after_the_block():
 
 def test_evidence_from_real_kernels():
     plugin = Sdpa(Sdpa.Options(prefer=("flash", "math")))
-    evidence = plugin.verify(observed(0.0, ("flash", "math")))
+    evidence = verify(plugin, observed(0.0, ("flash", "math")))
     assert evidence.status == "active"
     assert "flash 2" in evidence.seen, "two layers, backward not counted"
 
 
 def test_evidence_where_dropout_ruled_the_fused_kernel_out():
-    evidence = Sdpa(Sdpa.Options(prefer=("flash", "math"))).verify(observed(0.1, ("flash", "math")))
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("flash", "math"))), observed(0.1, ("flash", "math")))
     assert evidence.status == "inactive"
     assert "math 2" in evidence.seen
-    evidence = Sdpa(Sdpa.Options(prefer=("math", "flash"))).verify(observed(0.1, ("math", "flash")))
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("math", "flash"))), observed(0.1, ("math", "flash")))
     assert evidence.status == "active"
 
 
 def test_evidence_of_eager_attention_is_inactive():
     run = observed(0.0, ("flash", "math"))
     run.observation = Observation({"aten::mm": 4, "aten::_softmax": 2})
-    assert Sdpa(Sdpa.Options()).verify(run).status == "inactive"
+    assert verify(Sdpa(Sdpa.Options()), run).status == "inactive"
     run.observation = Observation()
-    assert Sdpa(Sdpa.Options()).verify(run).status == "unknown"
+    assert verify(Sdpa(Sdpa.Options()), run).status == "unknown"

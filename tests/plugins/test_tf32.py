@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Observation, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt_plugins.tf32 import Tf32, older_interface, tf32_kernels
 
 
@@ -67,10 +67,10 @@ def test_evidence_reads_the_live_setting():
     plugin, recipe = Tf32(Tf32.Options()), Recipe()
     plugin.apply(recipe, context((8, 0)))
     run = SimpleNamespace(observation=Observation(matmul_dtypes={"float": 3, "c10::BFloat16": 40}))
-    assert plugin.verify(run).status == "inactive"
+    assert verify(plugin, run).status == "inactive"
     with recipe.process[0]():
-        evidence = plugin.verify(run)
+        evidence = verify(plugin, run)
         assert evidence.status == "active"
         assert "3 of 43" in evidence.seen
         torch.backends.cudnn.conv.fp32_precision = "ieee"
-        assert plugin.verify(run).status == "inactive"
+        assert verify(plugin, run).status == "inactive"

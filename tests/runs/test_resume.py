@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_calls import calling
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hwopt import api
@@ -283,7 +284,7 @@ def test_plugin_state_is_restored(tmp_path: Path) -> None:
         counter = Counter()
         plan = make_plan(tmp_path, {"eval_steps": LAST})  # the last step is the best, and its state is restored at the end
         plan.recipe.state.append(counter)
-        plan.recipe.events["step_end"].append(counter.updated)
+        plan.recipe.events.append(calling(on_step_end=counter.updated))
         return counter, plan
 
     through, plan = counting()

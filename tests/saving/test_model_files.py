@@ -29,7 +29,7 @@ class Bag(torch.nn.Module):
 
 
 class OwnModel(Plugin):
-    name, stage, preserves = "own_model", Stage.MODEL, "method"
+    name, stage, effect = "own_model", Stage.MODEL, "method"
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("a model of torch alone")

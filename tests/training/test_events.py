@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from event_calls import calling
 
 from hwopt import api
 from hwopt.planning.plan import Plan
-from hwopt.plugin.recipe import EVENTS
+from hwopt.plugin.run_view import EVENTS
 from hwopt.saving.reader import load_checkpoint
 from hwopt.testing import gone_back, plan_for, tiny_job, tiny_profile, train_tiny
 
@@ -25,13 +26,13 @@ def planned(folder: Path, tables: dict[str, Any] | None = None, **training: Any)
 def test_events_fire_in_the_documented_order(tmp_path: Path) -> None:
     plan, fired = planned(tmp_path), []
     for name in EVENTS:
-        plan.recipe.events[name].append(lambda *_, name=name: fired.append(name))
+        plan.recipe.events.append(calling(**{name: lambda *_, name=name: fired.append(name)}))
     train_tiny(plan, tmp_path)
     preflight, steps = fired[:2], fired[2:]
-    assert preflight == ["evaluate_begin", "evaluate_end"]
-    step = ["step_begin", "gradients", "step_end"]
-    assert [name for name in steps if name != "saved"] == 2 * [*step, *step, "evaluate_begin", "evaluate_end"]
-    assert Counter(steps)["saved"] >= 3, "two checkpoints and the best weights"
+    assert preflight == ["on_evaluate_begin", "on_evaluate_end"]
+    step = ["on_step_begin", "on_gradients", "on_step_end"]
+    assert [name for name in steps if name != "on_saved"] == 2 * [*step, *step, "on_evaluate_begin", "on_evaluate_end"]
+    assert Counter(steps)["on_saved"] >= 3, "two checkpoints and the best weights"
 
 
 def test_gradients_event_sees_named_unscaled_unclipped_gradients(tmp_path: Path) -> None:
@@ -42,8 +43,8 @@ def test_gradients_event_sees_named_unscaled_unclipped_gradients(tmp_path: Path)
         if dtype == "fp16":  # a CPU plan has no fp16, so the test uses the recipe of a card
             plan = with_fp16(plan)
         found = seen.setdefault(dtype, {})
-        plan.recipe.events["gradients"].append(
-            lambda run, found=found: found.update((n, g.clone()) for n, g in run.engine.gradients())
+        plan.recipe.events.append(
+            calling(on_gradients=lambda run, found=found: found.update((n, g.clone()) for n, g in run.engine.gradients()))
         )
         train_tiny(plan, tmp_path / dtype)
     assert seen["fp32"].keys() == seen["fp16"].keys()
@@ -77,8 +78,8 @@ def test_step_end_reports_whether_the_update_was_applied(tmp_path: Path) -> None
         assert run.progress.between_steps is False, "what the event changes belongs to the step"
         applied.append((run.step, bool(update_applied)))
 
-    plan.recipe.events["gradients"].append(poison)
-    plan.recipe.events["step_end"].append(look)
+    plan.recipe.events.append(calling(on_gradients=poison))
+    plan.recipe.events.append(calling(on_step_end=look))
     train_tiny(plan, tmp_path)
     assert applied == [(1, True), (2, False), (3, True), (4, True)]
 
@@ -86,7 +87,7 @@ def test_step_end_reports_whether_the_update_was_applied(tmp_path: Path) -> None
 def test_resume_fires_step_events_only_for_new_steps(tmp_path: Path) -> None:
     train_tiny(planned(tmp_path), tmp_path)
     again, plan, ended = gone_back(tmp_path / "run", tmp_path / "again", 2), planned(tmp_path), []
-    plan.recipe.events["step_end"].append(lambda run, applied: ended.append(run.step))
+    plan.recipe.events.append(calling(on_step_end=lambda run, applied: ended.append(run.step)))
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     assert ended == [3, 4]
 
@@ -122,8 +123,8 @@ def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: 
     def averaging() -> Plan:
         plan, average = planned(tmp_path, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant", max_steps=6), Average()
         plan.recipe.state.append(average)
-        plan.recipe.events["step_end"].append(average.step_end)
-        plan.recipe.events["step_end"].append(lambda run, _: averages.update({run.step: dict(average.shadow)}))
+        plan.recipe.events.append(calling(on_step_end=average.step_end))
+        plan.recipe.events.append(calling(on_step_end=lambda run, _: averages.update({run.step: dict(average.shadow)})))
         plan.recipe.final_steps.append(average.final)
         return plan
 
@@ -147,7 +148,7 @@ def test_saved_fires_when_the_folder_is_complete(tmp_path: Path) -> None:
         if folder.name.startswith("checkpoint"):
             assert load_checkpoint(folder).step == int(folder.name.rpartition("-")[2])
 
-    plan.recipe.events["saved"].append(look)
+    plan.recipe.events.append(calling(on_saved=look))
     train_tiny(plan, tmp_path)
     assert [name for name in saved if name.startswith("checkpoint")] == ["checkpoint-2", "checkpoint-4"]
     assert [name for name in saved if name.startswith("best")]

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from event_calls import calling
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -195,7 +196,7 @@ class Poison(Plugin):
         return Decision.apply("tests non-finite gradients")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.events["gradients"].append(poison)
+        recipe.events.append(calling(on_gradients=poison))
 
 
 def poison(run: Run) -> None:

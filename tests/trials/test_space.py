@@ -11,7 +11,7 @@ import pytest
 from hwopt.hardware.device import Hardware, described
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage, Tunable
+from hwopt.plugin import Choice, Context, Decision, Plugin, PluginOptions, Recipe, Scale, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.trials.space import Space, dimensions_of, what_runs
@@ -37,8 +37,9 @@ class Rows(Plugin):
         recipe.batch["effective"] = self.options.step
 
     @classmethod
-    def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
-        return [Tunable(({"step": 8}, {"step": 16}), 0)]
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        choices = Choice(changes={"step": 8}), Choice(changes={"step": 16})
+        return [Scale(choices=choices, present=0, tune=True)]
 
 
 def space_of(
@@ -54,7 +55,7 @@ def space_of(
 
 
 def offered(space: Space) -> dict[str, int]:
-    """Plugin -> number of its tunables."""
+    """Plugin -> number of its scales."""
     found: dict[str, int] = {}
     for dimension in space.dimensions:
         found[dimension.plugin] = found.get(dimension.plugin, 0) + 1
@@ -85,14 +86,14 @@ def test_every_micro_batch_keeps_the_rows_of_a_step(table: dict[str, int], tmp_p
     ((number, dimension),) = [(n, d) for n, d in enumerate(space.dimensions) if d.plugin == "batch"]
     start = tuple(axis.start for axis in space.axes)
     rows = []
-    for choice in range(len(dimension.tunable.choices)):
+    for choice in range(len(dimension.scale.choices)):
         plan = space.plan((*start[:number], choice, *start[number + 1 :]))
         assert plan is not None, dimension.described(choice)
         assert plan.batch.step == space.start.batch.step
         assert plan.batch.eval <= max(4 * plan.batch.train, space.start.batch.eval)
         rows.append(plan.batch.train)
     assert rows == sorted(set(rows))
-    assert rows[dimension.tunable.present] == space.start.batch.train
+    assert rows[dimension.scale.present] == space.start.batch.train
     assert (rows[0], rows[-1]) == (1, space.start.batch.step)
 
 
@@ -115,7 +116,8 @@ def test_choices_are_described_and_spelled_as_assignments(tmp_path: Path) -> Non
     found = tuple(setting)
     assert space.described(found) == "checkpointing off, batch.train = 32"
     assert set(space.assignments(found)) == {
-        "plugins.batch.train=32", "plugins.batch.eval=16", "plugins.checkpointing.enabled=false"
+        "plugins.batch.train=32", "plugins.batch.gradient_accumulation_steps=1", "plugins.batch.eval=16",
+        "plugins.checkpointing.enabled=false"
     }  # fmt: skip
     plan = space.plan(found)
     assert plan is not None
@@ -148,7 +150,7 @@ def test_broken_plugin_without_a_table_is_ignored(tmp_path: Path) -> None:
         name = "broken"
 
         @classmethod
-        def tunables(cls, options: Any | None, context: Context) -> list[Tunable]:
+        def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
             raise RuntimeError("no")
 
     registry = Registry()

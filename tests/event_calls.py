@@ -1,0 +1,15 @@
+"""Events that call functions, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hwopt.plugin import Events
+
+
+def calling(**functions: Callable[..., Any]) -> Events:
+    """Events that call the functions: `calling(on_gradients=look)`."""
+    methods = {name: staticmethod(function) for name, function in functions.items()}
+    found: Events = type("Calls", (Events,), methods)()
+    return found
