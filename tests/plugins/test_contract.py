@@ -8,10 +8,12 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from event_calls import calling
 from pretend_cuda.counters import on_pretend_card
+from torch.nn.functional import cross_entropy
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe, RunView, Stage
@@ -131,3 +133,25 @@ def test_contract_test_fails_for_a_skipped_plugin(tmp_path: Path) -> None:
 def test_contract_test_fails_for_a_broken_plugin(plugin: type[Plugin], message: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError), match=message):
         check(plugin, tmp_path)
+
+
+class SlightlyScaledLoss(Good):
+    """Declares that only rounding changes, although each loss is a thousandth larger."""
+
+    effect = "rounding"
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("works on every machine")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        def loss(outputs: Any, targets: Any) -> tuple[Any, int]:
+            return 1.001 * cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
+
+        recipe.loss = loss
+
+
+def test_contract_test_finds_a_loss_that_differs_by_more_than_rounding(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(SlightlyScaledLoss)
+    with pytest.raises(AssertionError, match="declares effect = 'rounding', but the losses differ"):
+        check_contract_of("good", tmp_path, registry=registry)
