@@ -15,7 +15,7 @@ from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics
 from hwopt.tasks.class_weights import WeightedClasses, with_class_weights
 from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labels import class_names, imbalance, label_order, one_label_column, read_labels
+from hwopt.tasks.labels import class_names, imbalance, label_order, one_label_column, read_labels, similar_labels
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import listing, nearest, truncate
 
@@ -73,7 +73,7 @@ class Classification(WeightedClasses):
             raise DataError(f"{rows.source}: every {column!r} is {names[0]!r}; classification needs at least two classes")
         many = len(names) * 2 > len(samples.labels) > 8
         note = f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"
-        notes = [note] if many else []
+        notes = [*similar_labels(names), *([note] if many else [])]
         if any(not number.is_integer() for number in numbers_of(names) or ()):
             notes.append(
                 f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"

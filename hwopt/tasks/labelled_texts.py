@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from hwopt.tasks.labelled_parts import LabelledParts, Named
 from hwopt.tasks.prediction import Trained
 from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
 from hwopt.tasks.prepared import Prepared
+from hwopt.text import truncate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,6 +96,7 @@ class LabelledTexts(Task):
         ]
         prepared = self.finish(make_prepared(stores, tokenizer, parts.names, avoid_used=decoder), job)
         prepared.notes.extend(parts.notes)
+        prepared.notes.extend(shared_rows(parts.train.texts, {"evaluation": parts.eval, "test": parts.test}))
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
@@ -159,6 +161,22 @@ class LabelledTexts(Task):
         """The names of the labels."""
         names = prepared.label_names or ()
         return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def shared_rows(train: Sequence[Sequence[Any]], parts: Mapping[str, Samples | None]) -> list[str]:
+    """A line for each part with texts that the training data has too, with their number and an example."""
+    held_out = {part: list(zip(*samples.texts, strict=True)) for part, samples in parts.items() if samples is not None}
+    asked = {str(texts) for rows in held_out.values() for texts in rows}
+    known = {text for texts in zip(*train, strict=True) if asked and (text := str(texts)) in asked}
+    found = []
+    for part, rows in held_out.items():
+        shared = [texts for texts in rows if str(texts) in known]
+        if shared:
+            found.append(
+                f"{len(shared):,} of {len(rows):,} {part} samples have a text that is also in the training data, such as "
+                f"{truncate(shared[0][0])}: metrics on them do not show how the model does on new texts"
+            )
+    return found
 
 
 def uses_two_types(job: Job, tokenizer: Any, config: PretrainedConfig) -> bool:

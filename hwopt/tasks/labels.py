@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
@@ -90,6 +91,18 @@ def label_order(labels: list[str], classes: list[str] | None, config: Pretrained
     if all(is_number(label, ".") for label in found):
         return tuple(sorted(found, key=lambda label: (float(label), label)))
     return tuple(sorted(found))
+
+
+def similar_labels(names: Iterable[str]) -> list[str]:
+    """A line that names labels which differ by case, blanks or Unicode form only; empty if there are none."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    alike = [group for group in groups.values() if len(group) > 1]
+    if not alike:
+        return []
+    shown = listing([" and ".join(map(truncate, group)) for group in alike], 3)
+    return [f"labels that differ by case, blanks or Unicode form only: {shown}. hwopt trains each as a class of its own"]
 
 
 IMBALANCED = 20

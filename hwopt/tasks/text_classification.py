@@ -8,6 +8,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.columns import classes, has_many_classes, label_column, text_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts, uses_two_types
+from hwopt.tasks.labels import similar_labels
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.recognition import Recognised
 
@@ -33,6 +34,7 @@ class TextClassification(Classification, LabelledTexts):
         why = f"column {label!r} has {classes(table, label):,} values"
         if has_many_classes(table, label):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
+        why = "; ".join([why, *similar_labels(map(str, table[label].unique().drop_null().to_pylist()))])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:

@@ -81,7 +81,7 @@ def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
     assert set(row) == {"input_ids", "row_labels"}
     assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] the cat sat [SEP]"
     assert prepared.eval.row(1)["row_labels"] == 0
-    assert prepared.notes == []
+    assert len(prepared.notes) == 1, "the rows of the evaluation data"
 
 
 def test_pairs_have_token_types(tmp_path: Path) -> None:
@@ -101,6 +101,8 @@ def test_longer_text_of_a_pair_is_truncated(tmp_path: Path) -> None:
     assert prepared.notes == [
         f"truncated {longer} of 4 texts to 10 tokens",
         f"truncated {longer} of 4 texts of the evaluation data to 10 tokens",
+        "4 of 4 evaluation samples have a text that is also in the training data, such as 'the cat sat': metrics on them do not "
+        "show how the model does on new texts",
     ]
 
 
@@ -331,3 +333,15 @@ def test_loss_is_summed_over_samples(tmp_path: Path) -> None:
     assert whole.dtype == torch.float32
     assert whole.shape == ()
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole)
+
+
+LOOK_ALIKE = ["Yes", "yes", "no", " no", "caf\u00e9", "cafe\u0301"]
+
+
+def test_labels_that_look_alike_and_repeated_rows_are_named(tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "text2": "", "label": label} for n, label in enumerate(LOOK_ALIKE)]
+    _, _, prepared = prepare(tmp_path, rows, eval=[*rows[:2], {**rows[0], "text": "new"}], text=["text"])
+    said = "\n".join(prepared.notes)
+    assert "labels that differ by case, blanks or Unicode form only: " in said
+    assert "'Yes' and 'yes'" in said
+    assert "2 of 3 evaluation samples have a text that is also in the training data, such as 'text 0'" in said
