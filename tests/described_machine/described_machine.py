@@ -2,6 +2,9 @@
 
 hwopt asks its machine in hwopt.hardware.detect alone, whose functions are replaced when a process imports it, so before
 another module can import one of them. The libraries keep the real machine: a run of a tiny model is real.
+
+`SEED_OFFSET=1000 pytest ...` adds 1000 to every seed of weights, dropout, order and generation: a test that fails then
+asserts what a model learned, not what the code guarantees.
 """
 
 from __future__ import annotations
@@ -93,6 +96,13 @@ def guard(module: ModuleType) -> None:
             setattr(module, name, guarded(getattr(module, name)))
 
 
+def shift_seeds(module: ModuleType) -> None:
+    """Add SEED_OFFSET to the seeds of torch or of hwopt.training.randomness."""
+    name = "manual_seed" if module.__name__ == "torch" else "mix"
+    original = getattr(module, name)
+    setattr(module, name, lambda seed, *rest: original(int(seed) + int(os.environ["SEED_OFFSET"]), *rest))
+
+
 def on_card() -> bool:
     """Whether this session of pytest uses the CUDA devices of this machine, or pretend ones. Other sessions hide them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -111,6 +121,8 @@ def install(guarded: bool = False) -> None:
         assert DETECT not in sys.modules
         functions[DETECT] = answer
         shutil.disk_usage = lambda path: DISK
+        if "SEED_OFFSET" in os.environ:
+            functions.update({"torch": shift_seeds, "hwopt.training.randomness": shift_seeds})
     for name in QUESTIONS if guarded else ():
         if name in sys.modules:
             guard(sys.modules[name])
