@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import described_machine
 import pytest
 import surroundings
 from hypothesis import settings
+
+if not (ON_CARD := described_machine.on_card()):
+    described_machine.install(guarded=True)  # before the first import of hwopt
 
 from hwopt.cli.options import NOISY
 from hwopt.system import signals
@@ -31,7 +35,7 @@ PREPARED = pytest.StashKey[ExitStack]()
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before a test module is collected: torch reads some variables when it is imported."""
     config.stash[PREPARED] = stack = ExitStack()
-    stack.enter_context(surroundings.prepared())
+    stack.enter_context(surroundings.prepared(ON_CARD))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -42,6 +46,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark everything under tests/integration."""
     if "integration" in item.path.relative_to(Path(__file__).parent).parts:
         item.add_marker("integration")
+
+
+@pytest.fixture
+def real_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Detection asks the real machine: for its own tests, which assert only what holds on every machine."""
+    described_machine.allow(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

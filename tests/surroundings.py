@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 PREFIXES = ("ACCELERATE_", "FSDP_", "HF_", "HWOPT_", "LC_", "PYTHON", "TORCH", "TRANSFORMERS_", "XDG_")
@@ -30,14 +31,18 @@ SET = {
     "LC_ALL": "C.UTF-8",
     "TERM": "xterm",
 }
+DESCRIBED_MACHINE = Path(__file__).parent / "described_machine"
+"""The folder of sitecustomize.py, which describes the machine in processes that the tests start."""
 
 
-def environment(before: dict[str, str], home: str) -> dict[str, str]:
-    """The environment variables of the session, derived from those of the parent process."""
+def environment(before: dict[str, str], home: str, on_card: bool = False) -> dict[str, str]:
+    """The environment variables of the session, derived from those of the parent process. `on_card`: it uses CUDA devices."""
     removed = {name for name in before if name in NAMES or (name.startswith(PREFIXES) and name not in KEPT)}
     # DeepSpeed looks for programs on PATH, and fails at a folder of another user
     path = os.pathsep.join(folder for folder in before.get("PATH", os.defpath).split(os.pathsep) if os.access(folder, os.X_OK))
-    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home, "PATH": path}
+    python_path = os.pathsep.join([str(DESCRIBED_MACHINE), *filter(None, [before.get("PYTHONPATH")])])
+    machine = {} if on_card else {"PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home, "PATH": path} | machine
 
 
 def open_standard_input() -> None:
@@ -49,13 +54,13 @@ def open_standard_input() -> None:
 
 
 @contextmanager
-def prepared() -> Iterator[None]:
-    """A context in which this process and its children have the environment that the tests need."""
+def prepared(on_card: bool = False) -> Iterator[None]:
+    """A context in which this process and its children have the environment that the tests need (see `environment`)."""
     open_standard_input()
     before, mask = dict(os.environ), os.umask(0o022)
     handlers = {number: signal.getsignal(number) for number in HANDLERS}
     home = tempfile.mkdtemp(prefix="hwopt-tests-home-")
-    restore(os.environ, environment(before, home))
+    restore(os.environ, environment(before, home, on_card))
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     try:

@@ -96,14 +96,7 @@ def cgroup_memory(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> tuple[in
 
 def detect_host() -> Hardware:
     """The host without its accelerators, as a CPU device."""
-    import torch
-
     memory, free = host_memory()
-    flags = {
-        "amx_bf16": "_is_amx_tile_supported",
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "avx2": "_is_avx2_supported",
-    }
     return Hardware(
         device_type="cpu",
         name=cpu_name(),
@@ -111,10 +104,22 @@ def detect_host() -> Hardware:
         free_memory_gib=round(free / GIB, 2),
         cpu_cores=cpu_cores(),
         cpu_memory_gib=round(memory / GIB, 2),
-        cpu_features=tuple(name for name, probe in flags.items() if getattr(torch.cpu, probe, bool)()),
+        cpu_features=cpu_features(),
         compiler=next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None),
         system=platform.system(),
     )
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Of amx_bf16, avx512_bf16 and avx2, those that torch's CPU kernels use. Imports torch."""
+    import torch
+
+    flags = {
+        "amx_bf16": "_is_amx_tile_supported",
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "avx2": "_is_avx2_supported",
+    }
+    return tuple(name for name, probe in flags.items() if getattr(torch.cpu, probe, bool)())
 
 
 def cpu_cores() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hwopt.data.images import ImageTransform
+from hwopt.hardware.detect import cpu_cores
 from hwopt.tasks.prediction import ModelInput, Trained
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ImagePredictor:
 
     def encode(self, inputs: Sequence[bytes | Path]) -> list[ModelInput | str]:
         """The pixels of each image, or the reason why it cannot be used."""
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(min(MOST_THREADS, cpu_cores())) as threads:
             return list(threads.map(self._pixels, inputs))
 
     def length(self, row: ModelInput) -> int:

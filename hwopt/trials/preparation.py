@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ class Prepared:
         amount = f"{effort.seconds:g} s of training" if effort.steps is None else f"{effort.steps} steps"
         changes = f" with {', '.join(contest.profile.assignments)}" if contest.profile.assignments else ""
         packages = [f"{name} {plan.software[name]}" for name in ("torch", "transformers", "accelerate") if name in plan.software]
-        threads = f", {os.cpu_count()} cores" if hardware.device_type == "cpu" else ""
+        threads = f", {hardware.cpu_cores} cores" if hardware.device_type == "cpu" else ""
         return {
             "job": f"{plan.job_name}: {plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters",
             "profile": plan.profile.name + changes,

@@ -59,9 +59,12 @@ def test_memory_limit_rejects_invalid_sizes(limit: str, expected: str) -> None:
         with_memory_limit(Hardware("cpu", "a CPU", 64, 64), limit)
 
 
+@pytest.mark.usefixtures("real_machine")
 def test_detect_returns_this_machine() -> None:
     hardware = detect()
     assert hardware.cpu_cores >= 1
+    assert hardware.name not in ("", "Described CPU")
+    assert set(hardware.cpu_features) <= {"amx_bf16", "avx512_bf16", "avx2"}
     assert 0 < hardware.free_memory_gib <= hardware.memory_gib
     assert "torch" in detect_software()
 

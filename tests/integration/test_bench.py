@@ -75,7 +75,8 @@ def work(tmp_path: Path) -> Path:
 
 
 def environment(work: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(work / "plugins"), "TMPDIR": str(work / "tmp"), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(work / "plugins"), os.environ["PYTHONPATH"]])
+    return os.environ | {"PYTHONPATH": path, "TMPDIR": str(work / "tmp"), "OMP_NUM_THREADS": "1"}
 
 
 def bench(work: Path, *arguments: str) -> subprocess.Popen[str]:

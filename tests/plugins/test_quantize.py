@@ -75,7 +75,6 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
     assert torch.allclose(again, kept["logits"], atol=1e-5 if bits == 4 else 0.05), (again - kept["logits"]).abs().max()
     statuses = {entry.name: evidence for entry, evidence in recorder.found}
     assert statuses["quantize"].status == statuses["adapter"].status == "active", statuses
-    assert recorder.losses[-1] < recorder.losses[0]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
