@@ -118,4 +118,5 @@ def encoding_hint(path: Path) -> str:
     name = likely_encoding(path)
     if name is None:
         return "Save the file as UTF-8, or set data.encoding"
-    return f"The file looks like {name}: set data.encoding = {name!r}, or save it as UTF-8"
+    windows = "" if name.startswith("cp125") else ", or 'cp1252' if it comes from Windows in Western Europe"
+    return f"The file looks like {name}: set data.encoding = {name!r}{windows}, or save it as UTF-8"

@@ -36,7 +36,7 @@ class Shortage(Plugin):
     name = "shortage"
     stage = Stage.MODEL
     when: Decide = staticmethod(lambda rows, call, backward: False)
-    in_backward = False
+    _in_backward = False
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test of the ladder")
@@ -53,7 +53,7 @@ class Shortage(Plugin):
     def forward(self, module: Any, inputs: Any, output: Any) -> None:
         self.calls += 1
         rows, call = len(inputs[0]), self.calls
-        if self.in_backward and output.requires_grad:
+        if self._in_backward and output.requires_grad:
             output.register_hook(lambda gradient: self.fail(rows, call, True))
         else:
             self.fail(rows, call, False)
@@ -86,7 +86,7 @@ class Steps(Recorder):
 
 
 def trained(folder: Path, when: Decide, *, in_backward: bool = False, train: int | str = 4, dropout: float = 0.0) -> Steps:
-    plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "in_backward": in_backward})
+    plugin = type("Shortage", (Shortage,), {"when": staticmethod(when), "_in_backward": in_backward})
     return run_with(folder, plugin, train, dropout)
 
 
@@ -157,14 +157,14 @@ def test_evaluation_has_its_own_backoff(tmp_path: Path) -> None:
 class SmallEvaluations(Shortage):
     """Evaluates at most 40 tokens at once, and keeps the rows of each micro-batch that fits."""
 
-    evaluated: ClassVar[list[int]] = []
+    _evaluated: ClassVar[list[int]] = []
 
     def forward(self, module: Any, inputs: Any, output: Any) -> None:
         if module.training:
             return
         if inputs[0].numel() > 40:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.evaluated.append(len(inputs[0]))
+        self._evaluated.append(len(inputs[0]))
 
 
 def test_an_outlier_makes_its_own_evaluation_batch_small_and_no_later_one(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_outlier_makes_its_own_evaluation_batch_small_and_no_later_one(tmp_pa
     registry = Registry()
     registry.add(SmallEvaluations)
     profile = tiny_profile(shortage={}, batch={"train": 4, "eval": 4})
-    recorder, sizes = Recorder(), SmallEvaluations.evaluated
+    recorder, sizes = Recorder(), SmallEvaluations._evaluated
     texts = [" ".join(["red"] * 30), *["green tree"] * 11]
     (tmp_path / "data").mkdir()
     for steps in (2, 4):

@@ -299,6 +299,7 @@ WRONG = {
     "data.max_target_length": [*NO_COUNT, "1"],
     "task.rouge": NO_FLAG,
     "data.augmentation": ["true", "3", "['turn']", "'turn'", "[1]", "{}"],
+    "data.decimal": [*NO_TEXT, "';'", "'.,'"],
     "data.encoding": [*NO_TEXT, "'cp12520'", "'base64'"],
     "data.format": ["true", "3", "''", "'xlsx'", "['csv']", "{}"],
     "data.delimiter": [*NO_TEXT, "''", "';;'"],

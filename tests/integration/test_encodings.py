@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hwopt.api import run_folder
 from hwopt.errors import InputError
+from hwopt.runs.folder import run_folder
 from hwopt.testing import finished
 
 C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

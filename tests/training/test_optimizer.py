@@ -44,7 +44,7 @@ class OneRate(Plugin):
 
     name = "one_rate"
     stage = Stage.OPTIMIZER
-    dropped = ""
+    _dropped = ""
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("two learning rates")
@@ -54,7 +54,7 @@ class OneRate(Plugin):
 
     @classmethod
     def groups(cls, named: Any, training: Any) -> list[dict[str, Any]]:
-        biases = [(name, p) for name, p in named if name.endswith("bias") and name != cls.dropped]
+        biases = [(name, p) for name, p in named if name.endswith("bias") and name != cls._dropped]
         others = [(name, p) for name, p in named if not name.endswith("bias")]
         return [{"params": biases, "lr": 10 * training.learning_rate}, {"params": others}]
 
@@ -97,7 +97,7 @@ def test_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:
 def test_parameter_without_a_group_is_refused(tmp_path: Path) -> None:
     class Forgetful(OneRate):
         name = "forgetful"
-        dropped = "classifier.bias"
+        _dropped = "classifier.bias"
 
     with pytest.raises(PluginError, match=r"plugin 'forgetful'.*exactly one group; see classifier\.bias"):
         train_tiny(planned(tmp_path, Forgetful), tmp_path)
