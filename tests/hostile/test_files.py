@@ -23,7 +23,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hwopt.api import run_folder
 from hwopt.cli import run_command
 from hwopt.data.tables import read_rows
 from hwopt.data.token_store import TokenStore
@@ -32,6 +31,7 @@ from hwopt.memory.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.report.terminal import Terminal, say, table
+from hwopt.runs.folder import run_folder
 from hwopt.testing import TINY_BERT, finished, write_samples
 
 FIGURE = (
