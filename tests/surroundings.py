@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ SET = {
     "OMP_NUM_THREADS": "1",  # one test process runs per core
     "LC_ALL": "C.UTF-8",
     "TERM": "xterm",
+    "TZ": "UTC",
 }
 DESCRIBED_MACHINE = Path(__file__).parent / "described_machine"
 """The folder of sitecustomize.py, which describes the machine in processes that the tests start."""
@@ -79,3 +81,5 @@ def restore(variables: os._Environ[str], wanted: dict[str, str]) -> None:
     for name in variables.keys() - wanted.keys():
         del variables[name]
     variables.update(wanted)
+    if hasattr(time, "tzset"):
+        time.tzset()

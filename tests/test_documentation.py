@@ -216,9 +216,14 @@ def test_commands_of_other_programs_are_valid(path: Path) -> None:
             check_options(" ".join(command.words))
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES if any(map(is_run_here, read_page(path).commands))], ids=lambda path: path.name
-)
+RUN = [
+    pytest.param(path, id=path.name, marks=() if path.name == "README.md" else pytest.mark.integration)
+    for path in PAGES
+    if any(map(is_run_here, read_page(path).commands))
+]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_commands_and_scripts_of_a_page_run_in_order(path: Path, documented: Path, tmp_path: Path) -> None:
     page, folder = read_page(path), tmp_path / "folder"
     shutil.copytree(documented, folder)
