@@ -233,15 +233,15 @@ def test_checkpointing_is_the_last_resort_and_keeps_the_result(tmp_path: Path) -
     plain = trained(tmp_path / "plain", never, train=1)
 
     class Watched(Shortage):
-        model: Any = None
+        _model: Any = None
 
         def watch(self, model: Any, run: Any) -> Any:
-            type(self).model = model
+            type(self)._model = model
             return super().watch(model, run)
 
-    Watched.when = staticmethod(lambda rows, call, backward: Watched.model.training and not checkpointed(Watched.model))
+    Watched.when = staticmethod(lambda rows, call, backward: Watched._model.training and not checkpointed(Watched._model))
     recorder = run_with(tmp_path / "short", Watched)
-    assert checkpointed(Watched.model)
+    assert checkpointed(Watched._model)
     assert any("recomputed instead of stored" in warning for warning in recorder.warnings)
     assert recorder.samples == plain.samples
     assert recorder.losses == pytest.approx(plain.losses, rel=1e-6)
