@@ -8,8 +8,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hwopt.api import execute, plan, resolve, train
+    from hwopt.hosts.trainer import optimized
 
-__all__ = ["__version__", "execute", "plan", "resolve", "train"]
+__all__ = ["__version__", "execute", "optimized", "plan", "resolve", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from hwopt import api
 
         return getattr(api, name)
+    if name == "optimized":
+        from hwopt.hosts.trainer import optimized
+
+        return optimized
     raise AttributeError(f"module 'hwopt' has no attribute {name!r}")

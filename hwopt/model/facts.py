@@ -139,18 +139,23 @@ FORMAT = 3
 """Of the cached facts; increase it when they are read in another way."""
 
 
-def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None) -> ModelFacts:
-    """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache."""
+def model_facts(
+    config: PretrainedConfig, kind: str, name: str, cache: Path | None = None, cls: type | None = None
+) -> ModelFacts:
+    """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache.
+
+    `cls`: the class of the model, if it is not the one that transformers has for `kind`.
+    """
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
-    identity = json.dumps([FORMAT, config.to_dict(), kind, name, fields, transformers.__version__], sort_keys=True, default=str)
+    identity = json.dumps([FORMAT, config.to_dict(), kind, name, fields, transformers.__version__, cls and cls.__qualname__], sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path:
         # a cache file that is incomplete, of another version or not accessible is computed again
         with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-    facts = _inspect_model(config, kind, name)
+    facts = _inspect_model(config, kind, name, cls or model_class(config, kind))
     if path:
         with contextlib.suppress(OSError):  # computing facts is fast; the token store reports a cache that is not writable
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +165,7 @@ def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | No
     return facts
 
 
-def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts:
+def _inspect_model(config: PretrainedConfig, kind: str, name: str, cls: Any) -> ModelFacts:
     """Build the model on the meta device, and read its facts from the object, its class and its source."""
     import inspect
     import sys
@@ -169,7 +174,6 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str) -> ModelFacts
 
     from hwopt.model.forward_cost import ForwardCost, forward_cost
 
-    cls: Any = model_class(config, kind)
     text = config.get_text_config()
     try:
         with torch.device("meta"), module_limit():

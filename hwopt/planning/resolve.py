@@ -7,6 +7,7 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 
 from pydantic import ValidationError
@@ -47,10 +48,12 @@ def resolve(
     world_size: int = 1,
     strict: bool = False,
     choices: Mapping[str, int] | None = None,
+    lacking: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan: every plugin of the profile is probed in order, and those that apply write the recipe.
 
     `choices`: plugin -> index of the option to take if its probe offers several (`Decision.choose`); default: the first.
+    `lacking`: field or key of the recipe that the training loop cannot take -> why; plugins that write it are skipped.
 
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
@@ -60,6 +63,9 @@ def resolve(
     context = Context(hardware, software, model, job, world_size, profile.card_of(hardware))
     entries = in_order(tuple(decide(profile, registry, context, choices or {})))
     recipe = write_recipe(entries, context)
+    if lacking:
+        entries = tuple(without(lacking, entry, recipe) for entry in entries)
+        recipe = write_recipe(entries, context)
     entries = mark_replaced(entries, recipe)
     refuse_conflicts(entries, recipe)
     refuse_replaced_loss(job, recipe)
@@ -98,6 +104,15 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
         with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()"):
             entry.plugin.apply(recipe, context)
     return recipe
+
+
+def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -> PluginDecision:
+    """`entry`, skipped if it wrote one of the fields or keys that are `lacking`."""
+    written = recipe.written_by_author(entry.author) if entry.decision != "skip" else ()
+    for what in written:
+        if reason := lacking.get(what) or lacking.get(what.partition("[")[0]):
+            return replace(entry, decision="skip", reason=f"recipe.{what}: {reason}")
+    return entry
 
 
 def refuse_replaced_loss(job: Job, recipe: Recipe) -> None:

@@ -1,0 +1,73 @@
+"""TrainingArguments and a plan: what the script sets itself, and what the plan writes where the script leaves it open."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import Any
+
+from hwopt.config.job_training import Training
+from hwopt.planning.plan import Plan
+
+IGNORED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
+"""Words that plugins know, and that a host reads itself."""
+LOADER = {
+    "num_workers": "dataloader_num_workers",
+    "pin_memory": "dataloader_pin_memory",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "persistent_workers": "dataloader_persistent_workers",
+}
+"""Key of `recipe.loader` -> the argument."""
+
+
+def own_words(args: Any) -> dict[str, Any]:
+    """The arguments whose values differ from the defaults of their class. A default that is set on purpose cannot be told."""
+    with contextlib.suppress(Exception):  # a class of the user's may need more arguments
+        default = type(args)(output_dir=args.output_dir, **({"use_cpu": True} if args.use_cpu else {}))
+        found = {
+            field.name: plain(getattr(args, field.name))
+            for field in dataclasses.fields(args)
+            if field.init and plain(getattr(args, field.name)) != plain(getattr(default, field.name, None))
+        }
+        if not args.fp16 and not args.bf16 and found.keys() & {"fp16", "bf16"}:
+            found["mixed_precision"] = "no"
+        if found.get("fp16") or found.get("bf16"):
+            found.pop("bf16" if args.fp16 else "fp16", None)
+        return {word: value for word, value in found.items() if word not in IGNORED}
+    return {}
+
+
+def plain(value: Any) -> Any:
+    """`value`, or the text of a member of an enumeration."""
+    return getattr(value, "value", value)
+
+
+def training_of(args: Any) -> dict[str, Any]:
+    """The hyperparameters of `args` that [training] of a job has too."""
+    known = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")
+    return {name: getattr(args, name) for name in known if name in Training.model_fields and getattr(args, name, None)}
+
+
+def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
+    """Write the plan into `args`, a copy of the user's. Returns a line for each change. `named`: the model is a name."""
+    recipe, changed = plan.recipe, []
+
+    def put(name: str, value: Any, author: str) -> None:
+        if getattr(args, name) != value:
+            changed.append(f"{name} = {value!r}, by {author}; it was {getattr(args, name)!r}")
+            setattr(args, name, value)
+
+    precision = recipe.accelerator.get("mixed_precision", "no")
+    author = recipe.author_of("accelerator['mixed_precision']")
+    for name in ("bf16", "fp16"):
+        put(name, precision == name, author)
+    for key, name in LOADER.items():
+        if key in recipe.loader:
+            put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]"))
+    if any(entry.name == "checkpointing" for entry in plan.applied()):
+        put("gradient_checkpointing", False, "plugin 'checkpointing', which does it")
+    if named and "model_init_kwargs" in inspect.signature(type(args)).parameters:
+        kwargs = dict(args.model_init_kwargs or {})
+        args.model_init_kwargs = dict(recipe.model_kwargs) | kwargs
+    return changed

@@ -1,0 +1,140 @@
+"""Micro-batches of a step from the batches that the user's own collator made: rows are sliced, padding columns trimmed.
+
+The collator runs once for each batch, as in the user's script: random masks, augmentations and counts of labels are the same
+however the step is split, and in a repeated step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwopt.hosts.additivity import Law
+
+Batch = Mapping[str, Any]
+Cut = Callable[[Sequence[int], int], Iterable[Sequence[int]]]
+"""(lengths, most rows) -> the rows of each micro-batch, as `recipe.cut`."""
+
+PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": -100, "decoder_attention_mask": 0, "completion_mask": 0, "assistant_masks": 0}
+"""Key of a batch -> the value that pads it on the right."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    inputs: dict[str, Any]
+    weight: float
+    """What its loss is multiplied by, so that the losses of a step add up to those of its batches."""
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(rows, width)."""
+        return len(self.lengths), width_of(self.inputs)
+
+
+def width_of(batch: Batch) -> int:
+    ids = batch.get("input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
+
+
+def rows_of(batch: Batch) -> int | None:
+    """The rows of `batch` if every value has one entry for each row; None if it cannot be sliced."""
+    counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
+    counts |= {value.shape[0] for key, value in batch.items() if key in ("input_ids", "labels", "pixel_values") and value is not None}
+    return counts.pop() if len(counts) == 1 and -1 not in counts else None
+
+
+def lengths_of(batch: Batch) -> list[int]:
+    """The columns that each row needs: up to its last token, which the attention mask names."""
+    mask, width = batch.get("attention_mask"), width_of(batch)
+    rows = rows_of(batch) or 0
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != width:
+        return [width] * rows
+    used = mask.ne(0)
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == mask.shape:
+        used = used | labels.ne(-100)
+    columns = torch.arange(1, width + 1, device=mask.device)
+    lengths: list[int] = (used * columns).amax(1).clamp(min=1).tolist()
+    return lengths
+
+
+def labels_in(batch: Batch, shifted: bool) -> int:
+    """The labels of `batch` that count in its loss. `shifted`: the first column predicts nothing."""
+    labels = batch["labels"]
+    return int((labels[:, 1:] if shifted else labels).ne(-100).sum())
+
+
+def micro_batches(batches: Sequence[Batch], law: Law, cut: Cut, rows: int, halvings: int, pad_id: int = 0) -> list[MicroBatch]:
+    """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
+
+    Batches are joined where that leaves every weight as it is. Batches with values that are not one per row stay whole.
+    """
+    found: list[MicroBatch] = []
+    for batch, mean_over in units(batches, law, pad_id):
+        count = rows_of(batch)
+        if count is None:
+            found.append(MicroBatch(dict(batch), 1.0, (width_of(batch),)))
+            continue
+        lengths = lengths_of(batch)
+        total = labels_in(batch, shifted=False) if law == "labels" else mean_over
+        for group in halved(cut(lengths, rows), halvings):
+            inputs = sliced(batch, list(group), max(lengths[row] for row in group))
+            part = labels_in(inputs, shifted=False) if law == "labels" else len(group)
+            weight = 1.0 if law == "sum" else part / max(1, total)
+            found.append(MicroBatch(inputs, weight, tuple(lengths[row] for row in group)))
+    return found
+
+
+def halved(groups: Iterable[Sequence[int]], halvings: int) -> Iterable[Sequence[int]]:
+    """`groups` of rows, each halved `halvings` times."""
+    for group in groups:
+        size = -(-len(group) // 2**halvings)
+        for begin in range(0, len(group), size):
+            yield group[begin : begin + size]
+
+
+def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Batch, int]]:
+    """(joined batches, the rows that a mean over rows is taken over). Only batches whose rows weigh the same are joined."""
+    counts = {rows_of(batch) for batch in batches}
+    joinable = law == "sum" or (law == "rows" and len(counts) == 1)
+    if len(batches) > 1 and joinable and None not in counts and all(map(can_be_padded, batches)) and len({frozenset(b) for b in batches}) == 1:
+        yield joined(batches, pad_id), rows_of(batches[0]) or 1
+        return
+    for batch in batches:
+        yield batch, rows_of(batch) or 1
+
+
+def can_be_padded(batch: Batch) -> bool:
+    """Whether every value with a column for each token is known to be padded on the right."""
+    width = width_of(batch)
+    wide = [key for key, value in batch.items() if value.ndim > 1 and value.shape[1] == width]
+    return all(key == "input_ids" or key in PADDING for key in wide) and ("attention_mask" in batch or "input_ids" not in batch)
+
+
+def joined(batches: Sequence[Batch], pad_id: int) -> Batch:
+    """The rows of all `batches`, padded to the widest."""
+    found = {}
+    for key in batches[0]:
+        values = [batch[key] for batch in batches]
+        widest = max((value.shape[1] for value in values if value.ndim > 1), default=0)
+        if any(value.ndim > 1 and value.shape[1] < widest for value in values):
+            filler = PADDING.get(key, pad_id)
+            values = [torch.nn.functional.pad(value, (0, widest - value.shape[1]), value=filler) for value in values]
+        found[key] = torch.cat(values)
+    return found
+
+
+def sliced(batch: Batch, rows: list[int], width: int) -> dict[str, Any]:
+    """The `rows` of `batch`, without the columns right of `width`."""
+    full = width_of(batch)
+    found = {}
+    for key, value in batch.items():
+        part = value[rows]
+        wide = "input_ids" in batch and part.ndim > 1 and part.shape[1] == full
+        found[key] = part[:, :width].contiguous() if wide and width < full else part
+    return found

@@ -1,0 +1,182 @@
+"""A plan for a model and arguments that a script of the user's has, instead of for a job file.
+
+What the script sets itself wins over the profile. A plugin that writes a field of the recipe which the host cannot take is
+skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hwopt.config.aliases import plugin_aliases
+from hwopt.config.job import JobFile, make_job
+from hwopt.config.toml import Document
+from hwopt.errors import InputError
+from hwopt.hardware.detect import detect, detect_software
+from hwopt.model.facts import ModelFacts, model_facts
+from hwopt.planning import auto_profile
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import resolve
+from hwopt.plugin.imports import options_from
+from hwopt.plugin.registry import Registry
+from hwopt.system.cache import cache_folder
+from hwopt.system.ranks import local_rank, local_ranks
+
+HEADS = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForConditionalGeneration": "seq2seq-lm",
+    "ForTokenClassification": "token-classification",
+    "ForMaskedLM": "token-classification",
+    "ForImageClassification": "image-classification",
+}
+"""End of a class name -> the task that plugins are probed with; for other models text-classification."""
+NAME = "your script"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script says of its training."""
+
+    rows: int
+    """Rows of an optimizer step over all ranks."""
+    training: Mapping[str, Any]
+    """Hyperparameters, by their names in [training]."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Words of TrainingArguments that the script sets itself -> their values."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    plan: Plan
+    wins: tuple[str, ...]
+    """For each setting of the script that wins over the profile: what it replaces."""
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text: a line for the profile, and one for each decision and setting."""
+        plan = self.plan
+        yield f"profile {plan.profile.name} on {plan.hardware.name} for {plan.model.architecture}"
+        for entry in plan.entries:
+            yield f"{entry.decision:8} {entry.name}: {entry.reason}"
+        yield from self.wins
+        yield from plan.notes
+
+
+def plan_for(model: Any, profile: str, script: Script, tables: Mapping[str, Any], strict: bool = False) -> ScriptPlan:
+    """The plan of `profile` for `model`, a module or a config of transformers.
+
+    `tables`: plugin -> its options, or False to leave it out; they win over the profile, and `script.own` wins over both.
+    Raises InputError and PluginError as `hwopt.api.resolve` does; with `strict` also for every fallback and skip, and for a
+    setting of the script that the profile contradicts.
+    """
+    inputs = Inputs()
+    hardware = detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
+    if hardware.problem and hardware.device_type == "cuda":
+        raise InputError(hardware.problem)
+    chosen, why = (profile, "")
+    if profile == "auto":
+        found, why = auto_profile.choose(hardware, inputs.files, inputs.registry, inputs.profile)
+        chosen = found.name
+    asked = list(assignments_of(tables))
+    before = inputs.profile(chosen, asked).content.plugins
+    own, wins = own_options(script.own, before, inputs.registry)
+    if strict and wins:
+        raise InputError(f"strict: {wins[0]}. Change one of the two")
+    config = getattr(model, "config", model)
+    job = job_of(config, task_of(model), script.training)
+    plan = resolve(
+        inputs.profile(chosen, [*asked, *own, f"plugins.batch.effective={script.rows}"]),
+        hardware,
+        job,
+        inputs.registry,
+        facts_of(model),
+        detect_software(),
+        world_size=script.world_size,
+        strict=strict,
+        lacking=script.lacks,
+    )
+    return ScriptPlan(plan, (*((f"profile auto: {why}",) if why else ()), *wins))
+
+
+def task_of(model: Any) -> str:
+    """The kind of task whose head `model`, a module or a config, has."""
+    name = (getattr(model, "architectures", None) or [""])[0] if not hasattr(model, "parameters") else type(model).__name__
+    return next((kind for end, kind in HEADS.items() if name.endswith(end)), "text-classification")
+
+
+def facts_of(model: Any) -> ModelFacts:
+    """The facts of a model of transformers, or of its config; of another module only what it shows itself."""
+    import torch
+
+    config = getattr(model, "config", model)
+    is_module = isinstance(model, torch.nn.Module)
+    if hasattr(config, "model_type"):
+        name = getattr(config, "_name_or_path", "") or config.model_type
+        return model_facts(config, task_of(model), name, cache_folder() / "models", type(model) if is_module else None)
+    return ModelFacts(
+        name=type(model).__name__,
+        model_type="a module of yours",
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=max((len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList)), default=0),
+        hidden_size=0,
+        vocab_size=0,
+        max_positions=None,
+        is_decoder=False,
+        supports_sdpa=False,
+        supports_flash=False,
+        supports_checkpointing=False,
+        attention_dropout=0.0,
+        logit_transform="is not a model of transformers",
+    )
+
+
+def job_of(config: Any, kind: str, training: Mapping[str, Any]) -> JobFile:
+    """The script as a job, which plugins are probed with: its data are unknown."""
+    model = {"name": getattr(config, "_name_or_path", "") or getattr(config, "model_type", NAME)}
+    tables = {"model": model, "data": {"train": NAME}, "task": {"kind": kind}, "training": dict(training)}
+    return make_job(Document(NAME, tables))
+
+
+def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:
+    """`tables` (plugin -> options, True or False) as `--set` takes them. Raises InputError for other values."""
+    for name, table in tables.items():
+        options = {"enabled": table} if isinstance(table, bool) else table
+        if not isinstance(options, Mapping):
+            raise InputError(f"{name} = {table!r}: expected the options of plugin {name!r} as a dict, or False to leave it out")
+        for key, value in options.items():
+            yield f"plugins.{name}.{key}={json.dumps(value)}"
+
+
+def own_options(
+    own: Mapping[str, Any], profile: Mapping[str, Mapping[str, Any]], registry: Registry
+) -> tuple[list[str], list[str]]:
+    """`own` (`Script.own`) as `--set` takes it, and a line for each setting that replaces one of `profile` (plugin -> options).
+
+    A word without equivalent among the options leaves its plugin out: the script does it itself.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    wins: list[str] = []
+    for word, value in own.items():
+        if word not in plugin_aliases():
+            continue
+        name = plugin_aliases()[word].split(".")[1]
+        options = options_from(registry.plugin(name).aliases[word], value)
+        if options is None or value is False:
+            options = {"enabled": False}
+        present = profile.get(name, {})
+        changed = {key: each for key, each in options.items() if present.get(key, key == "enabled") != each}
+        if name not in profile or not changed:
+            continue
+        found.setdefault(name, {}).update(changed)
+        theirs = ", ".join(f"{key} = {present[key]!r}" for key in changed if key in present) or f"plugin {name!r}"
+        wins.append(f"{word} = {value!r} of your arguments wins over the profile's {theirs}")
+    return list(assignments_of(found)), wins

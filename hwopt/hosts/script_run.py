@@ -1,0 +1,211 @@
+"""The running objects of somebody else's loop as a RunView: what plugins, their evidence and their events read of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwopt.planning.plan import Plan
+from hwopt.plugin import BatchSizes, Observation
+from hwopt.plugin.guard import guarded_context
+from hwopt.plugin.recipe import Recipe
+from hwopt.training import evidence
+
+
+@dataclass(frozen=True)
+class ScriptStep:
+    """What evidence reads of a finished step, as of a `hwopt.data.step_batch.StepBatch`."""
+
+    index: int
+    lengths: tuple[int, ...]
+    """Tokens of each row, in the order of the micro-batches."""
+    sizes: list[tuple[int, int]]
+    """(rows, width) of each micro-batch."""
+    pinned: bool = False
+
+    @property
+    def step(self) -> ScriptStep:
+        return self
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def computed(self) -> int:
+        """Tokens with padding."""
+        return sum(rows * width for rows, width in self.sizes)
+
+
+class ScriptEngine:
+    """The host's optimizer and gradients as an EngineView."""
+
+    keeps_masters = False
+    whole_gradients = True
+
+    def __init__(self, run: ScriptRun) -> None:
+        self.run = run
+        self.norm = torch.zeros(())
+        self.found_inf = torch.zeros(())
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def names(self) -> list[str]:
+        known = {id(parameter): name for name, parameter in self.run.inner_model.named_parameters()}
+        return [known.get(id(parameter), "?") for parameter in self.parameters]
+
+    def gradients(self) -> Sequence[tuple[str, Tensor]]:
+        named = zip(self.names, self.parameters, strict=True)
+        return [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+
+    def loss_scale(self) -> Tensor | None:
+        scaler = self.run.scaler
+        return None if scaler is None else torch.tensor(scaler.get_scale())
+
+
+class Loader:
+    """The host's data loader, with the sampler that evidence reads."""
+
+    def __init__(self, loader: Any, steps_per_epoch: int) -> None:
+        self._loader = getattr(loader, "base_dataloader", loader)
+        self.sampler = SimpleNamespace(steps_per_epoch=steps_per_epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class ScriptRun:
+    """A RunView over the objects of a script. The host sets its attributes as they come into being."""
+
+    def __init__(self, plan: Plan, device: torch.device, world_size: int, rank: int, say: Callable[[str], None]) -> None:
+        self.plan, self.device, self.world_size, self.rank = plan, device, world_size, rank
+        self.say = say
+        self.inner_model: Any = None
+        self.model: Any = None
+        self.accelerator: Any = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.scaler: Any = None
+        self.train_loader: Any = None
+        self.eval_loader: Any = None
+        self.observation = Observation()
+        self.engine = ScriptEngine(self)
+        self.step = 0
+        self.total_steps = 0
+        self.last_step_batch: ScriptStep | None = None
+        self.extras = Path()
+        self.steps: list[ScriptStep] = []
+        self.found: evidence.Collected = []
+        self.observing: Any = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def training(self) -> Any:
+        return self.plan.training
+
+    @property
+    def batch(self) -> BatchSizes:
+        return self.plan.batch
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return self.engine.names
+
+    @property
+    def parts(self) -> list[Any]:
+        return list(self.recipe.events)
+
+    @property
+    def loss(self) -> Any:
+        raise NotImplementedError("the loss is the script's")
+
+    def warn(self, message: str) -> None:
+        self.say(f"warning: {message}")
+
+    @contextmanager
+    def process(self) -> Iterator[None]:
+        """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
+        with ExitStack() as stack:
+            for enter in self.recipe.process:
+                stack.enter_context(guarded_context(enter))
+            yield
+
+    def fitted(self, model: Any) -> Any:
+        """`model`, with the attention kernel of the plan and after the plan's model steps."""
+        wanted = self.recipe.model_kwargs.get("attn_implementation")
+        present = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if wanted is not None and present is not None and present != wanted:
+            model.set_attn_implementation(wanted)
+        for step in self.recipe.model_steps:
+            model = step(model, self)
+        self.inner_model = self.model = model
+        return model
+
+    def begin_step(self) -> None:
+        self.recipe.events.on_step_begin(self)
+        if self.step in (0, self.total_steps - 1) and self.observing is None:
+            self.observing = evidence.observing(self)
+            self.observing.__enter__()
+
+    def stop_observing(self) -> None:
+        """Leave the profiler, also after an error: one that is left open crashes the interpreter at its end."""
+        if self.observing is not None:
+            observing, self.observing = self.observing, None
+            observing.__exit__(None, None, None)
+
+    def end_step(self, skipped: bool) -> None:
+        """The optimizer was called; `skipped`: the scaler left the update out."""
+        self.stop_observing()
+        self.step += 1
+        self.engine.found_inf = torch.tensor(float(skipped))
+        self.recipe.events.on_step_end(self, torch.tensor(not skipped))
+        if self.last_step_batch is not None:
+            self.steps.append(self.last_step_batch)
+        if self.step in (1, self.total_steps):
+            self.collect()
+
+    def collect(self) -> None:
+        """Collect the evidence of every plugin, say it, and warn of plugins that are not active any more."""
+        found = evidence.collect(self)
+        for decision, seen in found:
+            self.say(f"evidence after step {self.step}: {seen.status:8} {decision.name}: {seen.seen}")
+        for warning in evidence.ceased(self.found, found):
+            self.warn(warning)
+        self.found = found
+
+    def save_evidence(self, folder: Path) -> None:
+        """Write `evidence.json` into `folder`, as a run of hwopt does."""
+        if self.is_main and self.found:
+            folder.mkdir(parents=True, exist_ok=True)
+            document = evidence.to_dict(self.found, self.observation, self.step)
+            (folder / "evidence.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def token_line(self) -> str:
+        """What splitting by length saved, as a sentence; "" before the first step."""
+        if not self.steps:
+            return ""
+        real, computed = sum(step.tokens for step in self.steps), sum(step.computed for step in self.steps)
+        count = sum(len(step.sizes) for step in self.steps)
+        return f"{len(self.steps)} steps in {count} micro-batches: {computed:,} tokens computed, {real:,} without padding"

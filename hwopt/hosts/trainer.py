@@ -1,0 +1,406 @@
+"""`optimized`: a plan in transformers' Trainer and the trainers of TRL, with the same constructor and the same train().
+
+    trainer = hwopt.optimized(SFTTrainer, "auto")(model=..., args=..., train_dataset=...)
+
+The user's arguments, loader, sampler and collator stay as they are. A step's batches are computed at once in its last call of
+`training_step`: in micro-batches by length if the loss is known to be a sum over samples (`hwopt.hosts.additivity`).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hwopt.data.collate import cut_in_order
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.errors import InputError
+from hwopt.hosts.additivity import additivity_of, inner
+from hwopt.hosts.arguments import apply_plan, own_words, training_of
+from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
+from hwopt.hosts.script_plan import Script, plan_for
+from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
+from hwopt.text import first_line
+from hwopt.training.memory_pressure import free_memory
+
+LACKS = {
+    "training": "the hyperparameters are those of your arguments",
+    "schedule": "the learning rates are those of your arguments",
+    "parameter_groups": "which weights decay, and how fast each learns, is your Trainer's",
+    "order": "your Trainer's sampler orders the rows; set train_sampling_strategy = 'group_by_length' in your arguments",
+    "collate": "your collator makes the batches",
+    "loss": "your Trainer computes the loss from the model's logits",
+    "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters; use level = 'O1'",
+    "scaler": "Accelerate makes the loss scaler",
+    "engine": "your Trainer owns the backward pass, clipping and the update",
+    "state": "your Trainer's checkpoints have no place for it",
+    "final_steps": "the model that is saved is yours; pass peft_config or a prepared model",
+    "export_steps": "the model that is saved is yours",
+    "events['on_gradients']": "your Trainer clips before anybody sees the gradients",
+    "batch['widths']": "your collator pads the batches",
+    "batch['eval']": "per_device_eval_batch_size is yours",
+}
+"""Field of the recipe, or key, that a Trainer has no place for -> why the plugin that writes it is skipped."""
+HARMLESS = ("batch['eval']", "export_steps")
+"""What a plugin may write although the host does not read it, because the plugin's other parts work without it."""
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
+GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
+"""Trainers of TRL that make the samples of a step themselves."""
+
+
+def optimized(
+    trainer_class: type, profile: str = "auto", *, additive: str | None = None, strict: bool = False, **plugins: Any
+) -> Any:
+    """A subclass of `trainer_class` (Trainer, SFTTrainer …) that trains with the plan of `profile`. Same constructor.
+
+    `additive` says how the loss of a step adds up from its rows, for losses that hwopt does not know: "rows" (a mean over
+    rows), "labels" (a mean over labels that are not -100) or "sum". `plugins`: plugin -> its options, or False to leave it
+    out. With `strict`, an error for each plugin that is not applied as asked. What the script sets itself wins.
+    Raises InputError if `trainer_class` is not a subclass of transformers.Trainer, or has a plan already.
+    """
+    from transformers import Trainer
+
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise InputError(f"optimized() takes a subclass of transformers.Trainer, got {trainer_class!r}")
+    if issubclass(trainer_class, OptimizedTrainer):
+        raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
+    settings = SimpleNamespace(profile=profile, additive=additive, strict=strict, plugins=plugins)
+    members = {"_settings": settings, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
+    return type(trainer_class.__name__, (OptimizedTrainer, trainer_class), members)
+
+
+class OptimizedTrainer:
+    """In front of a Trainer class: overrides hooks that Trainer documents for subclasses, and calls each of them."""
+
+    _settings: Any
+    _weight = 1.0
+    """What the loss of the present micro-batch is multiplied by."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        bound = inspect.signature(super().__init__).bind(*positional, **named)
+        given, settings = bound.arguments, self._settings
+        self._own_args = given.get("args") or default_arguments(type(self), given.get("model"))
+        args = copy.copy(self._own_args)
+        model = given.get("model")
+        if model is None and given.get("model_init") is None:
+            raise InputError("optimized() needs model= or model_init=")
+        refuse(model, args)
+        script = Script(
+            rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            training=training_of(args),
+            own=own_words(args),
+            lacks=self._lacks(given),
+            world_size=args.world_size,
+        )
+        found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
+        self._say = say if args.process_index == 0 else lambda line: None
+        self._run = ScriptRun(found.plan, args.device, args.world_size, args.process_index, self._say)
+        changed = apply_plan(found.plan, args, named=isinstance(model, str))
+        given["args"] = args
+        if model is not None and not isinstance(model, str):
+            refuse_half_weights(model, found.plan)
+            given["model"] = self._run.fitted(model)
+        for line in (*found.lines(), *changed):
+            self._say(line)
+        super().__init__(*bound.args, **bound.kwargs)
+        self._bind(isinstance(model, str))
+
+    def _lacks(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """`LACKS` and what the arguments of this constructor call add."""
+        found = {field: why for field, why in LACKS.items() if field not in HARMLESS}
+        if given.get("optimizers") not in (None, (None, None)) or given.get("optimizer_cls_and_kwargs") is not None:
+            found |= dict.fromkeys(("optimizer", "optimizer_wraps"), "you pass an optimizer to the Trainer")
+        if any(cls.__name__ in GENERATING for cls in type(self).__mro__):
+            found |= dict.fromkeys(("cut", "batch['train']"), "the trainer makes its rows inside the step")
+        return found
+
+    def _bind(self, named: bool) -> None:
+        """Give the run the objects that the Trainer has made."""
+        run, trainer = self._run, self._trainer
+        wanted = run.recipe.accelerator.get("mixed_precision", "no")
+        if trainer.accelerator.mixed_precision != wanted:
+            raise InputError(
+                f"the plan needs mixed_precision = {wanted!r}, and this process has an Accelerator with "
+                f"{trainer.accelerator.mixed_precision!r}: make the Trainer before other Accelerators, or set the precision there"
+            )
+        if named:
+            trainer.model = run.fitted(trainer.model)
+            trainer.model_wrapped = trainer.model
+        run.accelerator = trainer.accelerator
+        run.inner_model = run.model = trainer.model
+        run.extras = Path(trainer.args.output_dir)
+        trainer.add_callback(callback_of(run, trainer))
+        resorts = [partial(plugin.on_oom, run) for plugin in run.plan.oom_plugins]
+        self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=resorts)
+        self._batches: list[Batch] = []
+        self._law: Any = None
+
+    @property
+    def _trainer(self) -> Any:
+        """This object as the Trainer that it is."""
+        return self
+
+    # hooks of the Trainer
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        parent: Any = super()
+        return self._run.fitted(parent.call_model_init(trial))
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        parent: Any = super()
+        trainer, recipe = self._trainer, self._run.recipe
+        if trainer.optimizer is None and (recipe.optimizer is not None or len(recipe.optimizer_wraps)):
+            module = trainer.model if model is None else model
+            trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+            decays = set(trainer.get_decay_parameter_names(module))  # the Trainer's own groups
+            args = trainer.args
+            common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            groups = [
+                common | {"params": [p for name, p in trained if (name in decays) is decay], "weight_decay": rate}
+                for decay, rate in ((True, args.weight_decay), (False, 0.0))
+            ]
+            make = recipe.optimizer or torch.optim.AdamW
+            optimizer = make([group for group in groups if group["params"]])
+            for wrap in recipe.optimizer_wraps:
+                optimizer = wrap(optimizer, self._run)
+            trainer.optimizer = optimizer
+        return parent.create_optimizer(model)
+
+    def get_train_dataloader(self) -> Any:
+        parent: Any = super()
+        loader = parent.get_train_dataloader()
+        steps = len(loader) // self._trainer.args.gradient_accumulation_steps if hasattr(loader, "__len__") else 1
+        self._run.train_loader = Loader(loader, max(1, steps))
+        return loader
+
+    def get_batch_samples(self, *positional: Any, **named: Any) -> Any:
+        parent: Any = super()
+        found = parent.get_batch_samples(*positional, **named)
+        self._batches, self._counted = list(found[0]), found[1] is not None
+        self._left = len(self._batches)
+        return found
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """The loss of the step in the call for its last batch; nothing is computed in the calls before it."""
+        parent: Any = super()
+        compute = partial(parent.training_step, model)
+        if self._law is None:
+            self._law = self._additivity(model)
+            how = "is split by length" if self._law.law else "is not split"
+            self._say(f"a step {how}: {self._law.reason}")
+        self._left -= 1
+        if self._law.law is None:
+            self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self._batches])
+            return compute(inputs, num_items_in_batch)
+        if self._left:
+            return torch.zeros((), device=self._trainer.args.device)
+        return self._whole_step(model, compute, num_items_in_batch)
+
+    def compute_loss(self, *positional: Any, **named: Any) -> Any:
+        parent: Any = super()
+        found = parent.compute_loss(*positional, **named)
+        if self._weight == 1.0:
+            return found
+        return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
+
+    def train(self, *positional: Any, **named: Any) -> Any:
+        parent: Any = super()
+        run = self._run
+        with run.process():
+            try:
+                return parent.train(*positional, **named)
+            finally:
+                run.stop_observing()
+                run.save_evidence(Path(self._trainer.args.output_dir))
+                if line := run.token_line():
+                    self._say(line)
+
+    def _save(self, *positional: Any, **named: Any) -> None:
+        parent: Any = super()
+        changed, self._trainer.args = self._trainer.args, self._own_args
+        try:
+            parent._save(*positional, **named)  # training_args.bin holds the user's own arguments
+        finally:
+            self._trainer.args = changed
+
+    # the step
+
+    def _additivity(self, model: Any) -> Any:
+        """The law of the loss, confirmed on rows of the first step: a mismatch takes the permission to split away."""
+        found = additivity_of(self._trainer, self._counted, self._settings.additive)
+        first = self._batches[0]
+        if found.law is not None and (rows_of(first) or 0) > 1 and not self._agrees(model, first, found.law):
+            return type(found)(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
+        return found
+
+    def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
+        """Whether the losses of single rows of `batch` add up to the loss of up to four rows, without dropout and gradients."""
+        trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
+        few = {key: value[:4] for key, value in batch.items()}
+        count = torch.tensor(100, device=trainer.args.device) if self._counted else None
+        parent: Any = super()
+
+        def loss_of(inputs: Batch) -> float:
+            prepared = trainer._prepare_inputs(dict(inputs))
+            return float(parent.compute_loss(model, prepared, num_items_in_batch=count))
+
+        training = inner(model).training
+        model.eval()
+        with torch.no_grad(), kept_random_state():
+            whole = loss_of(few)
+            parts = sum(loss_of(part.inputs) * part.weight for part in self._parts([few], law, 1, 0))
+        model.train(training)
+        if metrics is not None:
+            self._metrics = metrics
+        half = trainer.accelerator.mixed_precision != "no"
+        return abs(parts - whole) <= (2e-2 if half else 1e-4) * max(abs(whole), 1e-3)
+
+    def _parts(self, batches: list[Batch], law: Any, rows: int, halvings: int) -> list[MicroBatch]:
+        processing: Any = getattr(self._trainer, "processing_class", None)
+        pad_id = getattr(processing, "pad_token_id", None) or 0
+        return micro_batches(batches, law, self._run.recipe.cut or cut_in_order, rows, halvings, pad_id)
+
+    def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
+        """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
+        run, backoff = self._run, self._backoff
+        finest = max(rows_of(batch) or 1 for batch in self._batches) * len(self._batches)
+        while True:
+            parts = self._parts(self._batches, self._law.law, run.batch.train, backoff.rung)
+            metrics = copy.deepcopy(getattr(self, "_metrics", None))
+            try:
+                with kept_random_state(only_on_error=True):
+                    total = self._accumulated(model, compute, parts, count)
+                break
+            except torch.OutOfMemoryError as error:
+                if run.world_size > 1:  # the other ranks wait in the reduction of gradients
+                    raise
+                reason = first_line(error)
+            # after the except block: the exception's frames keep tensors alive
+            for parameter in inner(model).parameters():
+                parameter.grad = None
+            if metrics is not None:
+                self._metrics = metrics
+            free_memory(run.device)
+            backoff.reduce(finest.bit_length(), f"at step {run.step + 1}", reason)
+        backoff.step_succeeded()
+        self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
+        return total
+
+    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[MicroBatch], count: Any) -> Any:
+        total: Any = 0.0
+        try:
+            for number, part in enumerate(parts):
+                self._weight = part.weight
+                last = number == len(parts) - 1
+                with nullcontext() if last else self._trainer.accelerator.no_sync(model=model):
+                    total = total + compute(part.inputs, count)
+        finally:
+            self._weight = 1.0
+        return total
+
+    def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = ()) -> None:
+        """Keep the micro-batches of the step for evidence."""
+        first = next((value for value in self._batches[0].values() if isinstance(value, torch.Tensor)), None)
+        pinned = bool(self._trainer.args.dataloader_pin_memory) and first is not None and first.device.type != "cpu"
+        self._run.last_step_batch = ScriptStep(self._run.step, lengths, sizes, pinned)
+
+
+def say(line: str) -> None:
+    print(f"hwopt: {line}", flush=True)
+
+
+def default_arguments(trainer: type, model: Any) -> Any:
+    """The arguments that `trainer` uses if it is given none: those of TRL's class of the same name, else TrainingArguments."""
+    from transformers import TrainingArguments
+
+    name = trainer.__name__.removesuffix("Trainer") + "Config"
+    package = importlib.import_module(trainer.__module__.partition(".")[0])
+    if isinstance(found := getattr(package, name, None), type) and issubclass(found, TrainingArguments):
+        label = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        return found(f"{label.rpartition('/')[2] or 'trainer'}-{trainer.__name__.removesuffix('Trainer')}")
+    return TrainingArguments("trainer_output")
+
+
+def described_model(model: Any, given: Mapping[str, Any]) -> Any:
+    """What the plan reads of the model: itself, or the config of the name that the Trainer will load."""
+    if isinstance(model, str):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(model)
+    if model is None:
+        return given["model_init"]()
+    return inner(model)
+
+
+def refuse(model: Any, args: Any) -> None:
+    """Raise InputError for scripts whose engine or wrapper a plan would contradict."""
+    if type(model).__name__ in WRAPPERS:
+        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, the Trainer wraps it")
+    if args.deepspeed or args.fsdp:
+        word = "deepspeed" if args.deepspeed else "fsdp"
+        raise InputError(
+            f"{word} in your arguments: its engine owns the step, which could not be split or repeated. "
+            f"Remove {word}, or use the Trainer without optimized()"
+        )
+
+
+def refuse_half_weights(model: Any, plan: Any) -> None:
+    """Raise InputError if the plan computes with autocast over fp32 weights, and `model` has half-precision ones."""
+    halves = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+    if halves and plan.recipe.model_kwargs.get("dtype") == "float32" and any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            f"the model has {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small updates "
+            "would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
+        )
+
+
+@contextmanager
+def kept_random_state(only_on_error: bool = False) -> Iterator[None]:
+    """A block after which torch's random state is as before it; `only_on_error`: if it raises."""
+    state = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+    if not only_on_error:
+        restore()
+
+
+def callback_of(run: ScriptRun, trainer: Any) -> Any:
+    """The callback that tells `run` where the Trainer is."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            run.model, run.inner_model = objects["model"], trainer.accelerator.unwrap_model(trainer.model)
+            run.scheduler = objects.get("lr_scheduler")
+            optimizer = objects["optimizer"]
+            run.optimizer = getattr(optimizer, "optimizer", optimizer)
+            run.scaler = trainer.accelerator.scaler
+            run.step, run.total_steps = state.global_step, state.max_steps
+            for step in run.recipe.prepared_steps:
+                step(run)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            run.begin_step()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            run.end_step(trainer.accelerator.optimizer_step_was_skipped)
+
+    return Steps()
