@@ -145,7 +145,7 @@ class Local(Plugin):
 
     name = "local"
     stage = Stage.MODEL
-    bytes_held = 1 << 20
+    _bytes_held = 1 << 20
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test")
@@ -154,7 +154,7 @@ class Local(Plugin):
         recipe.model_steps.append(self.hold)
 
     def hold(self, model: Any, run: Any) -> Any:
-        model.held = torch.zeros(self.bytes_held, dtype=torch.uint8)
+        model.held = torch.zeros(self._bytes_held, dtype=torch.uint8)
         return model
 
 
@@ -162,7 +162,7 @@ def test_plugin_that_only_the_caller_can_import_is_traced(tmp_path: Path) -> Non
     registry = Registry()
     registry.add(Local)
     plain, more = trace(plan_of(tmp_path)), trace(plan_of(tmp_path, registry, local={}))
-    assert more - plain == pytest.approx(Local.bytes_held, rel=0.01)
+    assert more - plain == pytest.approx(Local._bytes_held, rel=0.01)
 
 
 class Unsendable(Local):
