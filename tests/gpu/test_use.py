@@ -18,7 +18,7 @@ from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.plugin import RunView
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.telemetry.telemetry import step_timer, use
+from hwopt.training.telemetry import step_timer, use
 
 pytestmark = pytest.mark.device("pretend")
 

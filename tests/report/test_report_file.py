@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from runs.test_execute import Failing, make_plan, status
 
+import hwopt
 from hwopt import api
 from hwopt.errors import NonFiniteError
 from hwopt.report import report_file
@@ -20,19 +21,8 @@ from hwopt.runs.record import read_record
 from hwopt.testing import Recorder
 
 
-class Heard(Recorder):
-    """A recorder that also keeps the messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def on_message(self, run: Any, message: str) -> None:
-        self.messages.append(message)
-
-
 def test_complete_run_has_a_report_with_its_evidence_and_classes(tmp_path: Path) -> None:
-    heard, folder = Heard(), tmp_path / "run"
+    heard, folder = Recorder(), tmp_path / "run"
     api.execute(make_plan(tmp_path), folder, with_run_files(heard), cache=tmp_path / "cache")
     assert heard.messages[-1] == f"The report of the run is {folder / REPORT}"
     page = (folder / REPORT).read_text(encoding="utf-8")
@@ -70,11 +60,11 @@ def test_failed_run_has_a_report_that_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["template", "folder"])
 def test_report_that_cannot_be_written_is_a_warning(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class InTheWay(Heard):
+    class InTheWay(Recorder):
         def on_start(self, run: Any) -> None:
             (run.folder / REPORT).mkdir()
 
-    heard = Heard() if fault == "template" else InTheWay()
+    heard = Recorder() if fault == "template" else InTheWay()
     if fault == "template":
         monkeypatch.setattr(report_file, "page_of", lambda records: 1 / 0)
     summary = api.execute(make_plan(tmp_path), tmp_path / "run", with_run_files(heard), cache=tmp_path / "cache")
@@ -91,3 +81,13 @@ def test_run_that_is_complete_already_keeps_its_report(tmp_path: Path) -> None:
     api.execute(plan, folder, with_run_files(), cache=tmp_path / "cache", resume=True)
     assert (folder / REPORT).read_text() == "mine"
     assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+
+
+def test_train_of_the_package_writes_report_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(tmp_path)
+    monkeypatch.setattr(api, "train", lambda *_, listener, **__: api.execute(plan, tmp_path / "run", listener))
+    recorder = Recorder()
+    assert hwopt.train(listener=recorder) == recorder.summary
+    assert "done, 3 steps" in (tmp_path / "run" / REPORT).read_text()
+    log = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert log[-2:] == [f"note: The report of the run is {tmp_path / 'run' / REPORT}", "done"]

@@ -73,7 +73,7 @@ def test_two_rules_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("value", [3, [seed_zero, "x"], "text"])
 def test_what_is_no_rule_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PluginError, match=r"expected a hwopt\.check\.Rule"):
+    with pytest.raises(PluginError, match=r"expected a hwopt\.configs\.check\.Rule"):
         installed_rules([entry("mine", value, monkeypatch)])
 
 

@@ -14,8 +14,8 @@ import torch
 from hwopt.data.batches.collate import StepDataset
 from hwopt.hardware.monitor import GpuReading
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training.telemetry import step_timer, use
 from hwopt.training.telemetry.step_timer import StepTimer, StepTimes
-from hwopt.training.telemetry.telemetry import step_timer, use
 
 
 @pytest.fixture(autouse=True)
