@@ -22,7 +22,7 @@ from pathlib import Path
 
 from reference import reference_memory, reference_plan
 
-from hwopt.memory.planner import context_gib
+from hwopt.memory.forecast.planner import context_gib
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan

@@ -54,7 +54,7 @@ def profile_toml(gigabytes: int, method: str, rows: int) -> str:
 def plan_of(folder: Path, model: str, method: str, gigabytes: int, options: argparse.Namespace) -> Any:
     """(plan, its memory plan)."""
     from hwopt import api
-    from hwopt.memory.planner import plan_memory
+    from hwopt.memory.forecast.planner import plan_memory
 
     profile = folder / "large.toml"
     profile.write_text(profile_toml(gigabytes, method, options.rows))

@@ -71,7 +71,7 @@ def plan_layers(profile: Path, layers: int, options: argparse.Namespace, hardwar
         f"data.max_length={options.length}",
     ]
     plan = api.resolve(str(profile), assignments=job, hardware=hardware, memory_limit=options.memory_limit)
-    from hwopt.memory import planner
+    from hwopt.memory.forecast import planner
 
     return plan, planner.plan_memory(plan, api.cache_folder())
 
@@ -102,8 +102,8 @@ def run_step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     """Run one training step on random samples. Raises torch.OutOfMemoryError if the device has too little memory."""
     import torch
 
-    from hwopt.memory.dry_run import Shape
-    from hwopt.memory.measured import measure_peak
+    from hwopt.memory.forecast.measured import measure_peak
+    from hwopt.memory.trace.dry_run import Shape
 
     plan, _ = plan_layers(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:

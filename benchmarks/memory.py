@@ -121,10 +121,10 @@ def profile_toml(config: dict[str, Any]) -> str:
 def compare(config: dict[str, Any]) -> dict[str, Any]:
     """The predicted and the measured bytes of a training step and of an evaluation."""
     from hwopt import api
-    from hwopt.memory.dry_run import Shape
-    from hwopt.memory.measured import measure_peak
-    from hwopt.memory.planner import bucket_bytes, on_one_device, training_step
-    from hwopt.memory.tracer import trace_plan
+    from hwopt.memory.forecast.measured import measure_peak
+    from hwopt.memory.forecast.planner import bucket_bytes, on_one_device, training_step
+    from hwopt.memory.trace.dry_run import Shape
+    from hwopt.memory.trace.tracer import trace_plan
 
     rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"

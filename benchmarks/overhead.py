@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hwopt.data.step_batch import Part, Step, StepBatch
+from hwopt.data.batches.step_batch import Part, Step, StepBatch
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.plugin.recipe import Recipe
@@ -28,8 +28,8 @@ from hwopt.training.loop import Loop
 from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Progress
-from hwopt.training.telemetry import Telemetry
-from hwopt.training.use import UseMeter
+from hwopt.training.telemetry.telemetry import Telemetry
+from hwopt.training.telemetry.use import UseMeter
 
 ROWS = 32
 

@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from hwopt.data.tables import read_rows, text_columns
+from hwopt.data.sources.tables import read_rows, text_columns
 from hwopt.plugin.registry import Registry
 from hwopt.training.randomness import shuffled
 

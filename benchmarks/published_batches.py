@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from reference import reference_memory, reference_plan
 
-from hwopt.memory.planner import context_gib
+from hwopt.memory.forecast.planner import context_gib
 from hwopt.planning.inputs import Inputs
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"

@@ -28,12 +28,12 @@ import numpy as np
 
 from hwopt import api
 from hwopt.hardware.device import GIB
-from hwopt.memory.caching_allocator import CachingAllocator
-from hwopt.memory.lengths import lengths_of
-from hwopt.memory.planner import plan_memory
-from hwopt.memory.playback import STEPS, Played, Player
-from hwopt.memory.timeline import KINDS, Timeline
-from hwopt.memory.tracer import trace_plan
+from hwopt.memory.allocator.caching_allocator import CachingAllocator
+from hwopt.memory.allocator.playback import STEPS, Played, Player
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 from hwopt.plugin.registry import Registry

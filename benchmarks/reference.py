@@ -12,8 +12,8 @@ import tomlkit
 
 from hwopt import api
 from hwopt.errors import InputError
-from hwopt.memory.lengths import DEFAULT_LENGTH, lengths_of
-from hwopt.memory.planner import plan_memory, with_largest_sizes
+from hwopt.memory.forecast.lengths import DEFAULT_LENGTH, lengths_of
+from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hwopt.api import execute, plan, resolve, train
+    from hwopt.api import execute, plan, resolve
     from hwopt.hosts.trainer import optimized
+    from hwopt.report.run_files import train
+
+PLACES = {
+    "execute": "hwopt.api",
+    "optimized": "hwopt.hosts.trainer",
+    "plan": "hwopt.api",
+    "resolve": "hwopt.api",
+    "train": "hwopt.report.run_files",
+}
+"""Public function -> its module, imported on first use: most import torch."""
 
 __all__ = ["__version__", "execute", "optimized", "plan", "resolve", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("execute", "plan", "resolve", "train"):  # on first use: they import torch
-        from hwopt import api
-
-        return getattr(api, name)
-    if name == "optimized":
-        from hwopt.hosts.trainer import optimized
-
-        return optimized
+    if name in PLACES:
+        return getattr(import_module(PLACES[name]), name)
     raise AttributeError(f"module 'hwopt' has no attribute {name!r}")

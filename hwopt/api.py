@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hwopt.config.task_kinds import task_kinds
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
+from hwopt.export.launcher_environment import missing_ranks, parent_command
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import with_memory_limit
 from hwopt.inference.evaluate import EvaluationReport
@@ -21,13 +22,13 @@ from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
-from hwopt.interop.launcher_environment import missing_ranks, parent_command
-from hwopt.memory import leftover, planner
-from hwopt.memory.advice import PlanListener, with_changes
-from hwopt.memory.communication import Ranks
-from hwopt.memory.lengths import lengths_of
-from hwopt.memory.measured import with_measurement
-from hwopt.memory.sharding import Comparison, compare_schemes
+from hwopt.memory.advice import leftover
+from hwopt.memory.advice.changes import PlanListener, with_changes
+from hwopt.memory.forecast import planner
+from hwopt.memory.forecast.communication import Ranks
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.measured import with_measurement
+from hwopt.memory.forecast.sharding import Comparison, compare_schemes
 from hwopt.model.config import load_config
 from hwopt.model.config_keys import unread_keys
 from hwopt.model.facts import model_facts

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import text_of
+from hwopt.data.sources.columns import text_of
 from hwopt.errors import DataError
 from hwopt.tasks.labelled_texts import uses_two_types
 from hwopt.tasks.recognition import Recognised

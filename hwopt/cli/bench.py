@@ -57,11 +57,11 @@ def bench(
         refuse_unwritable(output)
     inputs = begin([profile], job, assignments, memory_limit)
     from hwopt.report.bench import show_bench
+    from hwopt.report.bench_progress import ProgressLine
     from hwopt.report.terminal import Terminal
     from hwopt.system import signals
     from hwopt.trials.benchmark import Effort
     from hwopt.trials.preparation import prepare, run_bench
-    from hwopt.trials.progress import ProgressLine
     from hwopt.trials.trial import Variant
 
     quiet_transformers()

@@ -53,9 +53,9 @@ def check(
     format_: str,
 ) -> int:
     quiet_libraries()
-    from hwopt.check.checker import worst
-    from hwopt.check.facts import Given
-    from hwopt.check.files import check_file
+    from hwopt.configs.check.checker import worst
+    from hwopt.configs.check.facts import Given
+    from hwopt.configs.check.files import check_file
 
     given = Given(card, profile, cores, rows, parameters, max_length)
     reports = [check_file(path, given) for path in files]

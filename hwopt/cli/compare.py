@@ -109,7 +109,7 @@ def compare_profiles(profiles: Sequence[str], job: Path | None, assignments: Seq
 def planned(profiles: Sequence[str], job: Path | None, assignments: Sequence[str]) -> list[dict[str, Any]]:
     """The plan of each profile for its card, with its memory, as `hwopt plan --format json` shows it."""
     from hwopt.cli.options import begin, quiet_transformers
-    from hwopt.memory.tracing_process import start_early
+    from hwopt.memory.trace.tracing_process import start_early
 
     inputs = begin(profiles, job, assignments, None)
     start_early()

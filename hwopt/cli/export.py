@@ -49,8 +49,8 @@ def export(
 ) -> None:
     inputs = begin([profile], job, assignments, memory_limit)
     from hwopt import api
-    from hwopt.interop import files
-    from hwopt.memory.communication import Ranks
+    from hwopt.export import files
+    from hwopt.memory.forecast.communication import Ranks
 
     quiet_transformers()
     ranks = Ranks(world_size, nodes)

@@ -26,8 +26,8 @@ from hwopt.cli.options import format_option, quiet_libraries
 @format_option
 def import_(file: Path, output: Path, name: str | None, card: str | None, assignments: tuple[str, ...], format_: str) -> None:
     quiet_libraries()
-    from hwopt.check.facts import profile_of_card
-    from hwopt.interop.imported_files import import_file, write_imported
+    from hwopt.configs.check.facts import profile_of_card
+    from hwopt.configs.imported_files import import_file, write_imported
     from hwopt.planning.inputs import Inputs
     from hwopt.report.check import show_left
     from hwopt.report.terminal import Terminal

@@ -143,7 +143,7 @@ def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str],
     """The command's inputs, checked. Runs before torch is imported, which takes seconds; also quiets the libraries."""
     status_line.show("reading job and profile")
     quiet_libraries()
-    from hwopt.interop.launcher_environment import refuse_odd_switches
+    from hwopt.export.launcher_environment import refuse_odd_switches
     from hwopt.planning.inputs import Inputs, refuse_mistakes
 
     refuse_odd_switches(os.environ)

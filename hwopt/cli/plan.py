@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from hwopt.cli.options import begin, format_option, job_options, quiet_transformers
-from hwopt.memory.answered_plans import answered, remember
-from hwopt.memory.tracing_process import start_early
+from hwopt.memory.advice.answered_plans import answered, remember
+from hwopt.memory.trace.tracing_process import start_early
 from hwopt.system.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def plan(
     if not answered(cache, question):
         start_early()
     from hwopt import api
-    from hwopt.memory.communication import Ranks
+    from hwopt.memory.forecast.communication import Ranks
     from hwopt.report.memory import show_side_by_side
     from hwopt.report.planning import PlanScreen, ProgressLine
     from hwopt.report.sharding import show_parallel

@@ -41,8 +41,8 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
 
 def write_report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write the page of RUNS."""
+    from hwopt.report.report_file import REPORT, write_page
     from hwopt.runs.record import read_record
-    from hwopt.runs.report_file import REPORT, write_page
 
     records = [read_record(run) for run in dict.fromkeys(runs)]
     for record in records:

@@ -66,11 +66,11 @@ def run(
         return ending.exit_code
     from hwopt import api
     from hwopt.report.planning import RunScreen
+    from hwopt.report.run_files import with_run_files
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal
     from hwopt.report.trackers import listeners_for
     from hwopt.system import signals
-    from hwopt.training.listener import Listeners
 
     quiet_transformers()
     trackers = listeners_for([name.strip() for name in report_to.split(",") if name.strip()])
@@ -82,7 +82,7 @@ def run(
             job,
             profile,
             target=target,
-            listener=Listeners(screen, *trackers),
+            listener=with_run_files(screen, *trackers),
             plan_listener=RunScreen(console, verbose),
             assignments=assignments,
             strict=strict,

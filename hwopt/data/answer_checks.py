@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hwopt.data.chat import BadConversation, Message
+from hwopt.data.sources.chat import BadConversation, Message
 from hwopt.errors import DataError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hwopt.data.answer_checks import check_answer, check_marked, is_closed, rewritten
-from hwopt.data.chat import BadConversation, Conversation, Message
+from hwopt.data.sources.chat import BadConversation, Conversation, Message
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line

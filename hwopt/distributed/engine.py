@@ -18,7 +18,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.saving.tensor_tree import copy_into, map_tensors
 
 if TYPE_CHECKING:
-    from hwopt.data.step_batch import MicroBatch, StepBatch
+    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
     from hwopt.plugin.run_view import RunView
 
 

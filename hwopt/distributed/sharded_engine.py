@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hwopt.data.step_batch import MicroBatch, StepBatch
+    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.engine import Engine
 
 

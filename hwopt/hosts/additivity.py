@@ -38,7 +38,14 @@ MEANS: dict[str, Law] = {
     "ForConditionalGeneration": "labels",
 }
 """End of a class of transformers -> what its loss is a mean over if it takes no count. The last one: encoder-decoders only."""
-COUNTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForImageClassification")
+COUNTED = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForImageClassification",
+)
 """Heads whose loss is divided by `num_items_in_batch` if `self.loss_function` computes it with `**kwargs`."""
 TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer", "trl.trainer.sft_trainer.SFTTrainer")
 """Classes whose `compute_loss` returns the model's loss."""

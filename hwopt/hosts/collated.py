@@ -19,7 +19,14 @@ Batch = Mapping[str, Any]
 Cut = Callable[[Sequence[int], int], Iterable[Sequence[int]]]
 """(lengths, most rows) -> the rows of each micro-batch, as `recipe.cut`."""
 
-PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": -100, "decoder_attention_mask": 0, "completion_mask": 0, "assistant_masks": 0}
+PADDING = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "labels": -100,
+    "decoder_attention_mask": 0,
+    "completion_mask": 0,
+    "assistant_masks": 0,
+}
 """Key of a batch -> the value that pads it on the right."""
 
 
@@ -44,7 +51,9 @@ def width_of(batch: Batch) -> int:
 def rows_of(batch: Batch) -> int | None:
     """The rows of `batch` if every value has one entry for each row; None if it cannot be sliced."""
     counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
-    counts |= {value.shape[0] for key, value in batch.items() if key in ("input_ids", "labels", "pixel_values") and value is not None}
+    counts |= {
+        value.shape[0] for key, value in batch.items() if key in ("input_ids", "labels", "pixel_values") and value is not None
+    }
     return counts.pop() if len(counts) == 1 and -1 not in counts else None
 
 
@@ -102,7 +111,13 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Bat
     """(joined batches, the rows that a mean over rows is taken over). Only batches whose rows weigh the same are joined."""
     counts = {rows_of(batch) for batch in batches}
     joinable = law == "sum" or (law == "rows" and len(counts) == 1)
-    if len(batches) > 1 and joinable and None not in counts and all(map(can_be_padded, batches)) and len({frozenset(b) for b in batches}) == 1:
+    if (
+        len(batches) > 1
+        and joinable
+        and None not in counts
+        and all(map(can_be_padded, batches))
+        and len({frozenset(b) for b in batches}) == 1
+    ):
         yield joined(batches, pad_id), rows_of(batches[0]) or 1
         return
     for batch in batches:

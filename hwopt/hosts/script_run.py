@@ -22,7 +22,7 @@ from hwopt.training import evidence
 
 @dataclass(frozen=True)
 class ScriptStep:
-    """What evidence reads of a finished step, as of a `hwopt.data.step_batch.StepBatch`."""
+    """What evidence reads of a finished step, as of a `hwopt.data.batches.step_batch.StepBatch`."""
 
     index: int
     lengths: tuple[int, ...]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hwopt.data.collate import cut_in_order
+from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import additivity_of, inner

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hwopt.data.collate import StepDataset, cut_in_order
-from hwopt.data.reading import read_all, read_options
-from hwopt.data.step_batch import Step, Widths
+from hwopt.data.batches.collate import StepDataset, cut_in_order
+from hwopt.data.batches.step_batch import Step, Widths
+from hwopt.data.sources.reading import read_all, read_options
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwopt.data.reading import read_all, read_options
-from hwopt.data.rows import Rows
+from hwopt.data.sources.reading import read_all, read_options
+from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions

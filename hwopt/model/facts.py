@@ -139,9 +139,7 @@ FORMAT = 3
 """Of the cached facts; increase it when they are read in another way."""
 
 
-def model_facts(
-    config: PretrainedConfig, kind: str, name: str, cache: Path | None = None, cls: type | None = None
-) -> ModelFacts:
+def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None, cls: type | None = None) -> ModelFacts:
     """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache.
 
     `cls`: the class of the model, if it is not the one that transformers has for `kind`.
@@ -149,7 +147,11 @@ def model_facts(
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
-    identity = json.dumps([FORMAT, config.to_dict(), kind, name, fields, transformers.__version__, cls and cls.__qualname__], sort_keys=True, default=str)
+    identity = json.dumps(
+        [FORMAT, config.to_dict(), kind, name, fields, transformers.__version__, cls and cls.__qualname__],
+        sort_keys=True,
+        default=str,
+    )
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path:
         # a cache file that is incomplete, of another version or not accessible is computed again

@@ -13,8 +13,8 @@ from hwopt.config.job import JobFile, load_job, make_job
 from hwopt.config.profile import Profile, load_profile, make_profile, update_options
 from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document, parse_assignment, read_toml
-from hwopt.data.demo import demo_document
-from hwopt.data.reading import refuse_missing
+from hwopt.data.sources.demo import demo_document
+from hwopt.data.sources.reading import refuse_missing
 from hwopt.errors import HwoptError
 from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options

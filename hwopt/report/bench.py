@@ -1,91 +1,18 @@
-"""The table of a bench: on the terminal, as JSON, and as an HTML page."""
+"""The table of a bench, on the terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator
 
 from rich.console import Console
 
 from hwopt.report.memory import gib
 from hwopt.report.terminal import say, show_table
 from hwopt.report.verdicts import Line
+from hwopt.trials.bench_rows import Bench, BenchRow
 
 ABSENT = "-"
-Role = Literal["baseline", "copy", "added", "profile", "left out"]
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """A speed over that of a reference: the median of the rounds, the lowest and the highest round."""
-
-    value: float
-    low: float
-    high: float
-    rounds: int
-    clear: bool
-    """Whether it differs from 1 by more than the noise."""
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """A variant. Figures are medians of the rounds; None: not measured."""
-
-    name: str
-    role: Role
-    reference: str = ""
-    """The variant that its speed is compared with."""
-    rounds: int = 0
-    rows_per_step: int | None = None
-    seconds_per_step: float | None = None
-    seconds_per_epoch: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    """Real tokens, without padding."""
-    peak_gib: float | None = None
-    speedup: Speedup | None = None
-    loss: str = ""
-    """The losses, compared with those of the reference."""
-    loss_agrees: bool | None = None
-    """Whether they agree as far as the plugin promises; None: not compared, or it promises nothing."""
-    ending: str = "completed"
-    """completed, not applied here, does not fit, or how its trial failed."""
-    note: str = ""
-    """Why it was not measured, and what else there is to say."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A bench as reports show it."""
-
-    rows: Sequence[BenchRow]
-    facts: Mapping[str, str]
-    """Job, profile, baseline, machine, versions, date."""
-    memory_kind: str = ""
-    notes: Sequence[str] = field(default=())
-
-    def row(self, role: Role) -> BenchRow | None:
-        """The first row with this role."""
-        return next((row for row in self.rows if row.role == role), None)
-
-    @property
-    def floor(self) -> Speedup | None:
-        """The copy of the baseline over the baseline: the noise."""
-        copy = self.row("copy")
-        return None if copy is None else copy.speedup
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `hwopt bench --format json` prints."""
-        return {
-            "facts": dict(self.facts),
-            "memory_kind": self.memory_kind,
-            "notes": list(self.notes),
-            "variants": [asdict(row) for row in self.rows],
-        }
-
-
 COLOURS = {"good": "green", "bad": "red", "open": "yellow", "result": ""}
 FAILED = ("crashed", "timed out", "out of memory")
 """Endings of a trial that ran."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import COLUMNS, Bench, cells, legend, verdict
+from hwopt.report.bench import COLUMNS, cells, legend, verdict
 from hwopt.report.page import table
 from hwopt.report.verdicts import Line
 from hwopt.text import cut, printable
+from hwopt.trials.bench_rows import Bench
 
 
 def bench_page(bench: Bench, command: str) -> str:

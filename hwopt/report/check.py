@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from hwopt.check.checker import LEVELS, CheckReport, Reported
+from hwopt.configs.check.checker import LEVELS, CheckReport, Reported
 from hwopt.text import listing, printable
 
 COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}

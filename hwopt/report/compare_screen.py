@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hwopt.records.run_record import RunRecord
 from hwopt.report.comparison import (
     Difference,
     Quantity,
@@ -20,7 +21,6 @@ from hwopt.report.comparison import (
     speed_ratios,
     unique_names,
 )
-from hwopt.report.run_record import RunRecord
 from hwopt.report.terminal import say, show_table
 from hwopt.text import cut
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hwopt.records.run_record import RunRecord
+from hwopt.records.throughput import Ratio, rate, rate_ratio
 from hwopt.report.memory import gib, time_range
-from hwopt.report.run_record import RunRecord
-from hwopt.report.throughput import Ratio, rate, rate_ratio
 
 ABSENT = "-"
 JOB_TABLES = ("model", "data", "task")

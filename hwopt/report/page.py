@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from hwopt.records.run_record import RunRecord
 from hwopt.report import charts
 from hwopt.report.charts import Chart, Scale, Series, line_chart
 from hwopt.report.classes import CORNER, Limits, Sheet, class_sheets
@@ -27,7 +28,6 @@ from hwopt.report.comparison import (
 )
 from hwopt.report.measurements import Part, device_rows, step_parts, step_rows
 from hwopt.report.memory import gib
-from hwopt.report.run_record import RunRecord
 from hwopt.report.verdicts import Line, verdict
 from hwopt.text import cut, printable
 

@@ -11,7 +11,7 @@ from hwopt.report.memory import gib, yes_or_no
 from hwopt.report.terminal import say, show_table
 
 if TYPE_CHECKING:
-    from hwopt.memory.sharding import Comparison
+    from hwopt.memory.forecast.sharding import Comparison
 
 
 SOURCES = "Patarasuk and Yuan 2009, Rajbhandari et al. 2020, Zhao et al. 2023 (docs/memory.md)"

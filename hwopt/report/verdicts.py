@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hwopt.records.run_record import RunRecord
 from hwopt.report.memory import gib
-from hwopt.report.run_record import RunRecord
 from hwopt.text import printable
 
 Grade = Literal["good", "bad", "open", "result"]

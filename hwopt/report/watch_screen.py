@@ -17,7 +17,7 @@ from hwopt.report.screen import Speed, metrics_of
 from hwopt.text import printable
 
 if TYPE_CHECKING:
-    from hwopt.report.run_record import RunRecord
+    from hwopt.records.run_record import RunRecord
 
 GRADES = {True: "bold green", False: "bold red", None: "bold"}
 

@@ -19,20 +19,18 @@ from hwopt.errors import (
     is_disk_full,
     worker_death,
 )
-from hwopt.interop.accelerate import exports_of
-from hwopt.interop.launcher_environment import refuse_contradictions
-from hwopt.memory import planner
-from hwopt.memory.advice import with_changes
-from hwopt.memory.tracer import only_sizes
+from hwopt.export.accelerate import exports_of
+from hwopt.export.launcher_environment import refuse_contradictions
+from hwopt.memory.advice.changes import with_changes
+from hwopt.memory.forecast import planner
+from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
-from hwopt.runs.report_file import REPORT, write_own_report
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
-from hwopt.runs.run_log import RunLog
-from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
+from hwopt.runs.status import DONE, completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, list_checkpoints
 from hwopt.system import signals
@@ -75,7 +73,7 @@ def execute(
         try:
             return execution.run(resume, fresh, replan, next_folder)
         finally:
-            execution.write_report()
+            execution.end()
 
 
 class MemoryLimits(Listener):
@@ -94,12 +92,13 @@ class Execution:
     def __init__(self, plan: Plan, folder: Path, cache: Path, listener: Listener | None, stack: contextlib.ExitStack) -> None:
         self.plan, self.folder, self.cache, self.stack = plan, folder, cache, stack
         self.rank, _ = rank_and_world(os.environ)
-        self.log = RunLog(stack)
-        shown = [Journal(), self.log, *([listener] if listener else [])] if self.rank == 0 else []
+        shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
         self.hang_watch = HangWatch(stack, self.set_status)
         self.listener = Listeners(*shown, MemoryLimits(cache), self.hang_watch)
         self.own: Run | None = None
         """The run, once its folder is locked."""
+        self.ending = ""
+        """How it ended, if this process has written it into the status."""
 
     def run(
         self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None
@@ -121,10 +120,10 @@ class Execution:
                     summary = train(run)
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
-            self.set_status(0, "done")
+            self.set_status(0, DONE)
             if run.training.push_to_hub and self.rank == 0:
                 push_to_hub(run)
-            self.log.ended("done")
+            self.ending = DONE
             return summary
         except AlreadyComplete as complete:
             complete.run.say(
@@ -164,7 +163,7 @@ class Execution:
             return False
         ending = self.ended_by_signal(code) or str(error) or type(error).__name__
         self.set_status(code, ending)
-        self.log.ended(f"ended with exit code {code}: {ending}")
+        self.ending = f"ended with exit code {code}: {ending}"
         return True
 
     def ended_by_signal(self, code: int) -> str:
@@ -180,13 +179,10 @@ class Execution:
             done = f"after step {own.step:,}, {'saved' if saved else 'which could not be saved'}; resume with --resume"
         return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
 
-    def write_report(self) -> None:
-        """Write `report.html` if the folder is this run's. A report that cannot be written is a warning."""
-        if self.own is not None and self.rank == 0:
-            if problem := write_own_report(self.own.folder):
-                self.own.warn(problem)
-            elif status_code(self.own.folder) == 0:
-                self.own.say(f"The report of the run is {self.own.folder / REPORT}")
+    def end(self) -> None:
+        """Tell the listeners, if the folder is this run's."""
+        if self.own is not None:
+            self.listener.on_end(self.own, self.ending)
 
     def set_status(self, exit_code: int, message: str) -> None:
         """Write `status.json` if the folder is this run's. A storage error does not hide the error that ended the run."""

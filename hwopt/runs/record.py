@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.report.run_record import Row, RunRecord
+from hwopt.records.run_record import Row, RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
 from hwopt.runs.processes import PROCESSES, read_lines
 from hwopt.runs.status import read_status, read_summary
 from hwopt.text import cut, printable
 
-METRICS = "metrics.jsonl"
+METRICS, LOG = "metrics.jsonl", "run.log"
 PLAN_KEYS = {"profile": str, "hardware": dict, "software": dict, "model": dict, "job": dict, "training": dict, "batch": dict}
 
 

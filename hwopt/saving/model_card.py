@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.config.job_sources import described
-from hwopt.data.sources import has_glob
+from hwopt.data.sources.location import has_glob
 from hwopt.model.config import find_model_file
 from hwopt.saving.savable_run import SavableRun
 from hwopt.text import cut

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from hwopt.config.job import Job
 from hwopt.config.job import Task as TaskOptions
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.rows import Rows
-from hwopt.data.store import Store
+from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.store import Store
 from hwopt.data.tokenizer import check_vocabulary, choose_padding, load_tokenizer, uses_token_types
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-    from hwopt.data.collate import Collate
+    from hwopt.data.batches.collate import Collate
 
 
 FORMAT = 3
@@ -144,7 +144,7 @@ class Task:
 
     def collate(self) -> type[Collate]:
         """The class that makes step batches from the samples."""
-        from hwopt.data.collate import Collate
+        from hwopt.data.batches.collate import Collate
 
         return Collate
 

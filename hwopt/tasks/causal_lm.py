@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
 from hwopt.data.chat_template import ChatTemplate, set_template
-from hwopt.data.columns import PROMPTS, is_text, text_of
-from hwopt.data.rows import Rows
-from hwopt.data.tables import text_columns
-from hwopt.data.token_store import TokenStore, fingerprint, held_out_count, split_rows
+from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
+from hwopt.data.sources.columns import PROMPTS, is_text, text_of
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.token_store import TokenStore, fingerprint, held_out_count, split_rows
 from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Task

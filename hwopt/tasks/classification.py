@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.number_format import numbers_of
-from hwopt.data.rows import Rows
-from hwopt.data.token_store import split_by_label
+from hwopt.data.sources.number_format import numbers_of
+from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics
 from hwopt.tasks.class_weights import WeightedClasses, with_class_weights

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import classes, label_column
-from hwopt.data.image_folder import is_image
-from hwopt.data.image_store import ImageStore, LabelledImages, image_store
-from hwopt.data.images import ImageTransform, load_processor, new_processor
-from hwopt.data.rows import Rows
-from hwopt.data.tables import find_column, string_values
+from hwopt.data.sources.columns import classes, label_column
+from hwopt.data.sources.image_folder import is_image
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import find_column, string_values
+from hwopt.data.stores.image_store import ImageStore, LabelledImages, image_store
+from hwopt.data.stores.images import ImageTransform, load_processor, new_processor
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_parts import LabelledParts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-    from hwopt.data.collate import Collate
+    from hwopt.data.batches.collate import Collate
 
 NAMES = ("image", "img", "file_name", "filename", "file", "path", "image_path")
 """Names of a column with images, as data sets of the hub use them."""
@@ -111,7 +111,7 @@ class ImageClassification(Classification):
 
     def collate(self) -> type[Collate]:
         """Images are stacked."""
-        from hwopt.data.image_collate import ImageCollate
+        from hwopt.data.batches.image_collate import ImageCollate
 
         return ImageCollate
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hwopt.data.images import ImageTransform
+from hwopt.data.stores.images import ImageTransform
 from hwopt.hardware.detect import cpu_cores
 from hwopt.tasks.prediction import ModelInput, Trained
 

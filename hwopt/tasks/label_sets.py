@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.columns import is_scalar
-from hwopt.data.rows import Rows
-from hwopt.data.tables import find_column, string_values
+from hwopt.data.sources.columns import is_scalar
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import find_column, string_values
 from hwopt.errors import DataError
 from hwopt.text import truncate
 

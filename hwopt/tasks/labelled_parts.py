@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from hwopt.config.job import Job
-from hwopt.data.rows import Rows
+from hwopt.data.sources.rows import Rows
 from hwopt.tasks.preparation import Sources
 
 if TYPE_CHECKING:

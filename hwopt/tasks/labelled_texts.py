@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.rows import Rows
-from hwopt.data.tables import text_columns
-from hwopt.data.token_store import TokenStore, fingerprint, split_rows
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.token_store import TokenStore, fingerprint, split_rows
 from hwopt.data.tokenizer import LengthLimit, encode, uses_token_types
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.model.facts import is_decoder

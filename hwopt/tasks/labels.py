@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.number_format import is_number
-from hwopt.data.rows import Rows
-from hwopt.data.tables import find_column, string_values
+from hwopt.data.sources.number_format import is_number
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import find_column, string_values
 from hwopt.errors import DataError, InputError
 from hwopt.text import listing, nearest, truncate
 

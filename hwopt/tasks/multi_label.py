@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import text_of
-from hwopt.data.rows import Rows
+from hwopt.data.sources.columns import text_of
+from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
 from hwopt.tasks.base import LossFunction, Metrics
 from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets, sequence_class_names

@@ -11,11 +11,11 @@ from hwopt.config.job import Job
 from hwopt.config.job_sources import Sources as SourcesOf
 from hwopt.config.job_sources import paths_of
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.image_store import ImageStore
 from hwopt.data.mixture import Mixture
-from hwopt.data.reading import read_all, read_options, refuse_missing
-from hwopt.data.rows import Rows
-from hwopt.data.token_store import TokenStore
+from hwopt.data.sources.reading import read_all, read_options, refuse_missing
+from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.image_store import ImageStore
+from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import choose_padding, load_tokenizer
 from hwopt.data.tokenizer_training import trained_tokenizer
 from hwopt.tasks.prepared import Prepared

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.rows import Rows
-from hwopt.data.store import Store
+from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.store import Store
 
 if TYPE_CHECKING:
     import numpy as np

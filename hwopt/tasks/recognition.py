@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
-from hwopt.data.columns import EXAMINED, files_beside
-from hwopt.data.file_format import read_any, reading_notes
+from hwopt.data.sources.columns import EXAMINED, files_beside
+from hwopt.data.sources.file_format import read_any, reading_notes
 from hwopt.errors import DataError
 from hwopt.text import listing
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.columns import is_text
-from hwopt.data.pair_store import PairStore
-from hwopt.data.rows import Rows
-from hwopt.data.tables import text_columns
-from hwopt.data.token_store import fingerprint, split_rows
+from hwopt.data.sources.columns import is_text
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.pair_store import PairStore
+from hwopt.data.stores.token_store import fingerprint, split_rows
 from hwopt.data.tokenizer import CHUNK, LengthLimit, encode
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError, InputError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-    from hwopt.data.collate import Collate
+    from hwopt.data.batches.collate import Collate
 
 PAIRS = (
     *(("document", "summary"), ("article", "summary"), ("text", "summary"), ("dialogue", "summary"), ("article", "highlights")),
@@ -94,7 +94,7 @@ class Seq2SeqLM(Task):
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """Documents with summaries, or sentences with translations; prompts with completions are left to causal-lm."""
-        from hwopt.data.columns import PROMPTS
+        from hwopt.data.sources.columns import PROMPTS
 
         for prompt, completion in (*PAIRS, *(PROMPTS if chosen else ())):
             if is_text(table, prompt) and is_text(table, completion):
@@ -128,7 +128,7 @@ class Seq2SeqLM(Task):
 
     def collate(self) -> type[Collate]:
         """Inputs and targets are padded apart."""
-        from hwopt.data.pair_collate import PairCollate
+        from hwopt.data.batches.pair_collate import PairCollate
 
         return PairCollate
 

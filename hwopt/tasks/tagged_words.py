@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
-from hwopt.data.rows import Rows
-from hwopt.data.tables import find_column
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import find_column
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.label_sets import is_list, is_list_of_labels, sequence_class_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.columns import classes, has_many_classes, label_column, text_of
+from hwopt.data.sources.columns import classes, has_many_classes, label_column, text_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts, uses_two_types
 from hwopt.tasks.labels import similar_labels

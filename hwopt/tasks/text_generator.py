@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hwopt.data.chat import BadConversation, Conversation
 from hwopt.data.chat_template import ChatTemplate, set_template
+from hwopt.data.sources.chat import BadConversation, Conversation
 from hwopt.data.tokenizer import tokens_of
 from hwopt.tasks.prediction import Generation, ModelInput, TokenPredictor, Trained
 

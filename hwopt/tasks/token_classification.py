@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.rows import Rows
-from hwopt.data.token_store import TokenStore, fingerprint
+from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.token_store import TokenStore, fingerprint
 from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.errors import DataError

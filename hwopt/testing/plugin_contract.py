@@ -11,7 +11,7 @@ from typing import Any
 
 from hwopt import api
 from hwopt.hardware.device import Hardware
-from hwopt.memory.dry_run import memory_spec
+from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.planning.decisions import PluginDecision, helps_oom
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe

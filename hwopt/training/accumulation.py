@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hwopt.data.step_batch import MicroBatch, StepBatch
+from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.text import first_line
 from hwopt.training.memory_pressure import free_memory
 from hwopt.training.randomness import reseeder
 from hwopt.training.run import Run
-from hwopt.training.telemetry import Telemetry
+from hwopt.training.telemetry.telemetry import Telemetry
 
 
 class Accumulation:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hwopt.data.step_batch import StepBatch
+from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.system import signals

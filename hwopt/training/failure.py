@@ -13,7 +13,7 @@ from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDied
 from hwopt.plugin.guard import GuardedOnce
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.training.run import Run
-from hwopt.training.telemetry import Telemetry
+from hwopt.training.telemetry.telemetry import Telemetry
 
 
 @contextmanager

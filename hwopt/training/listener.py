@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,61 +58,29 @@ class Listener:
     def on_finish(self, run: Run, summary: Summary) -> None:
         """Training is over and `final/` is written."""
 
+    def on_end(self, run: Run, ending: str) -> None:
+        """The run ended, and status.json says how: "done", or the exit code with the message.
+
+        "" where another rank has written it.
+        """
+
 
 class Listeners(Listener):
-    """Several listeners as one."""
+    """Several listeners as one. Each event goes to all of them, in order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = listeners
 
-    def on_stage(self, what: str) -> None:
-        for listener in self.listeners:
-            listener.on_stage(what)
 
-    def on_start(self, run: Run) -> None:
-        for listener in self.listeners:
-            listener.on_start(run)
+def to_each(event: str) -> Callable[..., None]:
+    """The method of `Listeners` that passes `event` on."""
 
-    def on_steps_begin(self, run: Run) -> None:
+    def method(self: Listeners, *arguments: Any) -> None:
         for listener in self.listeners:
-            listener.on_steps_begin(run)
+            getattr(listener, event)(*arguments)
 
-    def on_steps_end(self, run: Run) -> None:
-        for listener in self.listeners:
-            listener.on_steps_end(run)
+    return method
 
-    def on_evidence(self, run: Run, found: list[Any]) -> None:
-        for listener in self.listeners:
-            listener.on_evidence(run, found)
 
-    def on_final_evidence(self, run: Run, found: list[Any]) -> None:
-        for listener in self.listeners:
-            listener.on_final_evidence(run, found)
-
-    def on_log(self, run: Run, row: Row) -> None:
-        for listener in self.listeners:
-            listener.on_log(run, row)
-
-    def on_message(self, run: Run, message: str) -> None:
-        for listener in self.listeners:
-            listener.on_message(run, message)
-
-    def on_warning(self, run: Run, message: str) -> None:
-        for listener in self.listeners:
-            listener.on_warning(run, message)
-
-    def on_heartbeat(self, run: Run) -> None:
-        for listener in self.listeners:
-            listener.on_heartbeat(run)
-
-    def on_out_of_memory(self, run: Run, rows: int) -> None:
-        for listener in self.listeners:
-            listener.on_out_of_memory(run, rows)
-
-    def on_save(self, run: Run, folder: Path) -> None:
-        for listener in self.listeners:
-            listener.on_save(run, folder)
-
-    def on_finish(self, run: Run, summary: Summary) -> None:
-        for listener in self.listeners:
-            listener.on_finish(run, summary)
+for event in [name for name in vars(Listener) if name.startswith("on_")]:
+    setattr(Listeners, event, to_each(event))

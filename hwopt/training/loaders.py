@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from hwopt.config.aliases import option_for
-from hwopt.data.collate import Collate, StepDataset, as_is, cut_in_order
-from hwopt.data.samplers import EvalSampler, StepSampler
-from hwopt.data.step_batch import StepBatch, Widths
-from hwopt.data.store import Store
+from hwopt.data.batches.collate import Collate, StepDataset, as_is, cut_in_order
+from hwopt.data.batches.samplers import EvalSampler, StepSampler
+from hwopt.data.batches.step_batch import StepBatch, Widths
+from hwopt.data.stores.store import Store
 from hwopt.errors import DataError, PluginError, StorageError, WorkerDiedError
 from hwopt.system import signals
 from hwopt.training import randomness

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from hwopt.data.step_batch import StepBatch
+from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel, best_metric
@@ -34,8 +34,8 @@ from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
 from hwopt.training.samples import Samples
 from hwopt.training.summary import summarize
-from hwopt.training.telemetry import Telemetry
-from hwopt.training.use import UseMeter
+from hwopt.training.telemetry.telemetry import Telemetry
+from hwopt.training.telemetry.use import UseMeter
 
 
 def train(run: Run) -> Summary:

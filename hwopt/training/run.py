@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hwopt.data.step_batch import StepBatch
+from hwopt.data.batches.step_batch import StepBatch
 from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded

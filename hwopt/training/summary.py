@@ -6,8 +6,8 @@ from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.saving.best_model import BestModel
 from hwopt.training.listener import Summary
 from hwopt.training.run import Run
-from hwopt.training.telemetry import Telemetry
-from hwopt.training.use import UseMeter
+from hwopt.training.telemetry.telemetry import Telemetry
+from hwopt.training.telemetry.use import UseMeter
 
 
 def summarize(run: Run, telemetry: Telemetry, use: UseMeter, seconds: float, best: BestModel) -> Summary:

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from hwopt.planning.plan import Plan
-from hwopt.report.bench import BenchRow, Speedup
-from hwopt.report.throughput import Unit
+from hwopt.records.throughput import Unit
+from hwopt.trials.bench_rows import BenchRow, Speedup
 from hwopt.trials.processes import Launch
 from hwopt.trials.rounds import Ratios, parity, ratios, rotated, steps_for
 from hwopt.trials.trial import Outcome, run_trial

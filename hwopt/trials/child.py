@@ -66,8 +66,8 @@ def run(folder: Path) -> int:
 def train(folder: Path, request: dict[str, Any]) -> None:
     """Plan the variant of `request` as `hwopt run` does, and train its steps."""
     from hwopt import api
-    from hwopt.interop.accelerate import exports_of
-    from hwopt.interop.launcher_environment import refuse_contradictions
+    from hwopt.export.accelerate import exports_of
+    from hwopt.export.launcher_environment import refuse_contradictions
     from hwopt.model.remote_code import trust_only
     from hwopt.runs.journal import Journal
     from hwopt.training.build import build

@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hwopt import api
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.inputs import Inputs, refuse_missing_data
 from hwopt.planning.plan import Plan
-from hwopt.report.bench import Bench
 from hwopt.text import cut
+from hwopt.trials.bench_rows import Bench
 from hwopt.trials.benchmark import Benchmark, Effort, Progress
 from hwopt.trials.processes import launcher_for
 from hwopt.trials.trial import MEMORY_KINDS, Variant

@@ -15,7 +15,7 @@ cause one (hwopt.trials.preparation_time).
 
 The search ends at the plateau, when no setting is expected to gain anything, or after 12 trials. Its result is the setting that
 the surrogate, which weighs all trials, expects to be fastest, if its trial is clearly faster than the start: the 95 % interval of
-the ratio is above 1 (see hwopt.report.throughput for the windows of a trial).
+the ratio is above 1 (see hwopt.records.throughput for the windows of a trial).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hwopt.report.throughput import Ratio, Unit, Window, rate, rate_ratio
+from hwopt.records.throughput import Ratio, Unit, Window, rate, rate_ratio
 from hwopt.trials.candidates import Axis, Candidates, Failure, Forecast, Setting, with_choice
 from hwopt.trials.preparation_time import WAITS, PreparationTime
 from hwopt.trials.surrogate import Numbers, Posterior, Surrogate

@@ -11,8 +11,8 @@ from typing import Any
 
 from hwopt.config.new_job import toml_value
 from hwopt.errors import HwoptError, PluginError
-from hwopt.memory.lengths import Lengths, lengths_of
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.lengths import Lengths, lengths_of
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.alternatives import changes_of, scales_of
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan

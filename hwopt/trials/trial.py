@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
-from hwopt.report.run_record import RunRecord
-from hwopt.report.throughput import Unit, Window, rate
+from hwopt.records.run_record import RunRecord
+from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_object, read_record
 from hwopt.runs.status import read_status
 from hwopt.system.atomic_folder import write_json

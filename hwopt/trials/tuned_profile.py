@@ -13,9 +13,9 @@ from tomlkit.items import Table
 
 from hwopt.config.profile import Profile
 from hwopt.config.toml import parse_assignment
+from hwopt.config.toml_text import inline, plain, profile_name, text_of
 from hwopt.errors import InputError
-from hwopt.interop.files import refuse_taken
-from hwopt.interop.imported_files import inline, plain, profile_name, text_of
+from hwopt.export.files import refuse_taken
 
 DIVIDED = ("extends", "name", "summary")
 """Keys of a profile that a tuned one does not take over."""

@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import TracebackType
 
-from hwopt import __version__
 from hwopt.errors import DoesNotFitError, InputError
-from hwopt.interop.files import write
+from hwopt.export.files import write
 from hwopt.planning.plan import Plan
-from hwopt.report.throughput import Unit, Window, rate
-from hwopt.report.tune import TrialRow, TuneProgress, TuneResult, rate_text, ratio_text
+from hwopt.records.throughput import Unit, Window, rate
 from hwopt.system import signals
 from hwopt.trials.candidates import Failure, Setting
 from hwopt.trials.processes import Launch, in_new_process, launcher_for
 from hwopt.trials.search import TRIALS, Ending, Measurement, Search, Trial
 from hwopt.trials.space import Space
 from hwopt.trials.trial import Outcome, Variant, run_trial
+from hwopt.trials.tune_rows import TrialRow, TuneListener, TuneResult, rate_text, ratio_text
 from hwopt.trials.tuned_profile import Parent, Tuned, profile_text
 
 FAILURES: dict[str, Failure] = {"out of memory": "out of memory", "timed out": "time limit"}
@@ -53,7 +53,7 @@ class Tuning(AbstractContextManager["Tuning"]):
     job: Path | None
     start: Variant
     effort: Effort = field(default_factory=Effort)
-    progress: TuneProgress = field(default_factory=TuneProgress)
+    progress: TuneListener = field(default_factory=TuneListener)
     outcomes: list[Outcome] = field(default_factory=list)
     """Of the trials, in order."""
     ending: Ending = "plateau"
@@ -183,7 +183,7 @@ class Tuning(AbstractContextManager["Tuning"]):
         plan, effort, rows = self.space.start, self.effort, self.rows
         software = ", ".join(f"{name} {plan.software[name]}" for name in ("torch", "transformers") if name in plan.software)
         return [
-            f"{parent}, tuned by hwopt {__version__} on {date.today()} on {plan.hardware.name}, with {software}.",
+            f"{parent}, tuned by hwopt {version('hwopt')} on {date.today()} on {plan.hardware.name}, with {software}.",
             f"Job: {plan.job_name}, {plan.model.architecture}, {plan.batch.step} rows per optimizer step, as before.",
             f"{len(rows)} trials of {effort.steps} steps; {ENDINGS[self.ending]}.",
             "Trial, its speed if that of the start is 1 (95 % interval), peak memory, setting:",

@@ -16,7 +16,7 @@ from hwopt.config.job import JobFile
 from hwopt.errors import HwoptError, InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.report.bench import Role
+from hwopt.trials.bench_rows import Role
 from hwopt.trials.rounds import Effect, strongest
 from hwopt.trials.trial import Variant
 

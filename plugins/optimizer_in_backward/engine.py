@@ -15,7 +15,7 @@ from hwopt.distributed.engine import Engine
 from hwopt.errors import PluginError
 
 if TYPE_CHECKING:
-    from hwopt.data.step_batch import MicroBatch, StepBatch
+    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
     from hwopt.plugin import RunView
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from hwopt.data.collate import Collate
-from hwopt.data.step_batch import Part, Step, StepBatch
+from hwopt.data.batches.collate import Collate
+from hwopt.data.batches.step_batch import Part, Step, StepBatch
 from hwopt_plugins.pack import pack_rows
 
 IGNORED = -100

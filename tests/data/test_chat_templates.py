@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from documentation import ROOT
 
-from hwopt.data.chat import BadConversation, Conversation, conversation_of
 from hwopt.data.chat_template import GENERATION, ChatTemplate
+from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
 from hwopt.errors import DataError
 
 FOLDER = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"

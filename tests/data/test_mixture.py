@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hwopt import api
 from hwopt.config.job import Job
+from hwopt.data.batches.samplers import StepSampler
 from hwopt.data.mixture import Mixture
-from hwopt.data.samplers import StepSampler
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.registry import make_task

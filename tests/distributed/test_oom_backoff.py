@@ -18,8 +18,8 @@ from hwopt import api
 from hwopt.config.profile import make_profile
 from hwopt.distributed.oom_backoff import QUIET_STEPS, OomBackoff
 from hwopt.errors import DoesNotFitError
-from hwopt.memory.known_limits import recorded_limit
-from hwopt.memory.lengths import lengths_of
+from hwopt.memory.forecast.known_limits import recorded_limit
+from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry

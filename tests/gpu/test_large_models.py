@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hwopt.hardware.device import GIB
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.lengths import Lengths
-from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.lengths import Lengths
+from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.plan import Plan
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny

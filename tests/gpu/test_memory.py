@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.memory.caching_allocator import Block, CachingAllocator
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.measured import measure
-from hwopt.memory.planner import plan_memory
-from hwopt.memory.playback import played
-from hwopt.memory.tracer import trace_plan
+from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
+from hwopt.memory.allocator.playback import played
+from hwopt.memory.forecast.measured import measure
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.tracer import trace_plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.allocator import allocator_settings
 

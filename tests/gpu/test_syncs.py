@@ -13,9 +13,9 @@ import torch
 
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.training import step_timer
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
+from hwopt.training.telemetry import step_timer
 
 pytestmark = pytest.mark.device("any")
 

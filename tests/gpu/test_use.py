@@ -18,7 +18,7 @@ from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.plugin import RunView
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training import step_timer, use
+from hwopt.training.telemetry import step_timer, use
 
 pytestmark = pytest.mark.device("pretend")
 
@@ -33,7 +33,7 @@ def judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of any length have a verdict, every step is timed, and waits for the tiny data do not count."""
     monkeypatch.setattr(use, "ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(step_timer, "PERIOD", 0.0)
-    monkeypatch.setattr("hwopt.training.verdict.DATA_WAIT", 1.1)
+    monkeypatch.setattr("hwopt.training.telemetry.verdict.DATA_WAIT", 1.1)
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ import torch
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
-from hwopt.data.tables import read_rows
-from hwopt.data.token_store import TokenStore
+from hwopt.data.sources.tables import read_rows
+from hwopt.data.stores.token_store import TokenStore
 from hwopt.errors import DataError, InputError
-from hwopt.memory.tracer import cached_timelines
+from hwopt.memory.trace.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.report.terminal import Terminal, say, table

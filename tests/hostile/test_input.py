@@ -28,8 +28,8 @@ from hwopt.config.job import Data, Task
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
 from hwopt.errors import InputError
+from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.hardware.device import described
-from hwopt.interop.launcher_environment import refuse_contradictions
 from hwopt.plugin.registry import Registry
 from hwopt.text import printable
 

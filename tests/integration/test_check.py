@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hwopt import api
-from hwopt.check.rules.memory import estimate_gib
-from hwopt.interop.imported_files import BERT_BASE
-from hwopt.interop.recognise import read_view
+from hwopt.configs.check.rules.memory import estimate_gib
+from hwopt.configs.imported_files import BERT_BASE
+from hwopt.configs.recognise import read_view
 from hwopt.planning.inputs import Inputs
 
 PROFILE = """\

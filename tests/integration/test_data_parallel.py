@@ -26,8 +26,8 @@ from hwopt.testing import TINY_BERT, write_samples
 class Shortage(Plugin):
     """Raises out of memory at some calls of the embeddings, in forward or in backward, as the allocator does."""
 
-    name, stage, writes = "shortage", Stage.MODEL, ("model_steps",)
-    case: ClassVar[Case]
+    name, stage = "shortage", Stage.MODEL
+    _case: ClassVar[Case]
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test")
@@ -41,7 +41,7 @@ class Shortage(Plugin):
         return model
 
     def forward(self, module: Any, inputs: Any, output: Any) -> None:
-        case = self.case
+        case = self._case
         if (case.where == "evaluation") == module.training:
             return
         self.calls += 1
@@ -52,9 +52,9 @@ class Shortage(Plugin):
             self.fail(None)
 
     def fail(self, gradient: Any) -> None:
-        if self.case.how == "broken":
+        if self._case.how == "broken":
             raise ValueError("a bug on one rank")
-        if self.case.how == "killed":
+        if self._case.how == "killed":
             os.kill(os.getpid(), 9)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
 
@@ -95,7 +95,7 @@ def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]
 
     def work(rank: int) -> None:
         signals.install_handlers()
-        Shortage.case = case
+        Shortage._case = case
         registry = Registry()
         registry.add(Shortage)
         plan = api.resolve("./ranks.toml", "job.toml", world_size=2, registry=registry, cache=folder / "cache")

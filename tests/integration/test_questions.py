@@ -11,7 +11,7 @@ from command_line import hwopt
 from pinned_torch import IS_PINNED, REASON
 from programs import program
 
-from hwopt.training import use
+from hwopt.training.telemetry import use
 
 QUESTIONS: Any = program("questions")
 TEXT = QUESTIONS.PAGE.read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, apart, launcher, logged, saved_bits, write_samples
-from hwopt.training.telemetry import Telemetry
+from hwopt.training.telemetry.telemetry import Telemetry
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 

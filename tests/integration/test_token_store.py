@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hwopt.data.token_store import TokenStore
+from hwopt.data.stores.token_store import TokenStore
 
 
 def make(lengths: list[int], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from hwopt.memory import tracing_process
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.tracer import NotTraceable, traced
-from hwopt.memory.tracing_request import Request
+from hwopt.memory.trace import tracing_process
+from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.tracer import NotTraceable, traced
+from hwopt.memory.trace.tracing_request import Request
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -30,7 +30,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 print("started", flush=True)
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin import Decision, Plugin, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.system import fork_server
@@ -118,7 +118,7 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracing_process.close()
-    idle = "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; "
+    idle = "import hwopt.memory.trace.tracing_server as s; s.IDLE_SECONDS = 0.1; "
     monkeypatch.setattr(fork_server, "START_UP", idle + fork_server.START_UP)
     plan = plan_of(tmp_path)
     before = trace(plan)
@@ -132,7 +132,7 @@ def test_idle_server_is_recognised_although_a_library_writes_more_at_its_exit(
 ) -> None:
     tracing_process.close()
     noisy = "import atexit, sys; atexit.register(lambda: print('leaked 4 instances', file=sys.stderr)); "
-    idle = "import hwopt.memory.tracing_server as s; s.IDLE_SECONDS = 0.1; "
+    idle = "import hwopt.memory.trace.tracing_server as s; s.IDLE_SECONDS = 0.1; "
     monkeypatch.setattr(fork_server, "START_UP", noisy + idle + fork_server.START_UP)
     trace(plan_of(tmp_path))
     running = tracing_process.running_process()
@@ -145,7 +145,7 @@ class Local(Plugin):
 
     name = "local"
     stage = Stage.MODEL
-    bytes_held = 1 << 20
+    _bytes_held = 1 << 20
 
     def probe(self, context: Context) -> Decision:
         return Decision.apply("for the test")
@@ -154,7 +154,7 @@ class Local(Plugin):
         recipe.model_steps.append(self.hold)
 
     def hold(self, model: Any, run: Any) -> Any:
-        model.held = torch.zeros(self.bytes_held, dtype=torch.uint8)
+        model.held = torch.zeros(self._bytes_held, dtype=torch.uint8)
         return model
 
 
@@ -162,7 +162,7 @@ def test_plugin_that_only_the_caller_can_import_is_traced(tmp_path: Path) -> Non
     registry = Registry()
     registry.add(Local)
     plain, more = trace(plan_of(tmp_path)), trace(plan_of(tmp_path, registry, local={}))
-    assert more - plain == pytest.approx(Local.bytes_held, rel=0.01)
+    assert more - plain == pytest.approx(Local._bytes_held, rel=0.01)
 
 
 class Unsendable(Local):

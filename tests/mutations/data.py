@@ -11,8 +11,8 @@ import torch
 
 import hwopt_plugins.length_batching
 import hwopt_plugins.pack.collate
-from hwopt.data.collate import cut_in_order
-from hwopt.data.samplers import StepSampler
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.samplers import StepSampler
 from mutations import Mutation
 
 

@@ -14,7 +14,7 @@ from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.config.validation import _fields_at
 from hwopt.errors import DataError, HwoptError, InputError, StorageError, is_gated
-from hwopt.memory.tracer import cached_timelines
+from hwopt.memory.trace.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.planning.inputs import Inputs, refuse_missing_data, refuse_mistakes

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.memory.tracer import trace_plan
+from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile

@@ -10,7 +10,7 @@ import pytest
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.model.config import load_config
 from hwopt.testing import (
     TINY_BERT,

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.measured import measure_peak
-from hwopt.memory.tracer import trace_plan
+from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe, verify

@@ -12,10 +12,10 @@ import pytest
 from hwopt.config.job import Data, Job, Model
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
-from hwopt.data.collate import cut_in_order
-from hwopt.data.step_batch import Groups
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.step_batch import Groups
 from hwopt.hardware.device import described
-from hwopt.memory.tracer import trace_plan
+from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning.capabilities import BERT_BASE

@@ -12,7 +12,7 @@ import torch
 
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage, Traits, verify
 from hwopt.plugin.registry import Registry

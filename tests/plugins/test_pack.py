@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.data.collate import Collate, cut_in_order
-from hwopt.data.step_batch import Step
+from hwopt.data.batches.collate import Collate, cut_in_order
+from hwopt.data.batches.step_batch import Step
 from hwopt.errors import PluginError
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, TINY_LLAMA, WORDS, plan_for, tiny_profile, train_tiny, write_samples

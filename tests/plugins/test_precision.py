@@ -16,7 +16,7 @@ from hwopt.distributed.engine import Engine
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.memory.dry_run import memory_spec
+from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB
-from hwopt.memory.dry_run import memory_spec
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import show_memory
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hwopt import api
 from hwopt.errors import InputError, PluginError
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import describe_host
 from hwopt.testing import (

@@ -23,8 +23,8 @@ import torch
 
 from hwopt import api
 from hwopt.hardware.device import GIB
-from hwopt.memory import planner
-from hwopt.memory.lengths import lengths_of
+from hwopt.memory.forecast import planner
+from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.planning.plan import Plan
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder

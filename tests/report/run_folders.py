@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hwopt.report.run_record import RunRecord
+from hwopt.records.run_record import RunRecord
 from hwopt.runs.processes import PROCESSES
 from hwopt.runs.record import read_record
 

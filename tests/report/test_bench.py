@@ -14,9 +14,10 @@ from report.browser import CHROMIUM, Browser, browser
 from report.test_page import CONTRAST, MARKUP, text_of
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import Bench, BenchRow, Speedup, seconds_text, show_bench, verdict
+from hwopt.report.bench import seconds_text, show_bench, verdict
 from hwopt.report.bench_page import bench_page, write_bench_page
 from hwopt.report.terminal import Terminal
+from hwopt.trials.bench_rows import Bench, BenchRow, Speedup
 
 BROKEN_WORDS = """
 [...document.querySelectorAll("tbody th, tbody td")].map(e => e.firstChild).filter(Boolean).flatMap(text =>

@@ -14,8 +14,8 @@ from report.browser import CHROMIUM, Browser, browser
 from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
 from report.test_measurements import USE
 
+from hwopt.records.run_record import RunRecord
 from hwopt.report.page import LIMITS, page_of
-from hwopt.report.run_record import RunRecord
 
 MARKUP = "<script>window.hacked = true</script>"
 NAMES = ["spam", MARKUP, 'a "quoted" & <b>label</b>']

@@ -13,6 +13,7 @@ import pytest
 
 from hwopt import api
 from hwopt.plugin import Evidence
+from hwopt.report.run_files import with_run_files
 from hwopt.report.screen import Screen, Speed, summary_rows
 from hwopt.report.terminal import Terminal
 from hwopt.testing import plan_for, tiny_job, tiny_profile
@@ -88,9 +89,9 @@ def test_summary_has_units() -> None:
 
 def test_run_log_holds_what_the_run_printed(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=4, save_steps=2))
-    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    api.execute(plan, tmp_path / "run", with_run_files(), cache=tmp_path / "cache")
     log = (tmp_path / "run" / "run.log").read_text()
     for part in ("profile: tiny", "batch  ", "evidence: after step 1, ", "step 4/4", "eval at step 4", "summary", "done"):
         assert part in log, part
-    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache", resume=True)
+    api.execute(plan, tmp_path / "run", with_run_files(), cache=tmp_path / "cache", resume=True)
     assert (tmp_path / "run" / "run.log").read_text().startswith(log)

@@ -18,8 +18,8 @@ import pytest
 
 from hwopt.config.task_kinds import task_facts
 from hwopt.hardware.device import Hardware, described
-from hwopt.memory.communication import Ranks, Volume
-from hwopt.memory.sharding import Comparison, SchemeMemory
+from hwopt.memory.forecast.communication import Ranks, Volume
+from hwopt.memory.forecast.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
 from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side, time_range
 from hwopt.report.sharding import show_parallel

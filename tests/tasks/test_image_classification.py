@@ -22,10 +22,10 @@ from hwopt.config.job import Job
 from hwopt.errors import DataError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.lengths import lengths_of
-from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.plan import Plan
 from hwopt.saving.reader import list_checkpoints
 from hwopt.tasks.recognition import recognise

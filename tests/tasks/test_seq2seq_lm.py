@@ -16,17 +16,17 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.config.job import Job
-from hwopt.data.collate import StepDataset, cut_in_order
-from hwopt.data.pair_collate import PairCollate
-from hwopt.data.pair_store import PairStore
-from hwopt.data.step_batch import Step, Widths
+from hwopt.data.batches.collate import StepDataset, cut_in_order
+from hwopt.data.batches.pair_collate import PairCollate
+from hwopt.data.batches.step_batch import Step, Widths
+from hwopt.data.stores.pair_store import PairStore
 from hwopt.errors import DataError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.memory.dry_run import Shape
-from hwopt.memory.lengths import lengths_of
-from hwopt.memory.measured import measure_peak
-from hwopt.memory.planner import plan_memory
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.plan import Plan
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.seq2seq_lm import start_token

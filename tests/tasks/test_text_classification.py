@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.rows import Rows
+from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task

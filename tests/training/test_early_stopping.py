@@ -83,7 +83,7 @@ def test_a_run_stops_after_evaluations_without_improvement(stopped: tuple[Path, 
     assert [row["step"] for row in recorder.rows if "eval_loss" in row] == [2, 4, 6]
     assert (summary["step"], summary["early_stopping_count"]) == (6, 2)
     assert json.loads((run / "status.json").read_text()) == {"exit_code": 0, "message": "done"}
-    log = (run / "run.log").read_text()
+    log = "\n".join(recorder.messages)
     assert "Stopping early after step 6 of 12: eval_loss did not improve by more than 5 in 2 evaluations" in log
     assert f"The best weights are those of step {summary['best_step']}" in log
 

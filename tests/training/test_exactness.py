@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwopt.data.samplers import StepSampler
-from hwopt.data.step_batch import Step, StepBatch
+from hwopt.data.batches.samplers import StepSampler
+from hwopt.data.batches.step_batch import Step, StepBatch
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
@@ -143,7 +143,7 @@ def test_sampler_and_collate_are_picklable() -> None:
 
     import numpy as np
 
-    from hwopt.data.collate import Collate, cut_in_order
+    from hwopt.data.batches.collate import Collate, cut_in_order
     from hwopt.training.randomness import shuffled
 
     sampler = StepSampler(np.ones(4), np.ones(4), shuffled, 0, 2, 2)

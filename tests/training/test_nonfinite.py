@@ -26,7 +26,7 @@ from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 from hwopt.training.run import Run
-from hwopt.training.telemetry import Telemetry
+from hwopt.training.telemetry.telemetry import Telemetry
 
 STEPS = 6
 PARAMETERS = 12

@@ -15,7 +15,7 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 
 from hwopt.config.job import make_job
-from hwopt.data.samplers import StepSampler
+from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from hwopt.report.throughput import Window
+from hwopt.records.throughput import Window
 from hwopt.trials.candidates import Axis, Forecast, Setting
 from hwopt.trials.search import Measurement, Search
 

@@ -12,10 +12,10 @@ import pytest
 
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.report.bench import BenchRow
-from hwopt.report.throughput import Window
+from hwopt.records.throughput import Window
 from hwopt.testing import plan_for, tiny_job
 from hwopt.trials import benchmark
+from hwopt.trials.bench_rows import BenchRow
 from hwopt.trials.benchmark import FIRST_STEPS, LEAST_STEPS, Benchmark, Effort, Progress
 from hwopt.trials.processes import Launch
 from hwopt.trials.trial import Outcome, Variant

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from trials.surfaces import Found, Surface, searched
 
-from hwopt.report.throughput import Window
+from hwopt.records.throughput import Window
 from hwopt.trials.candidates import Axis, Candidates, Forecast, Setting
 from hwopt.trials.search import Measurement, Search
 

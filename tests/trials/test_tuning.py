@@ -13,7 +13,7 @@ from cli.test_cli import write_job
 from command_line import hwopt
 
 from hwopt.planning.inputs import Inputs
-from hwopt.report.throughput import Window
+from hwopt.records.throughput import Window
 from hwopt.trials import tuning
 from hwopt.trials.trial import Outcome, Variant
 from hwopt.trials.tuning import measurement_of, without_compilation

@@ -1,0 +1,99 @@
+"""The contract of rules: what a rule is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from hwopt.configs.view import Tool, View
+from hwopt.hardware.device import Hardware
+
+Level = Literal["error", "warning", "information"]
+Need = Literal["card", "cores", "size"]
+NEEDS: dict[Need, str] = {
+    "card": "a card (--card NAME, or --profile)",
+    "cores": "the number of CPU cores (--cores N)",
+    "size": "the model's size and the length of a sample (--parameters N --max-length N)",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a configuration does not say and a rule may need. None: unknown."""
+
+    hardware: Hardware | None = None
+    """The card that the configuration is for."""
+    cores: int | None = None
+    """CPU cores of the machine that trains."""
+    rows: int | None = None
+    """Rows of the training data."""
+    parameters: float | None = None
+    max_length: int | None = None
+    """Tokens of the longest sample."""
+
+    def lacks(self, need: Need) -> bool:
+        if need == "size":
+            return self.parameters is None or self.max_length is None
+        return (self.hardware if need == "card" else self.cores) is None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake. `what` is the fact with its values, `why` its effect, `fix` the exact setting."""
+
+    word: str
+    """The setting that it is about: a word of the view. "": the whole file, or the `place`."""
+    what: str
+    why: str
+    fix: str = ""
+    level: Level | None = None
+    """Default: that of the rule."""
+    place: str = ""
+    """Default: that of the setting."""
+    key: str = ""
+    """Default: that of the setting."""
+
+
+RuleFunction = Callable[[View, Facts], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that finds one kind of mistake, and what the documentation says about it."""
+
+    name: str
+    level: Level
+    about: str
+    """One line: the mistake."""
+    source: str
+    """The page, issue or paper behind it."""
+    function: RuleFunction
+    words: tuple[str, ...] = ()
+    """The rule is asked only if the file has one of these settings; (): always."""
+    needs: tuple[Need, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    """The tools that it is about; (): all."""
+
+    def concerns(self, view: View) -> bool:
+        if self.tools and view.tool not in self.tools:
+            return False
+        return not self.words or any(word in view for word in self.words)
+
+
+def rule(
+    name: str,
+    level: Level,
+    *,
+    source: str,
+    words: tuple[str, ...] = (),
+    needs: tuple[Need, ...] = (),
+    tools: tuple[Tool, ...] = (),
+) -> Callable[[RuleFunction], Rule]:
+    """Decorator: a Rule of the function, which `about` describes by the first line of its docstring."""
+
+    def made(function: RuleFunction) -> Rule:
+        about = next(iter((function.__doc__ or "").strip().splitlines()), "")
+        return Rule(name, level, about, source, function, words, needs, tools)
+
+    return made

@@ -1,0 +1,92 @@
+"""What a configuration does not say: the card, the cores, the data, the model. From the command line or from the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+from hwopt.config.card import Card
+from hwopt.config.profile import Profile
+from hwopt.configs.check.contract import Facts
+from hwopt.configs.view import View
+from hwopt.errors import InputError
+from hwopt.hardware.device import Hardware, described
+from hwopt.planning.inputs import Inputs
+from hwopt.text import listing, nearest, truncate
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says; None: nothing."""
+
+    card: str | None = None
+    profile: str | None = None
+    cores: int | None = None
+    rows: int | None = None
+    parameters: float | None = None
+    max_length: int | None = None
+
+
+def facts_of(view: View | None, given: Given, inputs: Inputs, own: Card | None = None) -> tuple[Facts, str]:
+    """(facts, the card and where it comes from as text).
+
+    The card is that of --card, of --profile, of the profile that is checked (`own`), or of this machine, in this order.
+    """
+    hardware, source = card_hardware(given, inputs, own)
+    parameters, length = given.parameters, given.max_length
+    if view is not None:
+        parameters = parameters or view.parameters
+        length = length or int(view.number("max_length") or 0) or None
+    cores = given.cores
+    if cores is None and hardware is not None and hardware.source == "detected":
+        cores = hardware.cpu_cores
+    if hardware is not None and hardware.device_type == "cpu":
+        hardware = None
+    return Facts(hardware, cores, given.rows, parameters, length), source
+
+
+def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardware | None, str]:
+    if given.card is not None:
+        profile = profile_of_card(given.card, inputs)
+        return of_card(profile.card, given.card), f"{given.card}, by --card ({profile.name})"
+    if given.profile is not None:
+        profile = inputs.profile(given.profile)
+        return of_card(profile.card, profile.name), f"{card_name(profile.card, profile.name)}, by --profile {profile.name}"
+    if own is not None and own.capability is not None and own.memory_gib is not None:
+        return of_card(own, "card"), f"{card_name(own, 'card')}, by the file"
+    from hwopt.hardware.detect import detect  # imports torch, which takes seconds
+    from hwopt.system.ranks import local_rank
+
+    machine = detect(local_rank(os.environ))
+    if machine.device_type == "cuda":
+        return machine, f"{machine.name}, of this machine"
+    return machine, "none"
+
+
+def card_name(card: Card, otherwise: str) -> str:
+    return card.match[0] if card.match else otherwise
+
+
+def of_card(card: Card, name: str) -> Hardware:
+    if card.capability is None or card.memory_gib is None:
+        raise InputError(f"--profile: {name} has no card; give one with --card NAME")
+    return described(card_name(card, name), card.capability, card.memory_gib)
+
+
+def profile_of_card(name: str, inputs: Inputs) -> Profile:
+    """The profile whose card is called `name`, such as "RTX 3070" or "t4". Raises InputError if there is none."""
+    profiles = [inputs.profile(each) for each in inputs.files]
+    cards = {match: profile for profile in reversed(profiles) if profile.content.extends is None for match in profile.card.match}
+    if name in inputs.files:
+        return replace(inputs.profile(name))
+    plain = squeezed(name)
+    found = [match for match in cards if plain and plain in squeezed(match)]
+    if not found:
+        near = nearest(name, cards)
+        raise InputError(f"--card {truncate(name)}: no profile has such a card.{near} There are: {listing(sorted(cards), 30)}")
+    return cards[min(found, key=len)]
+
+
+def squeezed(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,1 @@
+"""Indices become step batches: samplers and collation."""

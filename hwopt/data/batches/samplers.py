@@ -1,0 +1,98 @@
+"""Samplers: the samples that each rank uses in each step, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from hwopt.data.batches.step_batch import Step
+from hwopt.data.mixture import Mixture
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """The training steps of a whole run for one rank.
+
+    Each rank gets a contiguous share of each step. The last step of an epoch has the remaining samples and may be smaller.
+    """
+
+    lengths: np.ndarray  # (samples,) tokens
+    counts: np.ndarray  # (samples,) labels that the loss counts, or their weights
+    order: Callable[[np.ndarray, int, int, int], Sequence[int] | np.ndarray]
+    """(lengths, seed, epoch, rows per step) -> sample indexes of the epoch."""
+    seed: int
+    rows: int
+    """Per step, over all ranks."""
+    total_steps: int
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    """The first step to yield; above 0 in a resumed run."""
+    mixture: Mixture | None = None
+    """Draws the samples of each epoch, before `order` orders them."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps per epoch, the smaller last one included."""
+        return ceil(len(self.lengths) / self.rows)
+
+    def __len__(self) -> int:
+        return self.total_steps - self.start
+
+    def __iter__(self) -> Iterator[Step]:
+        first_epoch, skip = divmod(self.start, self.steps_per_epoch)
+        index = self.start
+        epoch = first_epoch
+        while True:
+            order = self.epoch_order(epoch)
+            for begin in range(skip * self.rows, len(order), self.rows):
+                if index == self.total_steps:
+                    return
+                step = order[begin : begin + self.rows]
+                share = np.array_split(step, self.world_size)[self.rank]
+                weightless = len(share) == 0
+                samples = tuple(int(i) for i in (step[:1] if weightless else share))
+                yield Step(index, epoch, samples, self.counts[step].sum().item(), weightless)
+                index += 1
+            epoch, skip = epoch + 1, 0
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """The samples of an epoch in their order, (samples,) int64."""
+        if self.mixture is None:
+            return np.asarray(self.order(self.lengths, self.seed, epoch, self.rows), np.int64)
+        drawn: np.ndarray = self.mixture.drawn(self.seed, epoch)
+        return drawn[np.asarray(self.order(self.lengths[drawn], self.seed, epoch, self.rows), np.int64)]
+
+    def longest(self) -> Step:
+        """A step with the longest samples and this rank's largest number of rows, to try before training; part of no epoch."""
+        order = np.argsort(-self.lengths, kind="stable")[: ceil(self.rows / self.world_size)]
+        return Step(0, 0, tuple(int(i) for i in order), self.counts[order].sum().item())
+
+
+@dataclass(frozen=True)
+class EvalSampler:
+    """Every sample once over all ranks, longest first: this keeps padding low and makes the first batch the largest.
+
+    All ranks have the same number of batches, because some engines synchronise in each batch; the last one may be weightless.
+    """
+
+    lengths: np.ndarray
+    counts: np.ndarray
+    rows: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return ceil(ceil(len(self.lengths) / self.world_size) / self.rows)
+
+    def __iter__(self) -> Iterator[Step]:
+        order = np.argsort(-self.lengths, kind="stable")
+        own = order[self.rank :: self.world_size]
+        for index in range(len(self)):
+            share = own[index * self.rows : (index + 1) * self.rows]
+            weightless = len(share) == 0
+            samples = tuple(int(i) for i in (order[-1:] if weightless else share))
+            yield Step(index, 0, samples, int(self.counts[list(samples)].sum()), weightless)

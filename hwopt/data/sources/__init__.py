@@ -1,0 +1,1 @@
+"""Files, folders and Hub datasets become rows: formats, columns, tables, conversations."""

@@ -1,0 +1,208 @@
+"""Conversations: recognise the formats of chat data, and read their messages.
+
+Three formats are recognised: `messages` of OpenAI ({"role", "content"}), `conversations` of ShareGPT ({"from", "value"}), and the
+columns `instruction`, `input` and `output` of Alpaca. hwopt.data.chat_template turns them into tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hwopt.text import first_line, truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hwopt.data.sources.rows import Rows
+
+Message = dict[str, Any]
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool": "tool",
+}
+"""The name of the speaker in ShareGPT's format -> role."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BadConversation(Exception):
+    """A conversation that cannot be used. The message says why, without the place."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for equal conversations."""
+        return json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+
+
+def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
+    """The columns that hold the conversations of a table with the columns `names`; empty if it has none.
+
+    `column`: the one that the job names; None: the columns are recognised by their names.
+    """
+    if column is not None:
+        return (column,)
+    for name in ("messages", "conversations"):
+        if name in names:
+            return (name,)
+    return ("instruction", "output") if {"instruction", "output"} <= set(names) else ()
+
+
+def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation | None]:
+    """The conversation of each row of the table. Rows that hold none are marked as bad, with None here."""
+    from hwopt.data.sources.tables import find_column
+
+    table = rows.table
+    values = {name: values_of(find_column(table, name, rows.source, "data.messages"), name, rows) for name in columns}
+    for extra in ("input", "system") if len(columns) == 2 else ("tools", "system"):
+        if extra in table.column_names:
+            values[extra] = values_of(table[extra], extra, rows)
+    found: list[Conversation | None] = []
+    bad = rows.bad_rows.reasons
+    for row in range(table.num_rows):
+        cells = {name: column[row] for name, column in values.items()}
+        try:
+            found.append(None if rows.places.numbers[row] in bad else conversation_of(cells, columns))
+        except BadConversation as error:
+            rows.mark_bad(row, str(error))
+            found.append(None)
+    return found
+
+
+def prompt_column(names: Sequence[str], column: str | None) -> str | None:
+    """The column from which `read_prompts` reads, of a table with the columns `names`; None if it has none.
+
+    `column`: the one that the job names; None: the columns are recognised by their names.
+    """
+    known = ("messages", "conversations", "instruction") if column is None else (column,)
+    return next((name for name in known if name in names), column)
+
+
+def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
+    """The conversation of each row up to the answer to generate: without the assistant's last message.
+
+    Rows that hold none are marked as bad, with None here.
+    """
+    from hwopt.data.sources.tables import find_column
+
+    values = {column: values_of(find_column(rows.table, column, rows.source, "data.messages"), column, rows)}
+    for extra in ("input", "tools", "system"):
+        if extra in rows.table.column_names:
+            values[extra] = values_of(rows.table[extra], extra, rows)
+    found: list[Conversation | None] = []
+    for row in range(rows.table.num_rows):
+        try:
+            found.append(prompt_of({name: cells[row] for name, cells in values.items()}, column))
+        except BadConversation as error:
+            rows.mark_bad(row, str(error))
+            found.append(None)
+    return found
+
+
+def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
+    """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
+    if column == "instruction":
+        return Conversation(alpaca_messages({**cells, "output": "-"}, ("instruction", "output"))[:-1])
+    found = listed_messages(cells, column)
+    messages = found.messages[:-1] if found.messages[-1]["role"] == "assistant" else found.messages
+    if not messages:
+        raise BadConversation("has no message before the assistant's")
+    return Conversation(messages, found.tools)
+
+
+def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
+    """The values of a column, also of one with mixed types, which the table stores as text."""
+    mixed = rows.non_strings.get(name, {})
+    return [mixed.get(row, value) for row, value in enumerate(column.to_pylist())]
+
+
+def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
+    """The conversation in the cells of one row. Raises BadConversation."""
+    if len(columns) == 2:
+        return Conversation(alpaca_messages(cells, columns))
+    found = listed_messages(cells, columns[0])
+    if not any(message["role"] == "assistant" for message in found.messages):
+        raise BadConversation("has no message of the assistant")
+    return found
+
+
+def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
+    """The messages and tools in the cells of one row. Raises BadConversation."""
+    value, tools = cells[column], cells.get("tools")
+    value = parsed(value, f"{column!r}") if isinstance(value, str) else value
+    tools = parsed(tools, "'tools'") if isinstance(tools, str) and tools.strip() else tools or None
+    if not isinstance(value, list) or not value:
+        raise BadConversation(f"{column!r} holds no list of messages: {truncate(value)}")
+    messages = [message_of(one, number) for number, one in enumerate(value, 1)]
+    if (system := cells.get("system")) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": str(system)})
+    return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None)
+
+
+def parsed(text: str, what: str) -> Any:
+    """The JSON value in `text`. Raises BadConversation."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadConversation(f"{what} is not valid JSON: {first_line(error)}") from error
+
+
+def message_of(value: Any, number: int) -> Message:
+    """The message in OpenAI's or ShareGPT's format. `number` counts from 1. Raises BadConversation."""
+    if not isinstance(value, dict):
+        raise BadConversation(f"message {number} is not an object: {truncate(value)}")
+    message = without_nulls(value)
+    if "from" in message and "role" not in message:
+        speaker = str(message.pop("from"))
+        message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), "content": message.pop("value", ""), **message}
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadConversation(f"message {number} has the role {truncate(role)}; expected one of {', '.join(ROLES)}")
+    content = message.get("content", "")
+    if isinstance(content, list):  # parts, as in multimodal data
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise BadConversation(f"message {number} has parts that are not text; hwopt trains on text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
+    if not content.strip() and role == "user":
+        raise BadConversation(f"message {number} ({role}) is empty")
+    return {**message, "content": content}
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without keys that are null: a column of objects has every key of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def alpaca_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> list[Message]:
+    """The messages of an Alpaca row: instruction, and input if there is one, as the user's turn."""
+    instruction, output = (cells[name] for name in columns)
+    for name, text in zip(columns, (instruction, output), strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise BadConversation(f"{name!r} has no text")
+    more = cells.get("input")
+    content = f"{instruction}\n\n{more}" if isinstance(more, str) and more.strip() else instruction
+    system = [{"role": "system", "content": str(cells["system"])}] if cells.get("system") else []
+    return [*system, {"role": "user", "content": content}, {"role": "assistant", "content": output}]

@@ -1,0 +1,135 @@
+"""What a column of a table looks like: a text, a label, a part of a prompt; and the files beside a file.
+
+Names decide first, as data sets of the hub use them; then the content: a label has few values, a text is long.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hwopt.data.sources.chat import chat_columns
+from hwopt.data.sources.image_folder import split_folders
+from hwopt.data.sources.number_format import numbers_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "y")
+PAIRS = (
+    *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
+    *(("text_a", "text_b"), ("question", "sentence"), ("query", "passage")),
+)
+PROMPTS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
+    *(("question", "answer"), ("input", "output"), ("source", "target")),
+)
+TEXTS = ("text", "sentence", "content", "review", "document", "body")
+MOST_CLASSES = 100
+"""A column with more values is no label, unless its name says so."""
+ROWS_A_CLASS = 4
+"""A label's values have so many rows on average, unless its name says so."""
+EXAMINED = 2_000
+"""Rows whose lengths are measured."""
+HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
+
+
+def label_column(table: pa.Table, named: bool) -> str | None:
+    """The column of the classes; None if there is none.
+
+    `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
+    """
+    columns: list[str] = table.column_names
+    named_so = [each for name in LABELS for each in columns if each.lower() == name]
+    usable = [name for name in named_so if is_scalar(table, name) and classes(table, name) >= 2]
+    if usable:
+        return next((name for name in usable if not has_many_classes(table, name)), usable[0])
+    if named and chat_columns(columns, None):
+        return None
+    prompts = {name for pair in PROMPTS if set(pair) <= set(columns) for name in pair}
+    for name in columns:
+        if name in prompts or not is_scalar(table, name):
+            continue
+        values = classes(table, name)
+        if 2 <= values <= min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS) and mean_length(table, name) < 40:
+            return name
+    return None
+
+
+def text_of(table: pa.Table, label: str | None) -> list[str]:
+    """The column with the text, or two for pairs; empty if there is none."""
+    lower = {name.lower(): name for name in table.column_names if name != label and is_text(table, name)}
+    for pair in PAIRS:
+        if set(pair) <= set(lower):
+            return [lower[name] for name in pair]
+    for name in TEXTS:
+        if name in lower:
+            return [lower[name]]
+    longest = max(lower.values(), key=lambda name: mean_length(table, name), default=None)
+    return [] if longest is None else [longest]
+
+
+def is_text(table: pa.Table, name: str) -> bool:
+    """Whether the column holds strings, of which one has a letter."""
+    import pyarrow as pa
+
+    if table.column_names.count(name) != 1:
+        return False
+    kind = table[name].type
+    strings = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return strings and any(any(map(str.isalpha, value or "")) for value in table[name].slice(0, EXAMINED).to_pylist())
+
+
+def is_scalar(table: pa.Table, name: str) -> bool:
+    """Whether the column holds strings, whole numbers or booleans: what a class can be."""
+    import pyarrow as pa
+
+    if table.column_names.count(name) != 1:
+        return False
+    kind = table[name].type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return True
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return (text or pa.types.is_floating(kind)) and not is_fractional(table, name)
+
+
+def classes(table: pa.Table, name: str) -> int:
+    """The number of values of a column, without empty cells."""
+    return sum(value is not None and value != "" for value in table[name].unique().to_pylist())
+
+
+def has_many_classes(table: pa.Table, name: str) -> bool:
+    """Whether a column has more values than labels usually have, as one of identifiers has."""
+    most: int = max(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
+    return classes(table, name) > most
+
+
+def is_fractional(table: pa.Table, name: str) -> bool:
+    """Whether the values of a column are numbers of which one has a fraction: a measurement."""
+    numbers = numbers_of(table[name].slice(0, EXAMINED).to_pylist())
+    return any(not number.is_integer() for number in numbers or ())
+
+
+def mean_length(table: pa.Table, name: str) -> float:
+    """Mean number of characters."""
+    values = table[name].slice(0, EXAMINED).to_pylist()
+    return sum(len(str(value or "")) for value in values) / max(len(values), 1)
+
+
+def files_beside(source: str) -> dict[str, str]:
+    """Files for evaluation and test beside a file with "train" in its name: dev.csv beside train.csv.
+
+    In a folder of images, the folders of the splits beside that of training, as eval_split and test_split.
+    """
+    path = Path(source)
+    found: dict[str, str] = {}
+    if path.is_dir() and "train" in (splits := split_folders(path)):
+        return {f"{part}_split": folder.name for part, folder in splits.items() if part != "train"}
+    if "train" not in path.stem or not path.is_file():
+        return found
+    for key, words in HELD_OUT.items():
+        beside = (path.with_name(path.name.replace("train", word)) for word in words)
+        if file := next((file for file in beside if file.is_file()), None):
+            found[key] = str(file)
+    return found

@@ -1,0 +1,109 @@
+"""Read delimited text row by row: csv (quoted) and tsv (not quoted). The delimiter of a csv file is guessed from its header."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
+from hwopt.errors import DataError
+from hwopt.text import truncate
+
+Record = tuple[int, list[str] | None, str]
+"""(number of its first line, cells or None if they cannot be parsed, the raw text)"""
+
+
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
+"""Delimiters that are recognised in the header of a csv file, and their names in messages."""
+
+
+def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions, quoted: bool = True) -> Rows:
+    """The rows of a csv file, or of a tsv file if not `quoted`.
+
+    All cells stay strings: guessed types would change labels such as 01 or NA.
+    """
+    import pyarrow as pa
+
+    header = list(islice(lines, 1))
+    lines = chain(header, lines)
+    delimiter = (options.delimiter or guess_delimiter("".join(header))) if quoted else "\t"
+    separator = DELIMITERS.get(delimiter, repr(delimiter)) + (" (quote a cell that contains one)" if quoted else "")
+    records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
+    names: list[str] = []
+    rows: list[list[str]] = []
+    numbers: list[int] = []
+    for number, cells, raw in records:
+        invalid = INVALID_BYTE.search(raw)
+        if not names:
+            if invalid or cells is None:
+                raise DataError(
+                    f"{path}:{number}: the header {undecodable(invalid, options.encoding)}. {encoding_hint(path)}"
+                    if invalid
+                    else f"{path}:{number}: the header has an unclosed quote"
+                )
+            names = cells
+        elif invalid:
+            whole = cells is not None and len(cells) == len(names)
+            found = dict(zip(names, map(replace_invalid, cells or ()), strict=True)) if whole else None
+            bad_rows.add(number, undecodable(invalid, options.encoding), found)
+        elif cells is None:
+            bad_rows.add(number, f"has an unclosed quote, or a quote inside a cell: {truncate(raw.strip())}")
+        elif len(cells) != len(names):
+            bad_rows.add(
+                number,
+                f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; separate cells by {separator}",
+            )
+        else:
+            rows.append(cells)
+            numbers.append(number)
+    if not names:
+        raise DataError(f"{path}: has no rows; give a file with at least one sample")
+    columns = [pa.array([cells[index] for cells in rows], pa.string()) for index in range(len(names))]
+    return Rows(pa.Table.from_arrays(columns, names=names), Places(str(path), "line", numbers), bad_rows)
+
+
+def tsv_records(lines: Iterator[str]) -> Iterator[Record]:
+    """One record per line that is not empty."""
+    for number, line in enumerate(lines, 1):
+        if content := line.rstrip("\r\n"):
+            yield number, content.split("\t"), line
+
+
+def guess_delimiter(header: str) -> str:
+    """The delimiter that splits `header` into the most cells; a comma if none splits it."""
+    cells = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in DELIMITERS}
+    return max(cells, key=lambda mark: cells[mark])  # the first one of equals
+
+
+def csv_records(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
+    """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        number, remaining = 1, lines
+        while (first := next(remaining, None)) is not None:
+            if not first.strip("\r\n"):
+                number += 1
+                continue
+            consumed = [first]
+            try:
+                record = chain([first], recorded(remaining, consumed))
+                cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True))
+            except csv.Error:
+                cells, remaining = None, chain(consumed[1:], remaining)
+                consumed = consumed[:1]
+            yield number, cells, "".join(consumed)
+            number += len(consumed)
+    finally:
+        csv.field_size_limit(limit)
+
+
+def recorded(lines: Iterator[str], consumed: list[str]) -> Iterator[str]:
+    """`lines`; each one is appended to `consumed` before it is yielded."""
+    for line in lines:
+        consumed.append(line)
+        yield line

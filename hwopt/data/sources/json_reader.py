@@ -1,0 +1,136 @@
+"""Read JSON: one object per line, or one array of objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
+from hwopt.errors import DataError
+from hwopt.text import first_line, truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
+    """The rows of a json or jsonl file. pyarrow's reader is not used: it names no line, and parses dates into timestamps."""
+    number, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
+    if first.lstrip().startswith("["):
+        bad_rows.unit = "row"
+        found = read_array(path, "".join(["\n" * (number - 1), first, *lines]), bad_rows)
+    else:
+        start = [first, *islice(lines, 1)]
+        if len(start) == 1 or json_object(first) is None:
+            start += lines
+            refuse_whole_object(path, "".join(start))
+        found = read_objects(enumerate(chain(start, lines), number), bad_rows)
+    numbers, rows = [number for number, _ in found], [row for _, row in found]
+    table, non_strings = to_table(rows)
+    return Rows(table, Places(str(path), bad_rows.unit, numbers), bad_rows, non_strings)
+
+
+def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+    """(number from 1, row) of each object in one JSON array. Raises DataError if `text` is not valid JSON."""
+    if invalid := INVALID_BYTE.search(text):
+        line = text.count("\n", 0, invalid.start()) + 1
+        raise DataError(f"{path}:{line}: {undecodable(invalid)}. {encoding_hint(path)}")
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise DataError(f"{path}:{line}: {not_json(error)}") from error
+    found = []
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, dict):
+            found.append((number, row))
+        else:
+            bad_rows.add(number, not_an_object(row))
+    return found
+
+
+def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, row) of each object of a file with one JSON object per line."""
+    found = []
+    for number, line in lines:
+        if not line.strip():
+            continue
+        if invalid := INVALID_BYTE.search(line):
+            bad_rows.add(number, undecodable(invalid), json_object(replace_invalid(line)))
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            bad_rows.add(number, not_json(error))
+            continue
+        if isinstance(row, dict):
+            found.append((number, row))
+        else:
+            bad_rows.add(number, not_an_object(row))
+    return found
+
+
+def refuse_whole_object(path: Path, text: str) -> None:
+    """Raise DataError if `text` is one JSON object with many rows inside it, or one over several lines."""
+    whole = json_object(text)
+    if whole is None:
+        return
+    wanted = "hwopt reads a list of objects, or one object per line"
+    for key, value in whole.items():
+        rows = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+        if len(rows) > 1 and not {"role", "from"} & set(rows[0]):
+            raise DataError(f"{path}: is one object, with {len(rows):,} rows under {key!r}; {wanted}. Save that list as a file")
+    values = list(whole.values())
+    columns = len(values) > 1 and all(isinstance(value, list) and len(value) == len(values[0]) > 1 for value in values)
+    if columns or (len(values) > 1 and all(isinstance(value, dict) for value in values)):
+        raise DataError(
+            f"{path}: is one object with {len(values):,} {'columns' if columns else 'objects'} inside; {wanted}. "
+            'With pandas: to_json(orient="records", lines=True)'
+        )
+    if "\n" in text.strip():
+        raise DataError(f"{path}: is one object over several lines; {wanted}")
+
+
+def json_object(line: str) -> dict[str, Any] | None:
+    """The JSON object in `line`, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def not_json(error: ValueError | RecursionError) -> str:
+    return "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {first_line(error)}"
+
+
+def not_an_object(row: Any) -> str:
+    return f"is not an object with the columns as keys: {truncate(row)}"
+
+
+def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+    """(table, for columns with mixed types: column -> row -> value that is not a string)."""
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    arrays, non_strings = [], {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        try:
+            arrays.append(pa.array(values))
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
+            arrays.append(pa.array([v if v is None else json_text(v) for v in values], pa.string()))
+            non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
+    return pa.table(dict(zip(names, arrays, strict=True))), non_strings
+
+
+def json_text(value: Any) -> str:
+    """`value` itself if it is a string, else its JSON; lone surrogates become "?"."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode("utf-8", "replace").decode("utf-8")

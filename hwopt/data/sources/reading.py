@@ -1,0 +1,131 @@
+"""Read the value of data.train, data.eval or data.test: one source, a glob, a list of sources, or a mixture with weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.joined_rows import joined
+from hwopt.data.sources.location import expand, extension, locate
+from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.tables import read_rows
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
+from hwopt.errors import DataError
+from hwopt.text import listing
+
+if TYPE_CHECKING:
+    from hwopt.config.job import Data
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One file, `datasets` folder or hub data set."""
+
+    path: str
+    split: str | None
+    group: int
+    """The index in the job of the source that it belongs to."""
+
+
+def leaves(sources: Sources | TrainingSources, split: str | None = None) -> list[Leaf]:
+    """The files and data sets of `sources`, in order. Raises DataError for a glob without files and for a file given twice."""
+    found: dict[tuple[str, str | None], Leaf] = {}
+    parts: tuple[str | MixedSource, ...] = (sources,) if isinstance(sources, str) else sources
+    for group, part in enumerate(parts):
+        given, own = (part, None) if isinstance(part, str) else (part.path, part.split)
+        own = own or split
+        for path in expand(given):
+            if (path, own) in found:
+                raise DataError(f"{path}: is given twice, as {listing(paths_of(sources), 3)}; give it once")
+            found[path, own] = Leaf(path, own, group)
+    return list(found.values())
+
+
+def read_options(data: Data) -> ReadOptions:
+    """How the job reads its data."""
+    return ReadOptions(
+        data.on_bad_row == "stop",
+        data.max_bad_rows,
+        data.encoding,
+        data.delimiter,
+        data.max_rows,
+        data.streaming,
+        data.format,
+    )
+
+
+def refuse_missing(data: Data) -> None:
+    """Raise DataError if a source of `data` does not exist, or if training reads a file of the evaluation or the test."""
+    train = leaves(data.train, data.split)
+    held_out = leaves(data.eval, data.eval_split) if data.eval else []
+    held_out += leaves(data.test, data.test_split) if data.test else []
+    kinds = {located(leaf, data.format, several=len(train) > 1) for leaf in train}
+    for leaf in held_out:
+        located(leaf, data.format, several=len(held_out) > 1)
+    if data.streaming and "dataset" not in kinds:
+        raise DataError("data.streaming: applies to data sets of the hub, and data.train has files only; omit it")
+    files = {real_path(leaf) for leaf in held_out if os.path.isfile(real_path(leaf))} if len(train) > 1 else ()
+    for leaf in train:
+        if files and real_path(leaf) in files:
+            raise DataError(
+                f"{leaf.path}: data.train has this file, and data.eval or data.test too; a model must not train on what "
+                "evaluates it. Move the file to another folder, or list the files of data.train"
+            )
+
+
+def located(leaf: Leaf, format: str | None, several: bool) -> str:
+    """The kind of `leaf`. Raises DataError as `locate` does. An empty document is no error if there are `several`."""
+    return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]
+
+
+def real_path(leaf: Leaf) -> str:
+    """The absolute path without links; job files are UTF-8, whatever encoding Python assumes for file names."""
+    return os.path.realpath(os.fsdecode(leaf.path.encode("utf-8")))
+
+
+def is_document(leaf: Leaf, format: str | None) -> bool:
+    """Whether `leaf` is a text file, which is one row."""
+    return extension(Path(leaf.path), format) == ".txt" and os.path.isfile(real_path(leaf))
+
+
+def read_all(sources: Sources | TrainingSources, split: str | None, options: ReadOptions, suffix: str = "") -> Rows:
+    """The rows of all `sources`. `suffix` follows the name of a data set in messages. Raises DataError as `read_rows` does."""
+    found = leaves(sources, split)
+    mixed = [part for part in sources if isinstance(part, MixedSource)]
+    if len(found) == 1 and not mixed:
+        return read_rows(found[0].path, found[0].split, options, found[0].path + suffix)
+    parts = [read_part(leaf, options, suffix) for leaf in found]
+    names = paths_of(sources)
+    rows = joined(parts, listing(names, 3) + suffix, [leaf.group for leaf in found], names, [part.weight for part in mixed])
+    if not rows.table.num_rows:
+        rows.bad_rows.check([])
+    return rows
+
+
+def read_part(leaf: Leaf, options: ReadOptions, suffix: str) -> Rows:
+    """The rows of one of several sources. A text file without text is a bad row instead of an error."""
+    if is_document(leaf, options.format):
+        return read_document(Path(leaf.path), options)
+    return read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
+
+
+def read_document(path: Path, options: ReadOptions) -> Rows:
+    """A text file as one row with the column "text"; a bad row if it has no text or cannot be decoded."""
+    import pyarrow as pa
+
+    bad_rows = BadRows(str(path), "row", options.strict, options.max_bad_rows)
+    bad_rows.hint = partial(encoding_hint, path)
+    lines = list(read_lines(path, options.encoding)) if path.stat().st_size else []
+    invalid = next(((number, found) for number, line in enumerate(lines, 1) if (found := INVALID_BYTE.search(line))), None)
+    text = "".join(lines)
+    if invalid is not None:
+        bad_rows.add(1, f"{undecodable(invalid[1], options.encoding)}: line {invalid[0]}", {})
+    elif not text.strip():
+        bad_rows.add(1, "has no text")
+    texts = [] if bad_rows.reasons else [text]
+    return Rows(pa.table({"text": pa.array(texts, pa.string())}), Places(str(path), "row", [1] * len(texts)), bad_rows)

@@ -1,0 +1,183 @@
+"""Read the rows of a file, of a `datasets` folder or of a hub data set.
+
+hwopt has its own readers for text formats, because no library names the line of a bad row and continues after it. pyarrow and
+datasets read the other formats. A source that cannot be used raises DataError, with the line if there is one. A bad row is
+skipped, or raises DataError too (hwopt.data.bad_rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
+from hwopt.data.sources.csv_reader import read_delimited
+from hwopt.data.sources.dataset_reader import read_dataset, read_saved
+from hwopt.data.sources.image_folder import read_image_folder
+from hwopt.data.sources.json_reader import read_json
+from hwopt.data.sources.location import extension, locate
+from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
+from hwopt.errors import DataError
+from hwopt.text import first_line, listing, nearest, truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def read_rows(source: str, split: str | None = None, options: ReadOptions | None = None, name: str | None = None) -> Rows:
+    """The rows of `source`. `name` is the name of the source in messages.
+
+    `source` is one of:
+
+    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
+      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text". A
+      CoNLL file has one row per sentence (hwopt.data.sources.conll_reader).
+    * a folder with a folder of images per class (hwopt.data.sources.image_folder), `split` being the name of a folder in it.
+    * a folder made with save_to_disk() of `datasets`, with `split` (default train).
+    * a hub name, "owner/name" or "owner/name:configuration", or a clone of a data set of the hub, likewise.
+
+    Raises DataError, with the line if there is one.
+    """
+    options = options or ReadOptions()
+    kind, path = locate(source, split, options.format)
+    if kind == "file":
+        rows = read_file(path, options)
+    elif kind == "images":
+        rows = read_image_folder(path, split, options)
+    else:
+        table = read_saved(path, split) if kind == "saved" else read_dataset(source, split or "train", options)
+        rows = numbered_rows(table, name or source, options)
+    if rows.table.num_rows == 0:
+        rows.bad_rows.check([])
+        raise DataError(f"{source}: has no rows; give a file with at least one sample")
+    return rows if options.max_rows is None else rows.first(options.max_rows)
+
+
+def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
+    """`table` with its rows numbered from 1."""
+    bad_rows = BadRows(source, "row", options.strict, options.max_bad_rows)
+    return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), bad_rows)
+
+
+def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> list[list[str]]:
+    """The columns `names`: one list of strings each, one string per row. Bad rows (no text) are marked and have "" here.
+
+    Raises DataError if a column is missing (with the nearest name) or does not hold text.
+    """
+    import pyarrow as pa
+
+    found = []
+    for name in names:
+        column = find_column(rows.table, name, rows.source, key)
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with {key}")
+        non_strings = rows.non_strings.get(name, {})
+        texts = []
+        for row, text in enumerate(string_values(column, rows, name)):
+            if text is None:
+                rows.mark_bad(row, f"{name!r} has no value")
+            elif row in non_strings:
+                rows.mark_bad(row, f"{name!r} is not text: {truncate(non_strings[row])}")
+            texts.append(text or "")
+        if texts and not any(text.strip() for text in texts):
+            raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")
+        found.append(texts)
+    for row, cells in enumerate(zip(*found, strict=True)):
+        if not any(cell.strip() for cell in cells):
+            rows.mark_bad(row, "has no text")
+    return found
+
+
+def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
+    """The values of a string column. Values that are not UTF-8, which parquet allows, are marked as bad rows."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        import pyarrow as pa
+
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        found: list[str | None] = []
+        for row, raw in enumerate(column.cast(pa.large_binary()).to_pylist()):
+            text = None if raw is None else raw.decode("utf-8", "surrogateescape")
+            if text is not None and (invalid := INVALID_BYTE.search(text)):
+                rows.mark_bad(row, f"{name!r} {undecodable(invalid)}")
+                text = ""
+            found.append(text)
+        return found
+
+
+def find_column(table: pa.Table, name: str, source: str, key: str = "data.text") -> pa.ChunkedArray:
+    """The column `name`, or the field "COLUMN.FIELD" of a nested one. `key` of the job names it: "data.label".
+
+    Raises DataError, with the nearest name, all names and the key, if it is missing or not unique.
+    """
+    if table.column_names.count(name) > 1:
+        raise DataError(f"{source}: has {table.column_names.count(name)} columns named {name!r}; rename all but one")
+    if name in table.column_names:
+        return table[name]
+    fields = flattened(table)
+    if fields.column_names.count(name) == 1:
+        return fields[name]
+    raise DataError(
+        f"{source}: has no column {name!r}.{nearest(name, fields.column_names)} It has: {listing(fields.column_names, 30)}. "
+        f"Set {key} to one of them"
+    )
+
+
+def flattened(table: pa.Table) -> pa.Table:
+    """`table` with the fields of nested columns as columns of their own: "review.body"."""
+    import pyarrow as pa
+
+    while any(map(pa.types.is_struct, table.schema.types)):
+        table = table.flatten()
+    return table
+
+
+def read_file(path: Path, options: ReadOptions) -> Rows:
+    """The rows of a file, by the reader for its format."""
+    suffix = extension(path, options.format)
+    try:
+        if suffix == ".parquet":
+            return numbered_rows(read_parquet(path), str(path), options)
+        if suffix == ".txt":
+            return numbered_rows(read_text(path, options), str(path), options)
+        bad_rows = BadRows(str(path), "line", options.strict, options.max_bad_rows)
+        bad_rows.hint = partial(encoding_hint, path)
+        lines = read_lines(path, options.encoding)
+        if suffix in (".csv", ".tsv"):
+            return read_delimited(path, lines, bad_rows, options, quoted=suffix == ".csv" or options.delimiter is not None)
+        if suffix in CONLL_EXTENSIONS:
+            return read_conll(path, lines, bad_rows)
+        return read_json(path, lines, bad_rows)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_text(path: Path, options: ReadOptions) -> pa.Table:
+    """A table of one row with the whole file as "text"; of no row if the file is blank."""
+    import pyarrow as pa
+
+    lines = list(read_lines(path, options.encoding))
+    for number, line in enumerate(lines, 1):
+        if invalid := INVALID_BYTE.search(line):
+            raise DataError(f"{path}:{number}: {undecodable(invalid, options.encoding)}. {encoding_hint(path)}")
+    text = "".join(lines)
+    return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """The table in a parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        with path.open("rb") as file:
+            return pyarrow.parquet.read_table(file)
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: is not a valid parquet file: {first_line(error)}") from error

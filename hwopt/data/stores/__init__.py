@@ -1,0 +1,1 @@
+"""Rows become arrays on disk: token ids and images, read by index."""

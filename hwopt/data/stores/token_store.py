@@ -1,0 +1,129 @@
+"""Store tokenised samples as flat memory-mapped arrays in the cache folder, and split rows into train and eval.
+
+Tokens are stored once per (data, tokenizer, settings). A second run starts without tokenising, and data-loading workers open the
+arrays by path instead of receiving a copy. hwopt.data.sources.tables reads the source files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwopt.data.stores.array_folder import ArrayFolder
+from hwopt.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hwopt.data.mixture import Mixture
+
+
+def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers (train, eval), both ascending; a pure function of the arguments. Raises DataError as `held_out_count` does."""
+    import numpy as np
+
+    held_out = held_out_count(samples, fraction, source)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(samples)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split_by_label(labels: Sequence[str], fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers (train, eval), both ascending, with about the same share of each label; a pure function of the arguments.
+
+    As many rows are held out as by `split_rows`. Every label keeps at least one row for training. Shares are rounded by the
+    largest remainder. Raises DataError as `held_out_count` does.
+    """
+    import numpy as np
+
+    held_out = held_out_count(len(labels), fraction, source)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(labels))
+    _, numbers, counts = np.unique(np.asarray(labels, dtype=object), return_inverse=True, return_counts=True)
+    exact = counts * (held_out / len(labels))
+    quotas = np.minimum(np.floor(exact).astype(np.int64), counts - 1)
+    while (missing := held_out - int(quotas.sum())) > 0:
+        open_labels = np.flatnonzero(quotas < counts - 1)
+        if len(open_labels) == 0:  # as many rows as labels would be left for training
+            return split_rows(len(labels), fraction, seed, source)
+        nearest_first = open_labels[np.argsort(quotas[open_labels] - exact[open_labels], kind="stable")]
+        quotas[nearest_first[:missing]] += 1
+    by_label = np.split(order[np.argsort(numbers[order], kind="stable")], np.cumsum(counts)[:-1])
+    mask = np.zeros(len(labels), bool)
+    mask[np.concatenate([rows[:quota] for rows, quota in zip(by_label, quotas, strict=True)])] = True
+    return np.flatnonzero(~mask), np.flatnonzero(mask)
+
+
+def held_out_count(samples: int, fraction: float, source: str) -> int:
+    """Number of the `samples` to evaluate on. Raises DataError if that leaves no sample for training or for evaluation."""
+    held_out = round(samples * fraction)
+    if not 0 < held_out < samples:
+        raise DataError(
+            f"{source}: data.eval_fraction = {fraction} of {samples:,} samples leaves {held_out:,} to evaluate on and "
+            f"{samples - held_out:,} to train on; both sides need at least one"
+        )
+    return held_out
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of nested lists, dicts, strings and numbers, equal in all processes; fast for long lists of strings."""
+    digest = hashlib.sha256()
+    for part in parts:
+        texts = part if isinstance(part, (list, tuple)) and part and all(isinstance(item, str) for item in part) else None
+        for item in texts if texts is not None else [json.dumps(part, sort_keys=True)]:
+            raw = item.encode("utf-8", "surrogatepass")
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        digest.update(b"\xff" * 8)
+    return digest.hexdigest()[:32]
+
+
+class TokenStore(ArrayFolder):
+    """Tokenised samples. The arrays:
+
+    * `input_ids`: int32, the tokens of all samples concatenated; optionally `token_type_ids`, likewise
+    * `offsets`: int64 (samples + 1,), the start of each sample
+    * `labels`: of each token, int64: its class, or the token to predict after it, or -100; or of each sample, a value or a row
+    * `counts`: int32 (samples,), labels of each sample that the loss counts
+    * optionally `documents`: int64 (samples,), for blocks of text: the document in which each sample starts
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.mixture: Mixture | None = None
+        """The sources of the samples, if the data is a mixture; not stored, and not pickled."""
+
+    def __len__(self) -> int:
+        return len(self.array("offsets")) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sample, int32 (samples,)."""
+        if "lengths" not in self._arrays:
+            import numpy as np
+
+            self._arrays["lengths"] = np.diff(self.array("offsets")).astype(np.int32)
+        return self._arrays["lengths"]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """Labels of each sample that the loss counts, int32 (samples,)."""
+        return self.array("counts")
+
+    def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
+        """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
+
+        "row_labels" is what the sample as a whole has as its label, of any shape. The sample is the same in each `epoch`.
+        """
+        offsets = self.array("offsets")
+        part = slice(offsets[index], offsets[index + 1])
+        found = {"input_ids": self.array("input_ids")[part]}
+        if self.has("token_type_ids"):
+            found["token_type_ids"] = self.array("token_type_ids")[part]
+        labels = self.array("labels")
+        if self.meta["labels_per_token"]:
+            found["labels"] = labels[part]
+        else:
+            found["row_labels"] = labels[index, ...]
+        return found

@@ -1,0 +1,159 @@
+"""Accelerate's launcher: the YAML that `accelerate config` writes, and the environment variables that it sets for the ranks.
+
+`accelerate launch --config_file FILE -m hwopt run …` makes the plan that the file was written from. The names come from
+accelerate/commands/config and accelerate/utils/launch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from hwopt.errors import InputError
+from hwopt.export.deepspeed import engine_config, engine_plugin
+from hwopt.export.launcher_environment import ENGINES
+from hwopt.planning.plan import Plan
+
+FIRST_NODE = "ADDRESS_OF_THE_FIRST_NODE"
+"""Placeholder for an address that the user fills in."""
+PORT = 29500
+
+DEEPSPEED_VARIABLES = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+}
+"""Key of `deepspeed_config` -> the environment variable that the launcher sets."""
+CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+FSDP_KEYS = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_sharding_strategy": "sharding_strategy",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_backward_prefetch": "backward_prefetch",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_use_orig_params": "use_orig_params",
+    "fsdp_sync_module_states": "sync_module_states",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "fsdp_min_num_params": "min_num_params",
+}
+"""Key of `fsdp_config` -> the field of Accelerate's plugin."""
+WRAP_POLICIES = {
+    "NoneType": "NO_WRAP",
+    "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
+}
+
+
+def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = None) -> dict[str, Any]:
+    """The content of the YAML for `plan`. `deepspeed_file`: path of a DeepSpeed JSON to point to instead of listing its settings.
+
+    Raises InputError for an engine that the YAML cannot describe.
+    """
+    several = plan.world_size > 1
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        # for CPUs too: with MULTI_CPU the launcher silently starts a single process without mpirun
+        "distributed_type": "MULTI_GPU" if several else "NO",
+        "dynamo_backend": "NO",  # the plan compiles the model itself
+        "machine_rank": 0,
+        "main_process_port": 0,  # any free port
+        "main_training_function": "main",
+        "mixed_precision": plan.recipe.accelerator.get("mixed_precision", "no"),
+        "num_machines": nodes,
+        "num_processes": plan.world_size,
+        "use_cpu": plan.hardware.device_type == "cpu",
+    }
+    if nodes > 1:
+        config |= {"main_process_ip": FIRST_NODE, "main_process_port": PORT, "rdzv_backend": "static", "same_network": True}
+    engines = {key for _, key in ENGINES.values() if plan.recipe.accelerator.get(key) is not None}
+    if engines == {"deepspeed_plugin"}:
+        section = deepspeed_section(plan)
+        if deepspeed_file is not None:
+            del config["mixed_precision"]  # accelerate refuses a second value beside such a file
+            section = {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": section["zero3_init_flag"]}
+        if nodes > 1:
+            section["deepspeed_multinode_launcher"] = "standard"  # one launcher a node, without pdsh
+        config |= {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+    elif engines == {"fsdp_plugin"}:
+        config |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(plan)}
+    elif engines:
+        names = ", ".join(f"accelerator[{key!r}] of {plan.recipe.author_of(f'accelerator[{key!r}]')}" for key in sorted(engines))
+        raise InputError(f"{names}: hwopt cannot write a launcher file for it; start with `hwopt run --processes`")
+    return config
+
+
+def deepspeed_section(plan: Plan) -> dict[str, Any]:
+    config, plugin = engine_config(plan), engine_plugin(plan, "deepspeed_plugin")
+    assert config is not None, "only asked for where the plan has DeepSpeed"
+    assert plugin is not None
+    zero: Mapping[str, Any] = config["zero_optimization"]
+    return {
+        "zero_stage": zero["stage"],
+        "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
+        "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
+        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+        "gradient_clipping": config["gradient_clipping"],
+        "zero3_init_flag": plugin.zero3_init_flag,
+        "zero3_save_16bit_model": zero.get("stage3_gather_16bit_weights_on_model_save", False),
+    }
+
+
+def fsdp_section(plan: Plan) -> dict[str, Any]:
+    plugin = engine_plugin(plan, "fsdp_plugin")
+    assert plugin is not None, "only asked for where the plan has FSDP"
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if name not in WRAP_POLICIES:
+        author = plan.recipe.author_of("accelerator['fsdp_plugin']")
+        raise InputError(f"{author}: its auto_wrap_policy {name} is code, which a launcher file cannot hold")
+    found = {key: plain(getattr(plugin, field, None)) for key, field in FSDP_KEYS.items()}
+    found["fsdp_auto_wrap_policy"] = WRAP_POLICIES[name]
+    found["fsdp_offload_params"] = offloads(plugin)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    return ",".join(value) if isinstance(value, list) else value
+
+
+def offloads(fsdp_plugin: Any) -> bool:
+    """Whether FSDP offloads parameters: FSDP 1 has a flag, FSDP 2 a policy class."""
+    policy = fsdp_plugin.cpu_offload
+    return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
+
+
+def exports_of(plan: Plan) -> dict[str, Any]:
+    """Environment variable -> the value that the launcher sets for the engine of `plan`; for a JSON file, its content."""
+    if plan.recipe.accelerator.get("deepspeed_plugin") is not None:
+        section = deepspeed_section(plan)
+        return {variable: section[key] for key, variable in DEEPSPEED_VARIABLES.items()} | {CONFIG_FILE: engine_config(plan)}
+    if plan.recipe.accelerator.get("fsdp_plugin") is not None:
+        renamed = {"fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_cls_to_wrap"}
+        return {renamed.get(key, key).upper(): value for key, value in fsdp_section(plan).items()}
+    return {}
+
+
+def launcher_yaml(config: Mapping[str, Any], profile: str) -> str:
+    """`config` as YAML, with a comment on how to use it."""
+    lines = [
+        f"# Profile {profile}. Start with the same job, --profile and --set as at the export:",
+        "#   accelerate launch --config_file FILE -m hwopt run JOB --profile PROFILE",
+    ]
+    if config["num_machines"] > 1:
+        ranks = f"--machine_rank 0 to {config['num_machines'] - 1}"
+        lines.append(f"# On each node add {ranks} and --main_process_ip before -m, or write both into this file.")
+    document: str = yaml.safe_dump(dict(config))
+    return "\n".join(lines) + "\n" + document

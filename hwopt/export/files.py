@@ -1,0 +1,60 @@
+"""The text of an exported file, and writing it. An existing file is overwritten only with --force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from hwopt.errors import InputError, StorageError
+from hwopt.export.accelerate import launcher_config, launcher_yaml
+from hwopt.export.deepspeed import engine_config, no_deepspeed
+from hwopt.planning.plan import Plan
+from hwopt.plugin.registry import Registry
+from hwopt.system.paths import path_kind
+
+
+def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:
+    """`plan` in the format of `to`. Raises InputError if the format cannot express it."""
+    if to == "deepspeed" and deepspeed_file is not None:
+        raise InputError("--deepspeed-config-file needs --to accelerate; use --output for the JSON to write")
+    config = engine_config(plan)
+    if config is None and (to == "deepspeed" or deepspeed_file is not None):
+        raise no_deepspeed(plan, Registry())
+    if to == "deepspeed":
+        return json.dumps(config, indent=2) + "\n"
+    return launcher_yaml(launcher_config(plan, nodes, deepspeed_file), plan.profile.name)
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """The notes, fallbacks and skips of the plan, which the exported file does not show."""
+    for note in plan.notes:
+        yield f"note: {note}"
+    if plan.hardware.device_type == "cpu" and plan.profile.card.compute_capability is not None:
+        yield (
+            "WARNING: the file starts ranks on CPUs, since this machine has no GPU. "
+            f"For the card of profile {plan.profile.name} add --hardware profile"
+        )
+    for entry in plan.entries:
+        if entry.decision != "apply":
+            yield f"{entry.name}: {entry.decision}: {entry.reason}"
+
+
+def refuse_taken(path: Path, force: bool) -> None:
+    kind = path_kind(path, "--output")
+    if kind == "folder":
+        raise InputError(f"--output {path}: is a folder; give the name of a file in it")
+    if path_kind(path.parent, "--output") != "folder":
+        raise InputError(f"--output {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
+    if kind != "missing" and not force:
+        raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
+
+
+def write(path: Path, text: str, force: bool) -> None:
+    """Write `text`. Raises InputError if `path` exists, StorageError if it cannot be written."""
+    refuse_taken(path, force)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error

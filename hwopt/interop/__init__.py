@@ -1,1 +1,0 @@
-"""Plans in the formats of other tools: Accelerate, DeepSpeed, launcher environments."""

@@ -1,0 +1,1 @@
+"""torch's caching allocator, played: what a traced step reserves."""

@@ -1,0 +1,167 @@
+"""Playback: a step's allocations and releases, given to torch's caching allocator.
+
+The allocator counts a block that it did not split as a whole, so its peak is above the sum of the tensors, and it reserves more
+than it gives out. Both depend on the order of events, and the first step leaves other free blocks than it found. So the step is
+played until it needs no more memory than before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
+from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Scaled, Timeline, largest
+
+STEPS = 3
+"""Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the allocator counts in a step after the first: `max_memory_allocated` and `max_memory_reserved`."""
+
+    peak: Peak
+    reserved: int
+
+
+def played(timeline: Timeline) -> Played:
+    """Return the memory of a step that follows others of the same kind. On a CPU nothing is reserved in advance."""
+    if not timeline.cached:
+        peak = timeline.peak()
+        return Played(peak, peak.bytes)
+    player = Player(timeline, CachingAllocator(timeline.expandable))
+    return Played(player.steady_step(), player.allocator.reserved)
+
+
+@dataclass(frozen=True)
+class PlayedRun:
+    """What the allocator counts in a run that evaluates and then trains."""
+
+    train: Peak
+    eval: Peak
+    reserved: int
+
+
+def played_run(train: Timeline, evaluation: Timeline) -> PlayedRun:
+    """Return the memory of a run. hwopt tries the largest evaluation batch before step 1."""
+    if not train.cached:
+        peaks = train.peak(), evaluation.peak()
+        return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
+    evaluating = Player(evaluation, CachingAllocator(train.expandable))
+    eval_peak = evaluating.step()
+    training = Player(train, evaluating.allocator, evaluating)
+    return PlayedRun(training.steady_step(), eval_peak, training.allocator.reserved)
+
+
+class Player:
+    """Plays one step again and again."""
+
+    def __init__(self, timeline: Timeline, allocator: CachingAllocator, before: Player | None = None) -> None:
+        """`before`: the player of earlier steps, whose storages this one takes over."""
+        self.timeline, self.allocator = timeline, allocator
+        self.sizes: list[int] = np.ceil(timeline.sizes).astype(np.int64).tolist()
+        self.events: list[int] = timeline.events[timeline.before :].tolist()
+        self.live: dict[int, Block] = {}
+        """Storage number -> its block."""
+        self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
+        """(size, block) of each storage of earlier steps that may replace one of this step."""
+
+    def steady_step(self) -> Peak:
+        """Play steps until one reserves no more than the one before, and return its peak."""
+        for _ in range(STEPS):
+            before = self.allocator.reserved
+            peak = self.step()
+            if self.allocator.reserved == before:
+                break
+        return peak
+
+    def step(self) -> Peak:
+        """Play one step and return the peak of what is allocated."""
+        self.enter()
+        allocator, live, sizes = self.allocator, self.live, self.sizes
+        held = np.zeros(len(sizes))
+        for number, block in live.items():
+            held[number] = block.size
+        most, at = allocator.allocated, 0
+        for place, event in enumerate(self.events):
+            if event > 0:
+                if size := sizes[event - 1]:
+                    block = live[event - 1] = allocator.allocate(size)
+                    held[event - 1] = block.size
+                    if allocator.allocated > most:
+                        most, at = allocator.allocated, place + 1
+            elif (freed := live.pop(-event - 1, None)) is not None:
+                allocator.release(freed)
+        events = self.timeline.events[: self.timeline.before + at]
+        numbers = np.abs(events) - 1
+        by_kind = np.bincount(self.timeline.kinds[numbers], weights=np.sign(events) * held[numbers], minlength=len(KINDS))
+        return Peak(most, {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+
+    def enter(self) -> None:
+        """Allocate the storages that exist before the step. Blocks that earlier steps left replace storages of the same size."""
+        taken = {number: block for number, block in self.live.items() if number < self.timeline.before}
+        self.left += [(self.sizes[number], self.live[number]) for number in self.live.keys() - taken.keys()]
+        left: defaultdict[int, list[Block]] = defaultdict(list)
+        for size, block in self.left:
+            left[size].append(block)
+        missing = []
+        for number in range(self.timeline.before):
+            if number not in taken and (size := self.sizes[number]):
+                if left[size]:
+                    taken[number] = left[size].pop(0)
+                else:
+                    missing.append(number)
+        for blocks in left.values():
+            for block in blocks:
+                self.allocator.release(block)
+        for number in missing:
+            taken[number] = self.allocator.allocate(self.sizes[number])
+        self.live, self.left = taken, []
+
+
+def max_train_rows(train: Scaled, evaluation: Timeline, width: int, budget: float) -> int:
+    """Return the most rows of a training micro-batch for which the allocator reserves at most `budget` bytes; 0 if none."""
+    return largest_played(lambda rows: (train.at(rows, width), evaluation), budget)
+
+
+def max_eval_rows(train: Timeline, evaluation: Scaled, width: int, budget: float) -> int:
+    """Return the most rows of an evaluation batch for which the allocator reserves at most `budget` bytes; 0 if none."""
+    return largest_played(lambda rows: (train, evaluation.at(rows, width)), budget)
+
+
+def max_width(train: Scaled, evaluation: Scaled, rows: tuple[int, int], budget: float, limit: int = LIMIT) -> int:
+    """Return the largest width in tokens, up to `limit`, for which the allocator reserves at most `budget` bytes; 0 if none.
+
+    `rows`: of training and evaluation.
+    """
+    return largest_played(lambda width: (train.at(rows[0], width), evaluation.at(rows[1], width)), budget, limit)
+
+
+def largest_played(at: Callable[[int], tuple[Timeline, Timeline]], budget: float, limit: int = LIMIT) -> int:
+    """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %. `at`: (train, evaluation).
+
+    A playback takes a fraction of a second, a peak of tensors milliseconds. The latter is a bound, and with the reserved memory
+    of the numbers played so far it gives the next one to play.
+    """
+
+    def tensors(number: int) -> int:
+        return max(timeline.peak().bytes for timeline in at(number))
+
+    def most(budget: float) -> int:
+        return largest(lambda number: tensors(number) <= budget, limit)
+
+    low, high = 0, most(budget) + 1
+    number, share = high - 1, 1.0
+    while high - low > max(1, low // 100):
+        reserved = played_run(*at(number)).reserved
+        if reserved <= budget:
+            low = number
+        else:
+            high, share = number, min(share, tensors(number) / reserved)
+        guess = most(budget * share)
+        number = guess if low < guess < high else (low + high) // 2
+    return low

@@ -1,0 +1,1 @@
+"""How much memory a plan takes, and which sizes fit."""

@@ -1,0 +1,64 @@
+"""The lengths that a plan is made for: those of the job's texts if they can be read, else the longest allowed length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.step_batch import Widths
+from hwopt.errors import HwoptError
+from hwopt.model.config import load_config
+from hwopt.planning.plan import Plan
+from hwopt.tasks.registry import make_task
+
+DEFAULT_LENGTH = 512
+"""Tokens, if neither the data nor the job nor the model gives a length."""
+DEFAULT_LABELS = 2
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token counts of the samples, and the number of labels."""
+
+    train: NDArray[np.int32] | None
+    """Tokens of each training sample; None if the data was not read."""
+    longest: int
+    """Tokens of the longest sample, for training, evaluation or the test."""
+    labels: int
+    source: str
+    """Where `longest` comes from, for the reader of a report."""
+
+
+def lengths_of(plan: Plan, cache: Path) -> Lengths:
+    """Return the lengths of the job's data, tokenized as in a run or loaded from `cache`. Raises nothing for bad data."""
+    job, model = plan.job, plan.job.model
+    try:
+        config = load_config(model.name, model.config, model.revision)
+        prepared = make_task(job).prepare(job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
+    except HwoptError as error:
+        if plan.context.task.inputs == "images":
+            return Lengths(None, 1, DEFAULT_LABELS, f"the data could not be read: {error}")
+        allowed = job.data.max_length or min(plan.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+        return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; the data could not be read: {error}")
+    stores = prepared.stores
+    longest = max(int(store.lengths.max()) for store in stores)
+    cut = sum(store.meta.get("cut", 0) for store in stores)
+    source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
+    return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or DEFAULT_LABELS, source)
+
+
+def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
+    """Return (rows, width) of the largest micro-batch into which the recipe splits a rank's share of the longest samples."""
+    width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(longest)
+    share = -(-plan.batch.step // plan.world_size)
+    cut = plan.recipe.cut or cut_in_order
+    return max(len(group) for group in cut([width] * share, plan.batch.train)), width
+
+
+def truncated_fraction(lengths: Lengths, max_length: int) -> float | None:
+    """Return the fraction of training texts longer than `max_length`; None if the data was not read."""
+    return None if lengths.train is None else float((lengths.train > max_length).mean())

@@ -1,0 +1,273 @@
+"""Predicts the memory of a plan with the best tier that can answer, the largest sizes that fit, and the choices that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hwopt.distributed.data_parallel import BUCKET_BYTES
+from hwopt.errors import InputError
+from hwopt.hardware.device import GIB, Hardware
+from hwopt.memory.allocator.playback import max_eval_rows, max_train_rows, max_width, played_run
+from hwopt.memory.forecast import closed_form
+from hwopt.memory.forecast.known_limits import record_limit, recorded_limit
+from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
+from hwopt.memory.forecast.roofline import predict_time
+from hwopt.memory.trace.dry_run import Shape, memory_spec
+from hwopt.memory.trace.timeline import KINDS, Peak, Timeline
+from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
+from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.plan import Plan
+
+CONTEXT_GIB = {"Turing": 0.14, "Volta": 0.4, "Ampere": 0.4, "Ada": 0.4}
+"""Memory of CUDA's context and loaded kernels, outside torch's allocator, by architecture, with lazy loading.
+
+Turing: 140.9 MiB in 79 runs on a T4 (the archive of benchmarks/published_memory). Volta, Ampere and Ada: "around 400MB" with lazy
+loading (pytorch#109888)."""
+UNKNOWN_CONTEXT_GIB = 0.5
+"""The same for other devices, an estimate; on a CPU, memory of libraries."""
+FORECAST_ERROR = 0.03
+"""Fraction of the free memory that is kept back for what the forecast misses: its largest error on published runs."""
+
+ERRORS = {
+    "closed form": "a lower bound: activations and temporaries are not included",
+    "traced": "against exact published runs on GPUs off by 0.1 % in the median, by 5 % at most; reserved memory by 7 % at most",
+}
+"""The error that each tier states (measurements in docs/memory.md)."""
+
+MOST_LENGTH = 1 << 17
+HOST_FRACTION = 0.85
+"""Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
+
+Replan = Callable[[dict[str, int]], Plan]
+"""Resolves the plan with the given option number of each plugin."""
+
+
+def reserve_gib(hardware: Hardware) -> float:
+    """Return the memory that tensors cannot use. A memory limit applies to the allocator, which excludes the context."""
+    context = 0.0 if hardware.memory_limit_gib is not None else context_gib(hardware)
+    return context + FORECAST_ERROR * hardware.free_memory_gib
+
+
+def context_gib(hardware: Hardware) -> float:
+    """Return the memory of CUDA's context, which nvidia-smi counts and torch's allocator does not."""
+    return CONTEXT_GIB.get(hardware.architecture, UNKNOWN_CONTEXT_GIB)
+
+
+def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
+    """Return the memory of `plan`, traced if fake tensors can run its recipe, else in closed form.
+
+    It has no largest sizes (see `with_largest_sizes`). Raises InputError if there are more ranks than samples.
+    """
+    lengths = lengths or lengths_of(plan, cache)
+    if lengths.train is not None and plan.world_size > len(lengths.train):
+        raise InputError(
+            f"{plan.world_size:,} ranks for {len(lengths.train):,} training samples. Use {len(lengths.train):,} ranks or fewer"
+        )
+    rows, width = largest_micro_batch(plan, lengths.longest)
+    shape = Shape(rows, width)
+    try:
+        trace = on_one_device(plan, trace_plan(plan, width, lengths.labels, cache / "memory"))
+        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
+        return from_trace(plan, shape, lengths, trace, step)
+    except NotTraceable as error:
+        return from_closed_form(plan, shape, lengths, f"the recipe could not be traced: {error}")
+
+
+def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
+    """Return `memory`, the result of `plan_memory`, with the largest sizes that fit. Takes seconds, with the trace in the cache.
+
+    A closed form has none.
+    """
+    lengths = lengths or lengths_of(plan, cache)
+    shape = Shape(memory.rows, memory.width)
+    try:
+        trace = on_one_device(plan, trace_plan(plan, memory.width, lengths.labels, cache / "memory"))
+        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
+    except NotTraceable:
+        return memory
+    return replace(memory, **largest_sizes(plan, memory, trace, step))
+
+
+def on_one_device(plan: Plan, trace: Trace) -> Trace:
+    """Return the part of `trace` that is on one device, by the plugins' sharding."""
+    fractions, update_fraction = device_fractions(plan)
+    return replace(trace, train=trace.train.with_fractions(fractions, update_fraction), eval=trace.eval.with_fractions(fractions))
+
+
+def device_fractions(plan: Plan) -> tuple[dict[str, float], float | None]:
+    """Return (fraction on one device by kind of memory, fraction of storages that only the update uses)."""
+    fractions = dict(memory_spec(plan).held)
+    return fractions, fractions.pop("update", None)
+
+
+def training_step(plan: Plan, shape: Shape, trace: Trace, labels: int, cache: Path | None) -> Timeline:
+    """Return a training step of `shape`. Traces that very shape if a plugin's collate may depend on the number of rows."""
+    if plan.recipe.collate is None:
+        return trace.train.at(shape.rows, shape.width)
+    return trace_exact_shape(plan, shape, labels, cache).with_fractions(*device_fractions(plan))
+
+
+def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
+    """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
+    buckets = bucket_bytes(plan)
+    reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
+    evaluation = trace.eval.at(plan.batch.eval, shape.width)
+    run = played_run(step, evaluation)
+    peak = with_buckets(run.train, buckets)
+    return MemoryPlan(
+        tier="traced",
+        error=ERRORS["traced"],
+        rows=shape.rows,
+        width=shape.width,
+        width_source=lengths.source,
+        parts=in_gib(peak) | {"reserve": reserve},
+        peak_gib=peak.bytes / GIB,
+        eval_peak_gib=(run.eval.bytes + buckets) / GIB,
+        reserve_gib=reserve,
+        free_gib=free,
+        largest_train=None,
+        largest_eval=None,
+        largest_max_length=None,
+        time=predict_time(plan, trace.train, lengths.train),
+        unpacked_gib=unpacked_gib(plan),
+        reserved_gib=(run.reserved + buckets) / GIB,
+        **host_memory(plan, step.host_bytes()),
+    )
+
+
+def largest_sizes(plan: Plan, memory: MemoryPlan, trace: Trace, step: Timeline) -> dict[str, Any]:
+    """Return the largest sizes that fit, by field of MemoryPlan; `step` is the planned training step."""
+    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
+    rows = memory.rows, plan.batch.eval
+    most = plan.model.max_positions or MOST_LENGTH
+    fixed_width = trace.fixed_width or plan.context.task.inputs == "images"
+    return {
+        "largest_train": max_train_rows(trace.train, trace.eval.at(plan.batch.eval, memory.width), memory.width, budget),
+        "largest_eval": max_eval_rows(step, trace.eval, memory.width, budget),
+        "largest_max_length": None if fixed_width else max_width(trace.train, trace.eval, rows, budget, most),
+    }
+
+
+def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
+    """Return the memory of a plan from formulas; `why` it could not be traced."""
+    parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(memory_spec(plan))
+    reserve = reserve_gib(plan.hardware)
+    return MemoryPlan(
+        tier="closed form",
+        error=ERRORS["closed form"],
+        rows=shape.rows,
+        width=shape.width,
+        width_source=lengths.source,
+        parts={kind: size / GIB for kind, size in parts.items()} | {"reserve": reserve},
+        peak_gib=sum(parts.values()) / GIB,
+        eval_peak_gib=None,
+        reserve_gib=reserve,
+        free_gib=plan.hardware.free_memory_gib,
+        largest_train=None,
+        largest_eval=None,
+        largest_max_length=None,
+        note=why,
+        unpacked_gib=unpacked_gib(plan),
+        **host_memory(plan),
+    )
+
+
+def host_memory(plan: Plan, activations: float = 0.0) -> dict[str, Any]:
+    """Return the offloaded memory and the host memory that is available for it. `activations`: offloaded bytes of a step."""
+    hardware = plan.hardware
+    here = hardware.source == "detected" and hardware.device_type != "cpu"
+    offloaded = (memory_spec(plan).host + activations) * min(plan.world_size, max(1, hardware.count)) / GIB
+    return {"host_gib": offloaded, "host_free_gib": HOST_FRACTION * hardware.cpu_memory_gib if here else None}
+
+
+def unpacked_gib(plan: Plan) -> dict[str, float]:
+    """Return the weights that a plugin cannot pack, by name."""
+    spec = memory_spec(plan)
+    return {name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()}
+
+
+def bucket_bytes(plan: Plan) -> int:
+    """Return the buffers that reduce gradients: a bucket and the library's copy of it, or the engine's own."""
+    data_parallel = plan.world_size > 1 and plan.recipe.engine is None
+    return int(memory_spec(plan).buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
+
+
+def with_buckets(peak: Peak, buckets: int) -> Peak:
+    parts = peak.parts | {"temporary": peak.parts["temporary"] + buckets}
+    return Peak(peak.bytes + buckets, parts)
+
+
+def in_gib(peak: Peak) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in peak.parts.items()}
+
+
+def highest_gib(memory: MemoryPlan) -> float:
+    """Return the most memory that training and evaluation take from the device."""
+    return memory.highest_gib
+
+
+def resolve_choices(plan: Plan, replan: Replan, cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None) -> Plan:
+    """Return `plan` with every choice (`Decision.choose`) at its first option that fits the device, and the reason.
+
+    `before` has the options by plugin of the run that is resumed; they are kept. If no option of a plugin fits, the last one is
+    taken: it needs the least memory. Raises InputError if the recipe cannot be traced.
+    """
+    chosen: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    lengths = lengths_of(plan, cache)
+    for entry in plan.entries:
+        if entry.choices == 1:
+            continue
+        if (number := matching_choice(entry, (before or {}).get(entry.name), chosen, replan)) is not None:
+            chosen[entry.name] = number
+            plan, reasons[entry.name] = replan(chosen), f"{entry.reason}: as in the resumed run"
+        else:
+            plan, reasons[entry.name] = first_fitting_choice(entry, chosen, replan, lengths, cache)
+    entries = tuple(replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in plan.entries)
+    return replace(plan, entries=entries)
+
+
+def first_fitting_choice(
+    entry: PluginDecision, chosen: dict[str, int], replan: Replan, lengths: Lengths, cache: Path
+) -> tuple[Plan, str]:
+    """Return the plan with the first choice of `entry` that fits, or with the last one, and the reason. Adds it to `chosen`."""
+    reason, rejected = entry.reason, ""
+    for number in range(entry.choices):
+        chosen[entry.name] = number
+        plan = replan(chosen)
+        limit = recorded_limit(plan, lengths, cache)
+        if limit is not None and plan.batch.train > limit:
+            rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
+            continue
+        memory = plan_memory(plan, cache, lengths)
+        if memory.lower_bound:
+            raise InputError(f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself")
+        budget = memory.free_gib - memory.reserve_gib
+        reason = f"{entry.reason}: {highest_gib(memory):.2f} of {budget:.2f} GiB{rejected}"
+        if memory.fits:
+            break
+        rejected = f"; the option before needs {highest_gib(memory):.2f} GiB"
+    return plan, reason
+
+
+def matching_choice(
+    entry: PluginDecision, options: Mapping[str, Any] | None, chosen: dict[str, int], replan: Replan
+) -> int | None:
+    """Return the number of the choice of `entry` that has these options, or None."""
+    for number in range(entry.choices) if options else ():
+        plan = replan(chosen | {entry.name: number})
+        if next(each for each in plan.entries if each.name == entry.name).options.model_dump(mode="json") == options:
+            return number
+    return None
+
+
+def record_oom(plan: Plan, cache: Path, rows: int) -> None:
+    """Record that `plan` ran out of memory with more than `rows` rows in a micro-batch."""
+    record_limit(plan, lengths_of(plan, cache), cache, rows)
+
+
+__all__ = ["Change", "MemoryPlan", "highest_gib", "plan_memory", "record_oom", "resolve_choices", "with_largest_sizes"]

@@ -1,0 +1,158 @@
+"""Compares the ways to shard a plan over its ranks: memory per rank, and bytes sent per step.
+
+Each scheme is applied to the plan's traced step: a rank holds its shard of what the scheme shards, and the update works on that
+shard, so the peak may move. With sharded weights, the largest layer is gathered while it is computed (Zhao et al. 2023,
+arXiv:2304.11277). Without a trace, only the states are compared.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hwopt.distributed.data_parallel import BUCKET_BYTES
+from hwopt.hardware.device import GIB
+from hwopt.memory.allocator.playback import PlayedRun, played_run
+from hwopt.memory.forecast import closed_form
+from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, volume
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.trace.dry_run import memory_spec
+from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
+from hwopt.model.facts import ModelFacts
+from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import write_recipe
+from hwopt.plugin import MemorySpec
+
+STATES = ("weights", "gradients", "optimizer_state", "masters")
+
+
+@dataclass(frozen=True)
+class SchemeMemory:
+    """Memory per rank and communication of one scheme."""
+
+    name: str
+    spread_over: int
+    """Number of ranks that together hold one copy of the sharded parts."""
+    states_gib: dict[str, float]
+    """Closed form: weights, gradients, optimizer state and masters."""
+    peak_gib: float
+    """Peak of a training step; without a trace, the states and the largest layer: a lower bound."""
+    lower_bound: bool
+    eval_peak_gib: float | None
+    margin_gib: float
+    volume: Volume
+    node_sends_bytes: float
+    """Bytes that all ranks of a node send to the next node in an optimizer step. The node receives as many."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if a lower bound fits, which does not tell."""
+        return False if self.margin_gib < 0 else None if self.lower_bound else True
+
+    def to_dict(self) -> dict[str, Any]:
+        sent = self.volume
+        return {key: value for key, value in asdict(self).items() if key != "volume"} | {
+            "fits": self.fits,
+            "rank_sends_bytes": sent.sent,
+            "rank_sends_within_node_bytes": sent.within,
+            "rank_sends_between_nodes_bytes": sent.between,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All schemes for one number of ranks."""
+
+    ranks: Ranks
+    micro_batches: int
+    """Micro-batches of an optimizer step on one rank."""
+    tier: str
+    """The tier that predicted the peaks."""
+    schemes: tuple[SchemeMemory, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ranks": self.ranks.number,
+            "nodes": self.ranks.nodes,
+            "micro_batches": self.micro_batches,
+            "tier": self.tier,
+            "schemes": [scheme.to_dict() for scheme in self.schemes],
+        }
+
+
+def without_engine(plan: Plan) -> Plan:
+    """Return `plan` without the plugin that brings a sharding engine, if there is one."""
+    entries = tuple(entry for entry in plan.entries if entry.author != plan.recipe.author_of("engine"))
+    if len(entries) == len(plan.entries):
+        return plan
+    return replace(plan, entries=entries, recipe=write_recipe(entries, plan.context))
+
+
+def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
+    """Return every scheme for a plan with `plan.memory`. The plan's own sharding plugin is removed first."""
+    memory = plan.memory
+    assert memory is not None, "the plan was made with memory"
+    plan = without_engine(plan)
+    trace = trace_of(plan, memory, cache)
+    steps = None
+    if trace is not None:
+        steps = trace.train.at(memory.rows, memory.width), trace.eval.at(plan.batch.eval, memory.width)
+    spec, micro_batches = memory_spec(plan), plan.batch.accumulation(plan.world_size)
+    layer = largest_layer(spec, plan.model)
+    rows = []
+    for scheme in schemes_for(ranks):
+        states = closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(ranks))
+        gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if shards_weights(scheme, ranks) else 0)
+        if steps is None:
+            peak, evaluation = sum(states.values()) + gathered, None
+            highest = peak
+        else:
+            run = played_per_rank(scheme, ranks, *steps)
+            peak, evaluation = run.train.bytes + gathered, (run.eval.bytes + gathered) / GIB
+            highest = run.reserved + gathered
+        sent = volume(scheme, spec, ranks, micro_batches)
+        rows.append(
+            SchemeMemory(
+                name=scheme.name,
+                spread_over=scheme.spread_over(ranks),
+                states_gib={kind: size / GIB for kind, size in states.items()},
+                peak_gib=peak / GIB,
+                lower_bound=steps is None,
+                eval_peak_gib=evaluation,
+                margin_gib=memory.free_gib - memory.reserve_gib - highest / GIB,
+                volume=sent,
+                node_sends_bytes=sent.between * ranks.per_node,
+            )
+        )
+    return Comparison(ranks, micro_batches, "closed form" if trace is None else "traced", tuple(rows))
+
+
+def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
+    """Return the trace that the planner made, or None."""
+    if not memory.lower_bound:
+        with suppress(NotTraceable):
+            return trace_plan(plan, memory.width, lengths_of(plan, cache).labels, cache / "memory")
+    return None
+
+
+def shards_weights(scheme: Scheme, ranks: Ranks) -> bool:
+    return scheme.stage == 3 and scheme.spread_over(ranks) > 1
+
+
+def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
+    """Return the bytes of weights and gradients of the largest part that is gathered at once: the embedding or a layer."""
+    embedding = min(model.vocab_size * model.hidden_size, spec.parameters)
+    layer = max(embedding, (spec.parameters - embedding) / max(model.layers, 1))
+    return layer * (spec.weights + spec.gradient_bytes * spec.trained) / spec.parameters
+
+
+def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> PlayedRun:
+    """Return the memory of a rank, without the temporarily gathered layer."""
+    over = scheme.spread_over(ranks)
+    parts = closed_form.sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
+    fractions = dict.fromkeys(KINDS, 1.0) | parts
+    return played_run(train.with_fractions(fractions, 1 / over), evaluation.with_fractions(fractions))

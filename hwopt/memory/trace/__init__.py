@@ -1,0 +1,1 @@
+"""A training step under fake tensors: which tensors live when."""

@@ -1,0 +1,371 @@
+"""Adds skipped layers to the timeline of a step that ran only some layers of each kind.
+
+The events between two marks are the block of a layer. The block of a skipped layer is the block of a layer with the same kind and
+the same kinds of neighbours (`layer_kinds`), with the storages of its own place: what the block uses of the layer
+before it becomes what belongs to the layer before the skipped one.
+
+NotRepeated is raised instead of a guess: if a block touches a layer that is no neighbour, if sizes differ, if a storage would be
+freed twice or never, or if two layers of one context ran different blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hwopt.memory.trace.layer_kinds import Context
+from hwopt.memory.trace.timeline import Timeline
+
+FORWARD, BACKWARD, OUTSIDE, OWN = "forward", "backward", "outside", "own"
+Key = tuple[str, int, int] | int
+"""A storage: (pass, layer, place among the storages of that block), (OWN, layer, place), or its number if no layer owns it."""
+
+
+class NotRepeated(Exception):
+    """The layers cannot be skipped. The message says why."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a trace: the events and the operations from one mark to the next."""
+
+    events: range
+    operations: range
+
+
+@dataclass
+class Marks:
+    """What one traced step tells about its layers."""
+
+    starts: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """(pass, layer, index of the first event, index of the first operation), in the order of the step. OUTSIDE: behind the last
+    layer of the forward or the backward pass."""
+    calls: dict[int, Any] = field(default_factory=dict)
+    """Layer -> what it was called with."""
+    owned: dict[int, list[int | None]] = field(default_factory=dict)
+    """Layer -> the storages of its parameters, buffers, gradients and optimizer state before the first layer runs."""
+    gradients: dict[int, list[int | None]] = field(default_factory=dict)
+    """Layer -> the storages of its gradients after the backward pass."""
+    filled: Block | None = None
+    """Where the gradients of the skipped layers were allocated, after the backward pass."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Which layers were run, and which of them each layer repeats."""
+
+    run: Sequence[int]
+    model_of: Mapping[int, int]
+    """Layer -> the layer whose block it repeats; a layer that is run repeats itself."""
+    contexts: Sequence[Context]
+
+
+Step = tuple[int, str, int, int]
+"""A use of a storage in a block, independent of the place of its layer: (+1 allocated or -1 released, pass, offset to the layer
+that owns it, place there), or (sign, "", 0, number) for a storage that no layer owns."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """The block of a layer, independent of its place in the stack."""
+
+    events: tuple[Step, ...]
+    operands: tuple[tuple[Step, ...], ...]
+    operations: range
+    sizes: tuple[float, ...]
+    """Sizes of the storages that the block allocates."""
+    flops: tuple[float, ...]
+    first: int
+    """Index of its first event in the trace."""
+
+    @property
+    def content(self) -> Any:
+        """What is equal for two layers that do the same. The last layer that uses a common tensor also releases it."""
+        return tuple(step for step in self.events if not releases_common(step)), self.operands, self.sizes, self.flops
+
+    def uses(self, storage: int) -> bool:
+        """Whether an operation of the block uses a storage that no layer owns."""
+        return any(which == "" and place == storage for used in self.operands for _, which, _, place in used)
+
+
+def releases_common(step: Step) -> bool:
+    """Whether a layer releases a tensor that no layer owns, such as an attention mask."""
+    return step[0] < 0 and step[1] == ""
+
+
+class Extension:
+    """Builds the timeline of all layers from the timeline of those that were run."""
+
+    def __init__(self, layers: Repetition, marks: Marks, timeline: Timeline) -> None:
+        self.layers, self.short, self.marks = layers, timeline, marks
+        if len(timeline.host_sizes):
+            raise NotRepeated("tensors are moved to host memory")
+        self.place = {number: place for place, number in enumerate(layers.run)}  # layer -> its place among those run
+        self.blocks = self.find_blocks()
+        self.made: dict[tuple[str, int], list[int]] = {}
+        """(pass, layer) -> the storages that its block allocates, in order."""
+        self.identity: dict[int, tuple[str, int, int]] = {}
+        """Storage -> (pass or OWN, layer that owns it, place there); not for storages that no layer owns."""
+        for (which, layer), block in self.blocks.items():
+            made = [int(event) - 1 for event in timeline.events[block.events.start : block.events.stop] if event > 0]
+            self.made[which, layer] = made
+            self.identity |= {storage: (which, layer, place) for place, storage in enumerate(made)}
+        for layer, storages in self.marks.owned.items():
+            for place, storage in enumerate(storages):
+                if storage is not None:
+                    self.identity.setdefault(storage, (OWN, layer, place))
+        self.templates = {key: self.template(*key) for key in self.blocks}
+        self.check_equal_contexts()
+        self.gradients = self.gradients_of_skipped()
+        self.final_gradients = {storage for storages in self.marks.gradients.values() for storage in storages}
+        self.repeats: dict[int, list[int]] = {}
+        """Layer that was run -> the skipped layers that repeat it."""
+        for number, source in layers.model_of.items():
+            if number != source:
+                self.repeats.setdefault(source, []).append(number)
+        self.numbers: dict[Key, int] = {}
+        self.sources: list[int] = []
+        self.seen: set[int] = set()
+        self.freed: set[int] = set()
+
+    def find_blocks(self) -> dict[tuple[str, int], Block]:
+        """Return (pass, layer) -> its block, in order. Raises NotRepeated unless the layers ran in order, each once."""
+        starts, run = self.marks.starts, self.layers.run
+        order = [(which, number) for which, number, _, _ in starts if which != OUTSIDE]
+        backward = [number for which, number in order if which == BACKWARD]
+        if order != [(FORWARD, number) for number in run] + [(BACKWARD, number) for number in backward]:
+            raise NotRepeated("the layers do not run one after the other")
+        if backward != [number for number in reversed(run) if number in backward]:
+            raise NotRepeated("the backward passes of the layers do not run one after the other")
+        filled = self.marks.filled
+        end = (len(self.short.events), len(self.short.ends)) if filled is None else (filled.events.start, filled.operations.start)
+        bounds = [*((event, operation) for _, _, event, operation in starts), end]
+        return {
+            (which, number): Block(range(one[0], two[0]), range(one[1], two[1]))
+            for (which, number, _, _), (one, two) in zip(starts, pairwise(bounds), strict=True)
+            if which != OUTSIDE
+        }
+
+    def template(self, which: str, layer: int) -> Template:
+        """Return the block of a layer with every storage relative to the layer."""
+        block, short = self.blocks[which, layer], self.short
+        events = [int(event) for event in short.events[block.events.start : block.events.stop]]
+        ends = [0, *short.ends.tolist()]
+        operands = (short.operands[ends[number] : ends[number + 1]].tolist() for number in block.operations)
+        return Template(
+            tuple(self.relative(1 if event > 0 else -1, abs(event) - 1, layer) for event in events),
+            tuple(tuple(self.relative(0, storage, layer) for storage in used) for used in operands),
+            block.operations,
+            tuple(short.sizes[self.made[which, layer]].tolist()),
+            tuple(short.flops[block.operations.start : block.operations.stop].tolist()),
+            block.events.start,
+        )
+
+    def relative(self, sign: int, storage: int, layer: int) -> Step:
+        which, owner, place = self.identity.get(storage, ("", layer, storage))
+        offset = self.place[owner] - self.place[layer] if owner in self.place else len(self.place)
+        return (sign, which, offset, place) if abs(offset) <= 1 else (sign, "", 0, storage)
+
+    def check_equal_contexts(self) -> None:
+        """Raise NotRepeated if two layers of one context ran different blocks, or a block to repeat cannot be moved."""
+        first: dict[Any, tuple[int, list[Any]]] = {}
+        repeated = {source for number, source in self.layers.model_of.items() if number != source}
+        for number in self.layers.run:
+            found = [self.templates.get((which, number)) for which in (FORWARD, BACKWARD)]
+            source, expected = first.setdefault(self.layers.contexts[number], (number, found))
+            if [template and template.content for template in found] != [template and template.content for template in expected]:
+                raise NotRepeated(f"layers {source} and {number} run other operations")
+            for template in found if number in repeated else ():
+                if template is not None:
+                    self.check_movable(template, number)
+            if number in repeated and self.marks.starts[-1][:2] == (BACKWARD, number):
+                raise NotRepeated(f"the backward pass of layer {number} has no end")
+
+    def check_movable(self, template: Template, layer: int) -> None:
+        """Raise NotRepeated if the block of `layer` touches a layer that is no neighbour, or releases what no layer owns."""
+        for _, which, _, place in (step for steps in (template.events, *template.operands) for step in steps):
+            if which == "" and place in self.identity:
+                raise NotRepeated(f"layer {layer} uses a tensor of layer {self.identity[place][1]}, which is not its neighbour")
+
+    def gradients_of_skipped(self) -> dict[Key, int]:
+        """Return the key of each gradient of a skipped layer -> the storage that was allocated for it after the backward pass."""
+        found: dict[Key, int] = {}
+        for number, source in self.layers.model_of.items():
+            for ours, theirs in zip(self.marks.gradients.get(number, []), self.marks.gradients.get(source, []), strict=True):
+                if number == source or ours is None or theirs is None or ours in self.marks.owned[number]:
+                    continue
+                which, owner, place = self.identity.get(theirs, ("", source, 0))
+                offset = self.place.get(owner, len(self.place) + 1) - self.place[source]
+                if which not in (FORWARD, BACKWARD) or abs(offset) > 1 or self.short.sizes[ours] != self.short.sizes[theirs]:
+                    raise NotRepeated(f"a gradient of layer {source} is made outside of the layer")
+                found[which, number + offset, place] = ours
+        return found
+
+    def timeline(self) -> Timeline:
+        """Return the timeline of all layers."""
+        events: list[int] = []
+        operations: list[int] = []
+        operands: list[int] = []
+        ends: list[int] = []
+        update = self.short.update
+        phases = self.short.phases.copy()
+        for part, layer in self.parts():
+            for index, (sign, which, offset, place) in enumerate(self.events_of(part, layer), part.first):
+                if layer is None:  # phases begin outside of the layers
+                    phases[self.short.phases == index] = len(events)
+                together = sign < 0 and layer is None
+                for number in self.released_together(place) if together else [self.number(layer, which, offset, place)]:
+                    self.use(sign, number)
+                    events.append(sign * (number + 1))
+            for used in part.operands:
+                operands += sorted({self.number(layer, which, offset, place) for _, which, offset, place in used})
+                ends.append(len(operands))
+            if layer is None and self.short.update in part.operations:
+                update = len(operations) + self.short.update - part.operations.start
+            operations += part.operations
+        self.check_releases()
+        short = self.short
+        return replace(
+            short,
+            events=np.array(events, np.int64),
+            sizes=short.sizes[self.sources],
+            kinds=short.kinds[self.sources],
+            column_sums=short.column_sums[self.sources],
+            operands=np.array(operands, np.int64),
+            ends=np.array(ends, np.int64),
+            flops=short.flops[operations],
+            dtypes=short.dtypes[operations],
+            update=update,
+            phases=phases,
+        )
+
+    def events_of(self, part: Template, layer: int | None) -> Iterator[Step]:
+        """Yield the events of a part. A layer releases a common tensor only if it is the last one that uses it."""
+        for step in part.events:
+            repeated = layer is not None and self.layers.model_of[layer] in self.repeats
+            if not repeated or not releases_common(step) or self.last_user(part, step[3]) == layer:
+                yield step
+
+    def last_user(self, part: Template, storage: int) -> int:
+        """Return the layer that uses a common storage last, in the pass of `part`. Raises NotRepeated if it is not clear."""
+        which = next(key for key, template in self.templates.items() if template is part)[0]
+        users = [
+            number
+            for number, source in self.layers.model_of.items()
+            if (template := self.templates.get((which, source))) is not None and template.uses(storage)
+        ]
+        last = (min if which == BACKWARD else max)(users, default=-1)
+        if last < 0 or self.templates[which, self.layers.model_of[last]] is not part:
+            raise NotRepeated("a tensor that all layers use is released before the last layer")
+        return last
+
+    def parts(self) -> Iterator[tuple[Template, int | None]]:
+        """Yield each part of the step in order, with its layer; None for a part outside of the layers."""
+        starts, filled = self.marks.starts, self.marks.filled
+        layers = sorted(self.layers.model_of)
+        yield self.outside(range(starts[0][2]), range(starts[0][3])), None
+        for which, numbers in ((FORWARD, layers), (BACKWARD, layers[::-1])):
+            for number in numbers:
+                template = self.templates.get((which, self.layers.model_of[number]))
+                if template is not None:
+                    yield template, number
+            yield from ((self.outside(*bounds), None) for bounds in self.behind(which))
+        if filled is not None:
+            events, operations = len(self.short.events), len(self.short.ends)
+            yield self.outside(range(filled.events.stop, events), range(filled.operations.stop, operations)), None
+
+    def behind(self, which: str) -> Iterator[tuple[range, range]]:
+        """Yield the part behind the last layer of the forward or the backward pass, if there is one."""
+        starts, filled = self.marks.starts, self.marks.filled
+        end = (len(self.short.events), len(self.short.ends)) if filled is None else (filled.events.start, filled.operations.start)
+        bounds = [*((event, operation) for _, _, event, operation in starts), end]
+        passed = FORWARD
+        for (kind, _, _, _), (one, two) in zip(starts, pairwise(bounds), strict=True):
+            if kind == OUTSIDE and passed == which:
+                yield range(one[0], two[0]), range(one[1], two[1])
+            passed = passed if kind == OUTSIDE else kind
+
+    def outside(self, events: range, operations: range) -> Template:
+        """Return a part of the step that belongs to no layer: its storages keep their layers."""
+        ends = [0, *self.short.ends.tolist()]
+        used = [self.short.operands[ends[number] : ends[number + 1]].tolist() for number in operations]
+        there = self.short.events[events.start : events.stop].tolist()
+        return Template(
+            tuple((1 if event > 0 else -1, "", 0, abs(event) - 1) for event in there),
+            tuple(tuple((0, "", 0, storage) for storage in own) for own in used),
+            operations,
+            (),
+            (),
+            events.start,
+        )
+
+    def released_together(self, storage: int) -> list[int]:
+        """Return the numbers of a storage that is released outside of the layers, and of its like in other layers.
+
+        Autocast, for example, releases its copies of all weights behind the last layer. What the next layer released before is
+        left out. The neighbour of the first or the last layer may be another one than in the short trace.
+        """
+        which, owner, place = self.identity.get(storage, (OWN, 0, 0))
+        if which == OWN or storage in self.final_gradients:
+            return [self.number(None, "", 0, storage)]
+        run, last = self.layers.run, len(self.layers.model_of) - 1
+        at_ends = [number for number, beside in ((1, run[1]), (last - 1, run[-2])) if beside == owner]
+        alike = [number for number in at_ends if self.same_blocks(which, owner, number)]
+        numbers = (self.number(layer, which, 0, place) for layer in dict.fromkeys([owner, *self.repeats.get(owner, ()), *alike]))
+        return [number for number in numbers if number not in self.freed]
+
+    def same_blocks(self, which: str, one: int, other: int) -> bool:
+        """Whether two layers allocate storages of the same sizes in a pass."""
+        first, second = (self.templates.get((which, self.layers.model_of[number])) for number in (one, other))
+        return first is not None and second is not None and first.sizes == second.sizes
+
+    def number(self, layer: int | None, which: str, offset: int, place: int) -> int:
+        """Return the number in the new timeline of the storage that `layer` uses."""
+        key: Key
+        if which == "":
+            known = self.identity.get(place, (OWN, 0, 0))
+            key, source = (place if known[0] == OWN else known), place
+        else:
+            assert layer is not None
+            owner = layer + offset
+            source = self.source_of(which, owner, place)
+            key = source if which == OWN else (which, owner, place)
+            key = self.gradients.get(key, key)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.sources)
+            self.sources.append(source)
+        elif self.short.sizes[self.sources[self.numbers[key]]] != self.short.sizes[source]:
+            raise NotRepeated("a tensor of a repeated layer has another size")
+        return self.numbers[key]
+
+    def source_of(self, which: str, layer: int, place: int) -> int:
+        """Return the storage in the short trace that stands for one of `layer`."""
+        if which == OWN:
+            storages: list[int | None] = self.marks.owned.get(layer, [])
+        else:
+            storages = list(self.made.get((which, self.layers.model_of.get(layer, -1)), ()))
+        storage = storages[place] if place < len(storages) else None
+        if storage is None:
+            raise NotRepeated(f"layer {layer} lacks a tensor of the layer that it repeats")
+        return storage
+
+    def use(self, sign: int, number: int) -> None:
+        """Check that storages are allocated before they are released, and only once."""
+        allocated = number in self.seen
+        if sign > 0 and allocated:
+            raise NotRepeated("a tensor would be allocated twice")
+        if sign < 0 and (not allocated or number in self.freed):
+            raise NotRepeated("a tensor would be released twice")
+        (self.seen if sign > 0 else self.freed).add(number)
+
+    def check_releases(self) -> None:
+        """Raise NotRepeated if a storage of a repeated layer lives longer or shorter than that of the layer that was run."""
+        released = {-int(event) - 1 for event in self.short.events if event < 0}
+        gradients = set(self.gradients.values())
+        for key, number in self.numbers.items():
+            if (number in self.freed) != (self.sources[number] in released) and key not in gradients:
+                raise NotRepeated("a tensor of a repeated layer is not released")

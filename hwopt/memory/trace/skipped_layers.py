@@ -1,0 +1,148 @@
+"""Skips equal layers while a step is traced. hwopt.memory.trace.extended_trace adds what they would have done to the timeline.
+
+A layer that is run marks where its forward and its backward pass begin, and records what it was called with. A layer that is
+skipped returns its input. After the backward pass the gradients of the skipped layers are allocated, which the update needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Block, Extension, Marks, NotRepeated, Repetition
+from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
+from hwopt.memory.trace.timeline import Timeline
+from hwopt.memory.trace.tracker import Tracker
+
+
+class SkippedLayers:
+    """The layers of a model that a trace skips. `extended` adds them to the timeline of a step."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, tracker: Tracker) -> None:
+        self.optimizer, self.tracker = optimizer, tracker
+        self.layers = repeated_layers(model)
+        kinds = layer_kinds(self.layers) if len(self.layers) >= FEWEST_LAYERS else [0] * len(self.layers)
+        self.contexts = contexts(kinds)
+        deep = len(self.layers) >= FEWEST_LAYERS
+        self.run = layers_to_run(kinds) if deep else list(range(len(self.layers)))
+        first = {self.contexts[number]: number for number in reversed(self.run)}
+        self.model_of = {number: number if number in self.run else first[context] for number, context in enumerate(self.contexts)}
+        """Layer -> the layer whose block it repeats; a layer that is run repeats itself."""
+        self.marks = Marks()
+        self.returns_tuple = False
+        self.installed = False
+
+    def __bool__(self) -> bool:
+        return len(self.run) < len(self.layers)
+
+    def install(self) -> None:
+        """Skip layers from now on."""
+        self.installed = True
+        for number, layer in enumerate(self.layers):
+            instance: Any = layer
+            instance.forward = (
+                partial(self.run_layer, number, layer.forward) if number in self.run else partial(self.skip, number)
+            )
+
+    def remove(self) -> None:
+        """Run every layer again."""
+        self.installed = False
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
+
+    def begin(self) -> None:
+        """Start a new step: the tracker was reset and the micro-batch exists."""
+        self.marks = Marks()
+
+    def storages_of(self, layer: nn.Module) -> list[int | None]:
+        """Return the numbers of the storages that belong to `layer`, in a fixed order; None for one that does not exist."""
+        parameters = list(layer.parameters())
+        tensors: list[Any] = [*parameters, *layer.buffers(), *(parameter.grad for parameter in parameters)]
+        for parameter in parameters:
+            tensors += [value for value in self.optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        return [None if tensor is None else self.tracker.number_of(tensor) for tensor in tensors]
+
+    def run_layer(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer that is run."""
+        if number in self.marks.calls:
+            raise NotRepeated("a layer runs twice in a step")
+        if not self.marks.starts:  # gradients of earlier micro-batches exist now
+            self.marks.owned = {number: self.storages_of(layer) for number, layer in enumerate(self.layers)}
+            hidden = first_input(args, kwargs)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: self.mark(OUTSIDE, -1))
+        self.mark(FORWARD, number)
+        output = forward(*args, **kwargs)
+        if number == self.run[-1]:
+            self.mark(OUTSIDE, -1)
+        self.returns_tuple = isinstance(output, tuple)
+        if self.returns_tuple and len(output) > 1:
+            raise NotRepeated("a layer returns several values")
+        hidden = output[0] if self.returns_tuple else output
+        if not isinstance(hidden, Tensor):
+            raise NotRepeated("a layer returns no tensor")
+        self.marks.calls[number] = self.describe_call(args, kwargs), describe_tensor(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.mark(BACKWARD, number))
+        return output
+
+    def skip(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer that is skipped: returns its input."""
+        hidden = first_input(args, kwargs)
+        self.marks.calls[number] = self.describe_call(args, kwargs), describe_tensor(hidden)
+        return (hidden,) if self.returns_tuple else hidden
+
+    def describe_call(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what the layer was called with: of its first input the shape, of other tensors also the storage."""
+        hidden = first_input(args, kwargs)
+        named = [(key, value) for key, value in kwargs.items() if value is not hidden]
+        return describe_tensor(hidden), self.describe([value for value in args if value is not hidden]), self.describe(named)
+
+    def describe(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return describe_tensor(value), self.tracker.number_of(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self.describe, value))
+        plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+        return value if plain else (type(value), id(value))
+
+    def mark(self, which: str, number: int) -> None:
+        self.marks.starts.append((which, number, len(self.tracker.events), len(self.tracker.ends)))
+
+    def after_backward(self) -> None:
+        """Allocate the gradients of the skipped layers, which the update needs."""
+        started = len(self.tracker.events), len(self.tracker.ends)
+        for number, source in self.model_of.items():
+            pairs = zip(self.layers[number].parameters(), self.layers[source].parameters(), strict=True)
+            for parameter, like in pairs if number != source else ():
+                if like.grad is not None and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(like.grad)
+                    self.tracker.label([parameter.grad], "gradients")
+        for number, layer in enumerate(self.layers):
+            grads = [parameter.grad for parameter in layer.parameters()]
+            self.marks.gradients[number] = [None if grad is None else self.tracker.number_of(grad) for grad in grads]
+        self.marks.filled = Block(range(started[0], len(self.tracker.events)), range(started[1], len(self.tracker.ends)))
+
+    def extended(self, timeline: Timeline) -> Timeline:
+        """Return the timeline of a step in which every layer runs. Raises NotRepeated if it cannot be told."""
+        if set(self.marks.calls) != set(self.model_of):
+            raise NotRepeated("a layer was not called")
+        for number, source in self.model_of.items():
+            if self.marks.calls[number] != self.marks.calls[source]:
+                raise NotRepeated(f"layers {source} and {number} get other arguments")
+        return Extension(Repetition(self.run, self.model_of, self.contexts), self.marks, timeline).timeline()
+
+
+def first_input(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        raise NotRepeated("the first argument of a layer is no tensor")
+    return hidden
+
+
+def describe_tensor(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -1,0 +1,176 @@
+"""Timeline: what one step allocates and frees, in order, and the peak memory for micro-batches of any size.
+
+A step runs the same operations for every size of micro-batch. So the bytes of each storage are constant, or proportional to the
+rows, to the width, or to the width squared (a score matrix). A second trace tells which. After that a peak is a sum over the
+events, and the largest micro-batch that fits is found in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hwopt.memory.trace.column_sums import workspace_bytes
+
+KINDS = ("weights", "gradients", "optimizer_state", "masters", "activations", "temporary")
+"""What a storage is for. Temporary: allocated in the backward pass or the optimizer's step, except gradients."""
+
+LIMIT = 1 << 20
+"""The largest number of rows or tokens that is searched."""
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The point of a timeline at which most memory is allocated."""
+
+    bytes: int
+    parts: dict[str, int]
+    """Bytes by kind at that point; their sum is `bytes`."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    events: NDArray[np.int64]  # (events,) storage number + 1 for an allocation, its negative for a release
+    sizes: Numbers  # (storages,) bytes
+    kinds: NDArray[np.int64]  # (storages,) index into KINDS
+    operands: NDArray[np.int64]  # (operands of all operations,) storage numbers, read or written
+    ends: NDArray[np.int64]  # (operations,) index behind the last operand of each
+    flops: Numbers  # (operations,)
+    dtypes: NDArray[np.str_]  # (operations,) dtype of the first operand
+    update: int
+    """Index of the first operation of the optimizer's update."""
+    tf32: bool
+    """Whether fp32 matrix products may use TF32."""
+    granularity: int
+    """The allocator rounds every size up to a multiple of this number of bytes."""
+    phases: NDArray[np.int64]  # (2,) index of the first event of the backward pass and of the update
+    before: int = 0
+    """Number of storages that exist before the step; the first events allocate them."""
+    cached: bool = False
+    """Whether the allocator is torch's caching allocator of CUDA."""
+    expandable: bool = False
+    """Whether the caching allocator has expandable segments."""
+    host_sizes: Numbers = field(default_factory=lambda: np.zeros(0))
+    """(tensors,) bytes of each tensor that the step keeps in pinned host memory until its backward pass."""
+    column_sums: Numbers = field(default_factory=lambda: np.zeros((0, 2)))
+    """(storages, 2) columns and rows of the sum whose workspace the storage is; zeros for other storages."""
+    processors: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    """(2,) multiprocessors of the card, and threads of each."""
+
+    def peak(self) -> Peak:
+        """Return the peak of the tensors' rounded sizes, by kind; `playback` adds what the allocator does."""
+        number = np.abs(self.events) - 1
+        signed = np.sign(self.events) * (np.ceil(self.sizes / self.granularity) * self.granularity)[number]
+        allocated = np.cumsum(signed)
+        at = int(allocated.argmax())
+        by_kind = np.bincount(self.kinds[number[: at + 1]], weights=signed[: at + 1], minlength=len(KINDS))
+        return Peak(int(allocated[at]), {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+
+    def host_bytes(self) -> float:
+        """Return the pinned host memory: torch's allocator rounds each size up to a power of two."""
+        sizes = self.host_sizes[self.host_sizes > 0]
+        return float((2 ** np.ceil(np.log2(sizes))).sum())
+
+    def bytes_moved(self) -> Numbers:
+        """Return the bytes that each operation reads and writes."""
+        summed = np.concatenate([[0.0], np.cumsum(self.sizes[self.operands])])
+        return np.diff(summed[np.concatenate([[0], self.ends])])
+
+    def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Timeline:
+        """Return the timeline of one rank that holds a fraction of each kind.
+
+        `update_fraction` applies to storages that only the optimizer's update uses.
+        """
+        share = np.array([fractions.get(kind, 1.0) for kind in KINDS])[self.kinds]
+        if update_fraction is not None:
+            before, there = np.split(self.operands, self.ends[self.update - 1 : self.update])
+            storages = np.arange(len(self.sizes))
+            share = np.where(np.isin(storages, there) & ~np.isin(storages, before), update_fraction, share)
+        return replace(self, sizes=self.sizes * share)
+
+    def same_program(self, other: Timeline) -> bool:
+        """Whether both ran the same operations on the same storages. Releases may differ in order."""
+        ours, theirs = (timeline.events[timeline.events > 0] for timeline in (self, other))
+        return np.array_equal(ours, theirs) and np.array_equal(self.operands, other.operands)
+
+
+@dataclass(frozen=True)
+class Powers:
+    """The powers of rows and width to which each value is proportional."""
+
+    rows_power: Numbers
+    width_power: Numbers
+
+    @classmethod
+    def fit(cls, base: Numbers, other: Numbers, rows: float, width: float) -> Powers:
+        """Return the powers that best explain `other`, traced with `rows` times the rows and `width` times the width."""
+        known = (base > 0) & (other > 0)
+        found = np.log(np.divide(other, base, out=np.ones_like(base), where=known), where=known, out=np.zeros_like(base))
+        pairs = np.array([(a, b) for a in (0, 1) for b in (0, 1, 2)], np.float64)
+        nearest = np.abs(found[:, None] - pairs @ np.log([rows, width])).argmin(axis=1)
+        return cls(pairs[nearest, 0], pairs[nearest, 1])
+
+    def factor(self, rows: float, width: float) -> Numbers:
+        """Return the factor of each value for `rows` times the rows and `width` times the width."""
+        factor: Numbers = rows**self.rows_power * width**self.width_power
+        return factor
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A timeline as a function of rows and width, from traces at two points that differ in both."""
+
+    base: Timeline
+    rows: int
+    width: int
+    sizes: Powers
+    flops: Powers
+    summed_rows: Powers
+    """Of the rows of column sums, which determine the size of their workspaces."""
+
+    @classmethod
+    def fit(cls, base: Timeline, rows: int, width: int, other: Timeline, other_rows: int, other_width: int) -> Scaled:
+        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
+        if not base.same_program(other):
+            raise ValueError("a second size runs other operations")
+        ratios = other_rows / rows, other_width / width
+        sizes = Powers.fit(base.sizes, other.sizes, *ratios)
+        summed_rows = Powers.fit(base.column_sums[:, 1], other.column_sums[:, 1], *ratios)
+        scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios), summed_rows)
+        if not np.isclose(scaled.at(other_rows, other_width).peak().bytes, other.peak().bytes, rtol=0.01):
+            raise ValueError("the sizes are not powers of rows and width")
+        return scaled
+
+    def at(self, rows: int, width: int) -> Timeline:
+        """Return the timeline of a micro-batch of `rows` x `width` tokens."""
+        ratios = rows / self.rows, width / self.width
+        sizes = self.base.sizes * self.sizes.factor(*ratios)
+        columns, summed = self.base.column_sums.T
+        found = columns > 0
+        if found.any():
+            summed = summed[found] * self.summed_rows.factor(*ratios)[found]
+            sizes[found] = workspace_bytes(columns[found], summed, *self.base.processors.tolist())
+        return replace(
+            self.base,
+            sizes=sizes,
+            flops=self.base.flops * self.flops.factor(*ratios),
+            host_sizes=self.base.host_sizes * ratios[0] * ratios[1],  # activations: (rows, width, hidden size)
+        )
+
+    def with_fractions(self, fractions: Mapping[str, float], update_fraction: float | None = None) -> Scaled:
+        """Return the same with the base timeline's `with_fractions`."""
+        return replace(self, base=self.base.with_fractions(fractions, update_fraction))
+
+
+def largest(fits: Callable[[int], bool], limit: int = LIMIT) -> int:
+    """Return the largest number from 0 to `limit` that fits, if every smaller one fits (bisection)."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

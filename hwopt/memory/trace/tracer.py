@@ -1,0 +1,168 @@
+"""Traced tier: run a step of the plan's recipe on fake tensors. Needs no GPU, weights or data, and counts activations.
+
+The trace runs in a process of its own (hwopt.memory.trace.tracing_process), because emulating a card changes torch for the whole
+process. It is cached on disk under a hash of everything that it depends on. Two shapes are traced, and any other follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from hwopt.data.stores.token_store import fingerprint
+from hwopt.data.tokenizer_training import planned_config
+from hwopt.memory.trace.dry_run import Shape, accumulates_gradients
+from hwopt.memory.trace.timeline import Scaled, Timeline
+from hwopt.memory.trace.tracing_process import NotTraceable, ask
+from hwopt.memory.trace.tracing_request import Request, UnknownCode
+from hwopt.model.config import load_config
+from hwopt.planning.plan import Plan
+
+FORMAT = 9
+"""Version of the cache files; increase it with every change of a trace's content."""
+ROWS = 8
+"""Rows of the traced micro-batch; the trace is then scaled to any other number."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the width."""
+
+    train: Scaled
+    eval: Scaled
+    fixed_width: bool
+
+
+def trace_plan(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Trace:
+    """Return the trace of `plan` for rows of about `width` tokens, from `cache` if it is there. Raises NotTraceable."""
+    path = None if cache is None else cache / f"{trace_key(plan, width, labels)}.npz"
+    return fit_trace(cached_timelines(path, lambda: trace_two_shapes(plan, width, labels)), width)
+
+
+def trace_exact_shape(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) -> Timeline:
+    """Return a training step of exactly `shape`, for a collate that lays out few rows differently. Raises NotTraceable."""
+    path = None if cache is None else cache / f"{trace_key(plan, shape.width, labels, shape.rows)}-exact.npz"
+    return cached_timelines(path, lambda: traced(Request(plan, labels, (("exact", shape),))))["train.exact"]
+
+
+def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
+    """Load the timelines in `path`, or make them and save them there."""
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):  # no file, or an incomplete one
+            return load(path)
+    found = make()
+    if path is not None:
+        with contextlib.suppress(OSError):  # the cache is optional
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = path.with_suffix(f".{os.getpid()}.npz")
+            save(staged, found)
+            staged.replace(path)
+    return found
+
+
+def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
+    """Return the cache key: a hash of everything that a trace depends on."""
+    model, training = plan.job.model, plan.training
+    config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
+    decided = [
+        [entry.name, entry.distribution, entry.decision, entry.options.model_dump(mode="json")]
+        for entry in plan.entries
+        if not only_sizes(plan, entry.author) and not only_loads(plan, entry.author)
+    ]
+    data = plan.job.data
+    task = [plan.job.task.kind, len(data.text), data.max_target_length, labels]
+    job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
+    device = [plan.hardware.device_type, plan.hardware.compute_capability, plan.hardware.multiprocessors]
+    ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
+    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
+    return fingerprint(
+        [FORMAT, rows, vars(second_shape(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
+    )
+
+
+def only_sizes(plan: Plan, author: str) -> bool:
+    """Whether a plugin sets only numbers of rows, on which a trace does not depend."""
+    written = plan.recipe.written_by_author(author)
+    return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
+
+
+def only_loads(plan: Plan, author: str) -> bool:
+    """Whether a plugin sets only how step batches are loaded, which a trace does not see."""
+    return plan.recipe.fields_of(author) == ("loader",)
+
+
+def second_shape(width: int) -> Shape:
+    """Return the second shape to trace. No two pairs of powers (rows, width) give the same ratio to the first shape.
+
+    Its width is close to the first: some models run other operations above a certain length (a sliding window).
+    """
+    other = width - max(1, width // 256) * 32 if width >= 64 else max(width // 2, 1)
+    return Shape(7 * ROWS, other if other < width else 2 * width)
+
+
+def fit_trace(found: dict[str, Timeline], width: int) -> Trace:
+    """Return the traces as functions of the shape. Raises NotTraceable if they are not."""
+    for fixed_width, name, shape in ((False, "other", second_shape(width)), (True, "taller", Shape(7 * ROWS, width))):
+        with contextlib.suppress(ValueError, KeyError):
+            train, evaluate = (
+                Scaled.fit(found[f"{what}.base"], ROWS, width, found[f"{what}.{name}"], shape.rows, shape.width)
+                for what in ("train", "eval")
+            )
+            return Trace(train, evaluate, fixed_width)
+    raise NotTraceable("the operations of a step change with the number of rows")
+
+
+def save(path: Path, found: dict[str, Timeline]) -> None:
+    arrays: dict[str, Any] = {
+        f"{name}/{key}": np.asarray(value) for name, timeline in found.items() for key, value in vars(timeline).items()
+    }
+    with open(path, "wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def load(path: Path) -> dict[str, Timeline]:
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        fields: dict[str, dict[str, Any]] = {}
+        for key in arrays.files:
+            name, _, attribute = key.partition("/")
+            fields.setdefault(name, {})[attribute] = arrays[key]
+    return {
+        name: Timeline(**{key: value if value.ndim else value.item() for key, value in values.items()})
+        for name, values in fields.items()
+    }
+
+
+def trace_two_shapes(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
+    """Trace training and evaluation at two shapes, and at a third if the two ran other operations.
+
+    Returns the timelines by "train.base", "eval.other" and so on.
+    """
+    shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
+    return traced(Request(plan, labels, shapes, otherwise=("taller", Shape(7 * ROWS, width))))
+
+
+def traced(request: Request) -> dict[str, Timeline]:
+    """Return the timelines that the tracing process makes. Raises NotTraceable with its error."""
+    for by_value in (False, True):
+        try:
+            packed = request.packed(by_value)
+        except Exception as error:  # a plugin may hold anything
+            raise NotTraceable(f"the plan cannot be sent to the tracing process: {type(error).__name__}: {error}") from error
+        found = pickle.loads(ask(packed))
+        if isinstance(found, dict):
+            return found
+        kind, message = found
+        if kind != UnknownCode.__name__:
+            break
+    raise NotTraceable(f"{kind}: {message}")
+
+
+__all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_exact_shape", "trace_key", "trace_plan"]

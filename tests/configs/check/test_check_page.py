@@ -1,0 +1,46 @@
+"""docs/check.md: its table of rules is that of the registry, and its example is real.
+
+`HWOPT_UPDATE_GOLDEN=1 pytest tests/configs/check/test_check_page.py` rewrites the table.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from command_line import hwopt
+from documentation import ROOT, read_page
+
+from hwopt.configs.check.registry import installed_rules
+
+PAGE = ROOT / "docs" / "check.md"
+BEGIN, END = "<!-- rules -->\n", "<!-- /rules -->"
+
+
+def rules_table() -> str:
+    lines = ["| rule | level | mistake | needs | source |", "|---|---|---|---|---|"]
+    for rule in installed_rules():
+        level = {"information": "note"}.get(rule.level, rule.level)
+        needs = ", ".join({"size": "model size"}.get(need, need) for need in rule.needs)
+        lines.append(f"| `{rule.name}` | {level} | {rule.about.rstrip('.')} | {needs} | {rule.source} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_table_of_rules_is_that_of_the_registry() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = f"{before}{BEGIN}{rules_table()}{END}{after}"
+    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
+        PAGE.write_text(made, encoding="utf-8")
+    assert made == PAGE.read_text(encoding="utf-8")
+
+
+def test_example_is_the_real_output(tmp_path: Path) -> None:
+    page = read_page(PAGE)
+    (example,) = [block for block in page.blocks if block.text.startswith("# training.yaml")]
+    (session,) = [block for block in page.blocks if block.kind == "session"]
+    (tmp_path / "training.yaml").write_text(example.text)
+    (command,) = session.commands()
+    shown = hwopt(*command.words[1:], cwd=tmp_path).stdout
+    assert session.text.splitlines()[1:] == shown.rstrip("\n").splitlines()

@@ -1,0 +1,222 @@
+"""Configurations of other tools in one vocabulary: what is recognised, and what each key means."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hwopt.config.job import Training
+from hwopt.configs.recognise import view_of
+from hwopt.configs.source_file import from_json, from_yaml
+from hwopt.configs.view import View
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FLAGS, FORMER_NAMES, INTEGERS, NUMBERS, SYNONYMS, NotReadable, typed
+from hwopt.errors import InputError
+from hwopt.planning.inputs import Inputs
+
+INPUTS = Inputs()
+
+
+def read(text: str) -> View:
+    source = from_json(text, "f") if text.startswith("{") else from_yaml(text, "f", "YAML")
+    return view_of(source, INPUTS)
+
+
+def values(view: View) -> dict[str, Any]:
+    return {word: setting.value for word, setting in view.settings.items()}
+
+
+RECOGNISED = {
+    "transformers": "optim: adamw_torch\n",
+    "axolotl": "base_model: m\nlearning_rate: 1e-4\noptimizer: adamw_torch\n",
+    "llama-factory": "model_name_or_path: m\nfinetuning_type: lora\nlearning_rate: 1e-4\n",
+    "accelerate": "compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\n",
+    "deepspeed": '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
+}
+
+
+@pytest.mark.parametrize("tool", RECOGNISED)
+def test_tool_is_recognised_by_its_keys(tool: str) -> None:
+    view = read(RECOGNISED[tool])
+    assert view.tool == tool
+    assert view.recognised_by.split(", ")[0] in RECOGNISED[tool]
+
+
+def test_hydra_tables_are_read_at_any_depth() -> None:
+    view = read(
+        "defaults:\n  - model: bert\nexperiment:\n  trainer:\n    per_device_train_batch_size: 16\n"
+        "    optimizer:\n      name: adamw_torch\n      lr: 2e-5\n  eval:\n    batch_size: 32\n"
+        "model:\n  use_torch_compile: false\npaths:\n  root: ${oc.env:HOME}\n"
+    )
+    assert values(view) == {
+        "per_device_train_batch_size": 16,
+        "optim": "adamw_torch",
+        "learning_rate": 2e-5,
+        "per_device_eval_batch_size": 32,
+        "torch_compile": False,
+    }
+    assert view.settings["learning_rate"].place == "f:8"
+    assert view.line("warmup_steps", 3) == "experiment.trainer.warmup_steps: 3"
+    assert {each.key: each.kind for each in view.unread} == {"defaults": "other", "paths.root": "interpolation"}
+
+
+def test_keyword_arguments_keep_the_name_of_their_argument() -> None:
+    view = read(
+        "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: true}\nlr_scheduler_kwargs: {x: 1}\n"
+    )
+    assert values(view) == {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs.use_reentrant": True,
+        "lr_scheduler_kwargs.x": 1,
+    }
+
+
+def test_second_key_for_one_word_is_listed() -> None:
+    view = read("learning_rate: 1e-5\nlr: 2e-5\n")
+    assert values(view) == {"learning_rate": 1e-5}
+    (left,) = view.unread
+    assert (left.key, left.place) == ("lr", "f:2")
+    assert "learning_rate (f:1) says the same thing" in left.reason
+
+
+def test_axolotl_keys() -> None:
+    view = read(
+        "base_model: m\nmicro_batch_size: 2\nnum_epochs: 1\nsequence_len: 512\nsample_packing: true\nadapter: lora\n"
+        "lora_target_linear: true\nflash_attention: true\nval_set_size: 0.1\n"
+        "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n"
+    )
+    assert values(view) == {
+        "model_name_or_path": "m",
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 1,
+        "max_length": 512,
+        "packing": True,
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "attn_implementation": "flash_attention_2",
+        "eval_fraction": 0.1,
+        "train_file": "d",
+        "task": "causal-lm",
+    }
+    assert [each.key for each in view.unread] == ["datasets.0.type", "datasets.1.path"]
+
+
+def test_axolotl_preference_training_is_no_causal_lm() -> None:
+    assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
+
+
+def test_llama_factory_keys() -> None:
+    view = read(
+        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\nlora_rank: 8\nquantization_bit: 4\n"
+        "cutoff_len: 1024\nflash_attn: fa2\ndataset: a,b\nval_size: 0.1\nper_device_train_batch_size: 1\n"
+    )
+    assert values(view) == {
+        "model_name_or_path": "m",
+        "task": "causal-lm",
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "lora_r": 8,
+        "load_in_4bit": True,
+        "max_length": 1024,
+        "attn_implementation": "flash_attention_2",
+        "train_file": "a",
+        "eval_fraction": 0.1,
+        "per_device_train_batch_size": 1,
+    }
+    assert read("stage: dpo\nfinetuning_type: freeze\nlora_target: q\n").unread[0].reason.startswith("hwopt has supervised")
+
+
+def test_deepspeed_keys() -> None:
+    view = read(
+        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,'
+        '"gradient_clipping": 1.0,'
+        '"bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
+        '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}'
+    )
+    assert values(view) == {
+        "effective_batch_size": 64,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "max_grad_norm": 1.0,
+        "bf16": True,
+        "optim": "adamw_torch",
+        "learning_rate": 3e-5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "zero_stage": 3,
+        "zero_offload": "parameters",
+    }
+    assert view.effective_rows == 64
+
+
+def test_accelerate_keys() -> None:
+    view = read(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nmixed_precision: 'no'\nnum_processes: 4\n"
+        "gpu_ids: all\nuse_cpu: false\n"
+    )
+    assert values(view) == {
+        "distributed_type": "FSDP",
+        "mixed_precision": "no",
+        "num_processes": 4,
+        "use_cpu": False,
+        "fsdp": "FSDP",
+    }
+
+
+def test_unknown_file_is_refused_with_its_keys() -> None:
+    with pytest.raises(InputError, match="f: not recognised; none of its keys \\(colour, size\\)"):
+        read("colour: red\nsize: 3\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "expected"),
+    [
+        ("learning_rate", "2e-5", 2e-5),
+        ("max_steps", "1_000", 1000),
+        ("max_steps", 10.0, 10),
+        ("fp16", "yes", True),
+        ("fp16", 0, False),
+        ("bf16", "auto", "auto"),
+        ("optim", "adamw_torch", "adamw_torch"),
+        ("output_dir", "none", None),
+    ],
+)
+def test_values_get_the_type_of_their_word(word: str, value: Any, expected: Any) -> None:
+    found = typed(word, value)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("fp16", "x"), ("max_steps", 1.5), ("max_steps", [1]), ("seed", True), ("seed", "1 or 2")]
+)
+def test_value_of_another_type_is_not_readable(word: str, value: Any) -> None:
+    with pytest.raises(NotReadable, match="expected"):
+        typed(word, value)
+
+
+def test_vocabulary_has_every_training_argument_and_no_former_one() -> None:
+    from transformers import TrainingArguments
+
+    fields = {each.name for each in dataclasses.fields(TrainingArguments)}
+    assert fields <= ARGUMENTS | SYNONYMS.keys()
+    assert not fields & FORMER_NAMES.keys()
+    assert all({name, former.instead} <= fields for name, former in DEPRECATED_NAMES.items())
+    named = {former.instead.split(" ")[0] for former in FORMER_NAMES.values() if "_" in former.instead.split(" ")[0]}
+    assert named - fields <= {"dispatch_batches", "split_batches", "min_num_params", "transformer_layer_cls_to_wrap"}
+
+
+def test_vocabulary_has_one_type_for_each_word() -> None:
+    assert not (INTEGERS & NUMBERS)
+    assert not (INTEGERS & FLAGS)
+    assert not (NUMBERS & FLAGS)
+    assert set(SYNONYMS.values()) <= ARGUMENTS
+    assert not SYNONYMS.keys() & (ARGUMENTS - {"activation_checkpointing"})
+    own = {name for name, info in Training.model_fields.items() if info.annotation in (int, float)}
+    assert own - INTEGERS - NUMBERS == {
+        "save_minutes",
+        "hang_timeout",
+        "nonfinite_limit",
+        "nonfinite_fraction",
+    }

@@ -1,0 +1,160 @@
+"""Settings of other tools as a profile and a job: what is taken over, changed, left out, or without equivalent."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt.config.aliases import plugin_aliases
+from hwopt.configs.imported_files import imported, profile_name
+from hwopt.configs.recognise import view_of
+from hwopt.configs.source_file import from_yaml
+from hwopt.configs.translation import Translation, translate
+from hwopt.errors import InputError
+from hwopt.planning.inputs import Inputs
+from hwopt.plugin.imports import options_from
+
+INPUTS = Inputs()
+
+
+def translated(text: str) -> Translation:
+    return translate(view_of(from_yaml(text, "f.yaml", "YAML"), INPUTS), INPUTS.registry)
+
+
+def taken(text: str) -> dict[str, Any]:
+    return {".".join(each.key): each.value for each in translated(text).taken}
+
+
+def left(text: str) -> dict[str, tuple[str, str]]:
+    return {each.key: (each.kind, each.reason) for each in translated(text).left}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp16: true": {"plugins.precision.dtype": "fp16"},
+    "bf16: auto": {"plugins.precision.dtype": "auto"},
+    "fp16: false": {},
+    "fp16_opt_level: O0": {"plugins.precision.dtype": "fp32"},
+    "fp16_full_eval: true\nfp16_opt_level: O2": {"plugins.precision.level": "O2", "plugins.precision.full_eval": True},
+    "pure_bf16: true": {"plugins.precision.dtype": "bf16", "plugins.precision.level": "pure"},
+    "torch_dtype: bfloat16": {"plugins.precision.dtype": "bf16"},
+    "optim: adamw_hf": {"plugins.optimizer.name": "adamw_torch"},
+    "optim: paged_adamw_8bit": {"plugins.optimizer.name": "paged_adamw_8bit"},
+    "attn_implementation: eager": {"plugins.sdpa.prefer": ["eager"]},
+    "attn_implementation: sdpa": {"plugins.sdpa.enabled": True},
+    "load_in_8bit: true": {"plugins.quantize.bits": 8},
+    "load_in_4bit: true\nbnb_4bit_compute_dtype: bfloat16\nbnb_4bit_use_double_quant: false": {
+        "plugins.quantize.bits": 4,
+        "plugins.quantize.dtype": "bf16",
+        "plugins.quantize.double": False,
+    },
+    "use_peft: true\nlora_target_modules: q_proj, v_proj": {
+        "plugins.adapter.enabled": True,
+        "plugins.adapter.always": True,
+        "plugins.adapter.target_modules": ["q_proj", "v_proj"],
+    },
+    "packing: true": {"plugins.pack.enabled": True},
+    "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
+    "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
+        "plugins.compile.enabled": True,
+        "plugins.compile.mode": "reduce-overhead",
+    },
+    "deepspeed: ds.json": {"plugins.zero.enabled": True},
+    "eval_steps: 50\neval_strategy: steps": {"training.eval_steps": 50},
+    "save_strategy: 'no'\nfp16: false": {"training.save_minutes": 0.0},
+    "warmup_steps: 0.06": {"training.warmup_ratio": 0.06},
+    "warmup_steps: 100\nwarmup_ratio: 0.1": {"training.warmup_steps": 100},
+    "warmup_steps: 0\nwarmup_ratio: 0.1": {"training.warmup_ratio": 0.1},
+    "max_steps: -1\nnum_train_epochs: 2": {"training.num_train_epochs": 2},
+    "max_steps: 10\nnum_train_epochs: 2": {"training.max_steps": 10},
+    "label_smoothing: 0.1\nfp16: false": {"task.label_smoothing": 0.1},
+    "model_name: m\ntrain_file: t.csv\nmax_seq_length: 64\nfp16: false": {
+        "model.name": "m",
+        "data.train": "t.csv",
+        "data.max_length": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS, ids=lambda text: text.partition("\n")[0])
+def test_setting_becomes_an_option_or_a_key_of_the_job(text: str) -> None:
+    assert taken(text) == OPTIONS[text]
+
+
+NO_EQUIVALENT = {
+    "optim: adafactor": "plugins.optimizer.name",
+    "lr_scheduler_type: reduce_lr_on_plateau": "lr_scheduler_type",
+    "fp16_opt_level: O3": "has no such value",
+    "torch_compile_mode: fastest": "plugins.compile.mode",
+    "eval_strategy: 'no'\nfp16: true": "leave data.eval out",
+    "eval_steps: 0.1": "a share of the steps",
+    "save_strategy: epoch": "save_minutes",
+    "load_best_model_at_end: false": "final/",
+    "auto_find_batch_size: true": "needs effective",
+    "neftune_noise_alpha: 5": "no such setting",
+    "learning_rate: -1": "greater than 0",
+    "dataloader_num_workers: -1": "greater than or equal to 0",
+}
+
+
+@pytest.mark.parametrize("text", NO_EQUIVALENT, ids=lambda text: text.partition("\n")[0])
+def test_setting_without_equivalent_is_listed_with_the_reason(text: str) -> None:
+    kind, reason = left(text)[text.partition(":")[0]]
+    assert kind == "no equivalent"
+    assert NO_EQUIVALENT[text] in reason
+
+
+def test_second_value_of_an_option_is_listed_with_the_first_ones_place() -> None:
+    text = "fp16: true\nbf16: true\n"
+    assert taken(text) == {"plugins.precision.dtype": "fp16"}
+    assert "is 'fp16' already, by fp16 (f.yaml:1)" in left(text)["bf16"][1]
+
+
+def test_apex_level_is_taken_over_with_what_changes() -> None:
+    (found,) = translated("fp16_opt_level: O2\n").taken
+    assert "trained as O1" in found.note
+
+
+def test_text_where_a_number_belongs_is_not_taken_over() -> None:
+    text = "per_device_train_batch_size: 16  ← Actually 16\n"
+    assert taken(text) == {}
+    assert left(text)["per_device_train_batch_size"][0] == "no equivalent"
+
+
+@pytest.mark.parametrize("word", plugin_aliases())
+def test_plugins_translate_any_value_of_their_words_into_their_options(word: str) -> None:
+    plugin = INPUTS.registry.plugin(plugin_aliases()[word].split(".")[1])
+    translations = 0
+    for value in (True, False, None, 1, 0.5, "x", "auto", "", ["x"], {"a": 1}):
+        with suppress(TypeError, ValueError):  # listed as without equivalent
+            options = options_from(plugin.aliases[word], value)
+            assert options is None or set(options) <= plugin.Options.model_fields.keys() | {"enabled"}
+            translations += 1
+    assert translations
+
+
+def test_assignments_replace_keys_of_the_job_and_are_checked() -> None:
+    found = translated("learning_rate: 1e-5\nmodel_name: m\n")
+    files = imported(found, "p", assignments=["model.name=n", "data.train=t.csv"])
+    assert 'name = "n"' in files.job
+    assert files.missing == ()
+    with pytest.raises(InputError, match="learning_rate"):
+        imported(found, "p", assignments=["training.learning_rate=0"])
+    with pytest.raises(InputError, match="expected a key of a job"):
+        imported(found, "p", assignments=["plugins.batch.train=3"])
+
+
+def test_comments_with_control_characters_cannot_add_lines() -> None:
+    text = 'a: "x"\nfp16: true  # one\u202e[plugins.x]\nnote: "a\\n[plugins.y]\\nb"\n"k\\n[plugins.z]": 1\n'
+    files = imported(translated(text), "p")
+    assert "\n[plugins.x]" not in files.profile
+    assert "\n[plugins.y]" not in files.profile
+    assert "\n[plugins.z]" not in files.profile
+    assert "\\u202e" in files.profile
+
+
+@pytest.mark.parametrize(("name", "expected"), [("a b.yaml", "a_b"), ("é.yaml", "imported"), ("x" * 90 + ".yml", "x" * 80)])
+def test_profile_has_a_valid_name(name: str, expected: str) -> None:
+    assert profile_name(Path(name)) == expected

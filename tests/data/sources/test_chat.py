@@ -1,0 +1,230 @@
+"""Conversations: their formats, the assistant's tokens, and runs on them."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt import api
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import Document
+from hwopt.data.chat_template import CHATML, ChatTemplate
+from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
+from hwopt.errors import DataError, InputError
+from hwopt.model.config import load_config
+from hwopt.tasks.prepared import IGNORED, Prepared
+from hwopt.tasks.registry import make_task
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
+
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    *("<start_of_turn>", "<end_of_turn>"),
+)
+MESSAGES = [
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[one["role"]], "value": one["content"]} for one in MESSAGES]
+REWRITES = """{%- for message in messages %}[{{ message.role }}]
+{%- if message.role == 'assistant' and not loop.last %}(earlier){%- else %}{{ message.content }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["hello"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
+
+
+def without_markers(template: str) -> str:
+    return template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+def trained_text(tokenizer: Any, messages: list[dict[str, Any]], turns: Any = "all", tools: Any = None) -> str:
+    tokens, mask = ChatTemplate(tokenizer, turns).encode(Conversation(messages, tools))
+    return str(tokenizer.decode([token for token, answer in zip(tokens, mask, strict=True) if answer]))
+
+
+def test_answers_of_all_turns_or_of_the_last_count(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>4<|im_end|>"
+    assert trained_text(tokenizer, MESSAGES, "last") == "4<|im_end|>"
+    tokenizer.chat_template = without_markers(CHATML)
+    assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>\n4<|im_end|>\n"
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_for_all_turns(tokenizer: Any) -> None:
+    tokenizer.chat_template = REWRITES
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        trained_text(tokenizer, MESSAGES)
+    tokenizer.chat_template = REWRITES.replace("{{ message.content }}", "{{ message.content }}<|end|>")
+    assert trained_text(tokenizer, MESSAGES, "last") == "4<|end|>"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool, tokenizer: Any) -> None:
+    endless = CHATML.replace(
+        "message['content'] + '<|im_end|>' }}{%- endgeneration %}", "message['content'] }}{%- endgeneration %}"
+    )
+    tokenizer.chat_template = endless if marked else without_markers(endless)
+    with pytest.raises(DataError, match=r"data\.chat_template: .* would not learn to stop"):
+        trained_text(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML if marked else without_markers(CHATML)
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    }
+    with pytest.raises(BadConversation, match="does not write the tool calls"):
+        trained_text(tokenizer, [MESSAGES[0], call, *MESSAGES])
+
+
+def test_tools_reach_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ tools[0].function.name }}:" + CHATML
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    tokens, _ = ChatTemplate(tokenizer, "all").encode(Conversation(MESSAGES, tools))
+    assert tokenizer.decode(tokens).startswith("add:")
+
+
+@pytest.mark.parametrize(
+    ("cells", "columns"),
+    [
+        ({"messages": MESSAGES}, ("messages",)),
+        ({"messages": json.dumps(MESSAGES)}, ("messages",)),
+        ({"conversations": SHAREGPT}, ("conversations",)),
+        ({"messages": [{**one, "tool_calls": None, "name": None} for one in MESSAGES]}, ("messages",)),
+        ({"messages": [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in MESSAGES]}, ("messages",)),
+    ],
+)
+def test_formats_give_the_same_conversation(cells: dict[str, Any], columns: tuple[str, ...]) -> None:
+    assert conversation_of(cells, columns).messages == MESSAGES
+
+
+def test_alpaca_input_is_part_of_the_question() -> None:
+    cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+    assert conversation_of(cells, ("instruction", "output")).messages == [
+        {"role": "user", "content": "Add.\n\n2 and 2"},
+        {"role": "assistant", "content": "4"},
+    ]
+    assert conversation_of({**cells, "input": ""}, ("instruction", "output")).messages[0]["content"] == "Add."
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "holds no list of messages"),
+        ("no json", "is not valid JSON"),
+        ([{"role": "robot", "content": "x"}], "message 1 has the role 'robot'; expected one of system"),
+        ([{"role": "user", "content": "x"}], "has no message of the assistant"),
+        ([{"role": "user", "content": ""}, MESSAGES[1]], r"message 1 \(user\) is empty"),
+        ([{"role": "user", "content": 3}, MESSAGES[1]], "content that is not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "parts that are not text"),
+        (["hello"], "message 1 is not an object"),
+    ],
+)
+def test_bad_conversations_are_named(messages: Any, message: str) -> None:
+    with pytest.raises(BadConversation, match=message):
+        conversation_of({"messages": messages}, ("messages",))
+
+
+def job_of(rows: list[dict[str, Any]], folder: Path, **data: Any) -> Job:
+    source = folder / "chat.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Job.model_validate(
+        {
+            "model": {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}},
+            "data": {"train": str(source), "chat_template": "chatml", "max_bad_rows": 0.5, **data},
+            "task": {"kind": "causal-lm"},
+        }
+    )
+
+
+def prepare(job: Job, folder: Path) -> Prepared:
+    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+
+
+@pytest.mark.parametrize(
+    "rows", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"instruction": "Hello?", "output": "Hi."}]
+)
+def test_chat_files_are_recognised(rows: dict[str, Any], tmp_path: Path) -> None:
+    prepared = prepare(job_of([rows] * 4, tmp_path), tmp_path)
+    row = prepared.train.row(0)
+    answers = prepared.tokenizer.decode(row["labels"][row["labels"] != IGNORED])
+    assert answers.startswith("Hi.")
+    assert "Hello?" not in answers
+    assert "Hello?" in prepared.tokenizer.decode(row["input_ids"])
+    assert prepared.train.counts[0] == (row["labels"] != IGNORED).sum()
+
+
+def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Path) -> None:
+    rows = [
+        {"messages": MESSAGES},
+        {"messages": [MESSAGES[0]]},
+        {"messages": [{"role": "user", "content": " ".join(map(str, range(1000, 1400)))}, MESSAGES[1]]},
+    ]
+    prepared = prepare(job_of([*rows, {"messages": MESSAGES}], tmp_path, max_length=100), tmp_path)
+    assert len(prepared.train) == 2
+    left_out = prepared.bad_rows[0]["left_out"]
+    assert [row["line"] for row in left_out] == [2, 3]
+    assert [row["why"][:30] for row in left_out] == ["has no message of the assistan", "has no answer after truncation"]
+
+
+def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
+    """Its own template writes an earlier call differently than a last one."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    result = {"role": "tool", "name": "add", "content": "four"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    template = metadata.distribution("trl").locate_file("trl/chat_templates/qwen3.jinja")
+    rows = [{"messages": [*MESSAGES[:3], called, result, MESSAGES[3]]}] * 32
+    prepared = prepare(job_of(rows, tmp_path, chat_template=str(template)), tmp_path)
+    labels = prepared.train.array("labels")
+    trained = prepared.tokenizer.decode(labels[labels != IGNORED])
+    assert trained.count('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>') == 32
+    assert trained.count("Hi.<|im_end|>") == trained.count("4<|im_end|>") == 32
+    assert "four" not in trained
+    assert prepared.tokenizer.chat_template == template.read_text("utf-8")
+    assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
+
+
+def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
+    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=120), tmp_path)
+    tokens, mask = ChatTemplate(prepared.tokenizer, "all").encode(Conversation(MESSAGES))
+    labels = [token if answer else IGNORED for token, answer in zip(tokens, mask, strict=True)]
+    assert prepared.train.row(0)["input_ids"].tolist() == tokens[:119]
+    assert prepared.train.row(0)["labels"].tolist() == labels[1:120]
+
+
+def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.chat_template: the tokenizer has no chat template"):
+        prepare(job_of([{"messages": MESSAGES}], tmp_path, chat_template=None), tmp_path)
+
+
+@pytest.mark.parametrize("tables", [{}, {"pack": {}}])
+def test_run_on_conversations_saves_the_template(tables: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    job = job_of([{"messages": MESSAGES}] * 12, tmp_path, eval_fraction=0.25)
+    document = Document("chat", {**job.model_dump(exclude={"training"}, exclude_none=True), "training": {"max_steps": 3}})
+    plan = plan_for(tiny_profile(**tables), make_job(document))
+    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert saved.chat_template == CHATML

@@ -1,0 +1,191 @@
+"""What the columns of a file are recognised as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from hwopt.data.sources.columns import has_many_classes, label_column
+from hwopt.data.sources.conll_reader import looks_like_conll
+from hwopt.data.sources.file_format import reading_notes
+from hwopt.errors import DataError
+from hwopt.tasks.recognition import recognise
+
+TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
+MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows_of(**columns: str) -> list[dict[str, Any]]:
+    """Twenty rows; {n} in a cell becomes the row's number, {class} one of two classes."""
+    return [{name: cell.format(n=n, **{"class": "ab"[n % 2]}) for name, cell in columns.items()} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "keys"),
+    [
+        (rows_of(text="text {n}", label="{class}"), "text-classification", {"text": ["text"], "label": "label"}),
+        (
+            rows_of(id="{n}", Review="good {n}", Sentiment="{class}"),
+            "text-classification",
+            {"text": ["Review"], "label": "Sentiment"},
+        ),
+        (
+            rows_of(premise="it is {n}", hypothesis="is it {n}?", label="{class}"),
+            "text-classification",
+            {"text": ["premise", "hypothesis"], "label": "label"},
+        ),
+        (
+            rows_of(short="{n} x", betreff="a longer sentence {n}", ablage="{class}"),
+            "text-classification",
+            {"text": ["betreff"], "label": "ablage"},
+        ),
+        ([{"text": f"t {n}", "label": n % 3} for n in range(20)], "text-classification", {"text": ["text"], "label": "label"}),
+        (
+            [{"text": f"t {n}", "label": n % 2 * 1.0} for n in range(20)],
+            "text-classification",
+            {"text": ["text"], "label": "label"},
+        ),
+        ([{"text": ["a b", None][n % 2], "label": None} for n in range(20)], "causal-lm", {"text": ["text"]}),
+        (rows_of(question="what {n}?", answer="it is {n}"), "causal-lm", {"prompt": "question", "completion": "answer"}),
+        ([{"messages": MESSAGES, "source": "ab"[n % 2]} for n in range(20)], "causal-lm", {"messages": "messages"}),
+        (
+            [{"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}],
+            "causal-lm",
+            {"messages": "conversations"},
+        ),
+        (rows_of(instruction="say {n}", input="", output="it is {n}"), "causal-lm", {}),
+        (rows_of(text="some text {n}"), "causal-lm", {"text": ["text"]}),
+        (rows_of(text="some text {n}", score="0.{n}"), "regression", {"text": ["text"], "label": "score"}),
+    ],
+    ids=[
+        "label",
+        "names",
+        "pairs",
+        "by content",
+        "numbers",
+        "floats",
+        "empty label",
+        "prompts",
+        "openai",
+        "sharegpt",
+        "alpaca",
+        "plain",
+        "measurement",
+    ],
+)
+def test_columns_are_recognised(rows: list[dict[str, Any]], kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    found = recognise(write_rows(tmp_path / "rows.jsonl", rows))
+    assert (found.kind, found.keys) == (kind, keys)
+    assert found.rows == len(rows)
+
+
+def test_only_conversations_are_chat(tmp_path: Path) -> None:
+    assert recognise(write_rows(tmp_path / "chat.jsonl", [{"messages": MESSAGES}] * 4)).chat
+    assert not recognise(write_rows(tmp_path / "text.jsonl", rows_of(text="some text {n}"))).chat
+
+
+def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", rows_of(text="a text {n}", label="{class}"))
+    assert recognise(source, "causal-lm").keys == {"text": ["text"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "message"),
+    [
+        ([{"a": 1, "b": 2}] * 8, None, "no column holds text. It has: a, b"),
+        (rows_of(text="some text {n}"), "text-classification", "no column looks like a label"),
+        ([{"x": n, "label": n % 2} for n in range(8)], None, "no column holds text. It has: x, label"),
+    ],
+)
+def test_table_without_the_columns_is_a_data_error(
+    rows: list[dict[str, Any]], kind: str | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        recognise(write_rows(tmp_path / "rows.jsonl", rows), kind)
+
+
+@pytest.mark.parametrize("cell", ["Käse {n}", "{n}"], ids=["every row", "header"])
+def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str, tmp_path: Path) -> None:
+    lines = [f"{'x schön' if n % 3 else 'grün'} {cell.format(n=n)};{'ab'[n % 2]}" for n in range(60)]
+    (tmp_path / "export.csv").write_text("\n".join(["Größe;Klasse", *lines]), encoding="cp1252")
+    found = recognise(str(tmp_path / "export.csv"))
+    assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
+    assert found.why.startswith("cp1252, cells separated by semicolons; ")
+    assert not found.ascii
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "text,label\n", "UTF-8, cells separated by commas"),
+        ("a.csv", "text\tlabel\n", "UTF-8, cells separated by tabs"),
+        ("a.tsv", "text\tlabel\n", "UTF-8"),
+        ("a.jsonl", "{}\n", ""),
+    ],
+)
+def test_reading_of_tables_is_told(name: str, text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert ", ".join(reading_notes(str(tmp_path / name), {})) == expected
+
+
+def test_delimiters_of_several_files_are_told_once_each(tmp_path: Path) -> None:
+    for name, mark in (("a.csv", ";"), ("b.csv", ","), ("c.csv", ";")):
+        (tmp_path / name).write_text(f"text{mark}label\n")
+    assert reading_notes(f"{tmp_path}/*.csv", {}) == ["UTF-8", "cells separated by commas, semicolons"]
+
+
+CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\nPeter NNP B-PER\n"
+
+
+@pytest.mark.parametrize("name", ["ner.txt", "ner.tsv", "ner.csv", "ner.data", "ner"])
+def test_conll_file_of_any_extension_is_recognised(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(CONLL)
+    found = recognise(str(tmp_path / name))
+    assert (found.kind, found.rows) == ("token-classification", 2)
+    assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll"}
+    assert found.why.startswith("conll by its content; ")
+
+
+def test_conll_file_of_windows_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "ner.txt").write_text("Müller\tB-PER\nschläft\tO\n\nKöln\tB-LOC\n" * 20, encoding="cp1252")
+    found = recognise(str(tmp_path / "ner.txt"))
+    assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll", "encoding": "cp1252"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A sentence.\nAnother one O\n", "text\tlabel\na\tO\nb\tO\n", "a b\nc d\n", "O\nO\n", "a O\nb c O\n", "a B-X\nb I-X\n"],
+    ids=["prose", "header", "two words", "one column", "widths", "no O"],
+)
+def test_other_text_is_not_taken_for_conll(text: str) -> None:
+    assert not looks_like_conll(iter(text.splitlines(keepends=True)))
+
+
+def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
+    for name in ("train", "dev", "test"):
+        write_rows(tmp_path / f"my-{name}.jsonl", rows_of(text="text {n}", label="{class}"))
+    found = recognise(str(tmp_path / "my-train.jsonl"))
+    assert found.held_out == {"eval": str(tmp_path / "my-dev.jsonl"), "test": str(tmp_path / "my-test.jsonl")}
+    assert recognise(str(tmp_path / "my-dev.jsonl")).held_out == {}
+
+
+def test_column_of_identifiers_is_not_proposed_if_another_one_looks_like_a_label() -> None:
+    table = pa.table(
+        {
+            "text": [f"a text of row {n}" for n in range(900)],
+            "label": [f"{n:013}" for n in range(900)],
+            "category": [f"kind {n % 5}" for n in range(900)],
+        }
+    )
+    assert label_column(table, named=False) == "category"
+    assert label_column(table.drop_columns("category"), named=False) == "label", "named so, but doubtful"
+    assert has_many_classes(table, "label")

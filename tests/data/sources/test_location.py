@@ -1,0 +1,188 @@
+"""What a data source is, and the messages for what hwopt does not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from hwopt.config.job import Data
+from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
+from hwopt.data.sources.file_format import read_any
+from hwopt.data.sources.location import EXTENSIONS, configured, locate
+from hwopt.data.sources.rows import ReadOptions
+from hwopt.data.sources.tables import find_column, read_rows
+from hwopt.data.sources.text_file import likely_encoding
+from hwopt.errors import DataError
+
+ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 0}]
+CONVERSATION = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.csv.gz", r"is an archive; unpack it, such as with `gunzip -k .*a\.csv\.gz`"),
+        ("a.zip", r"is an archive; unpack it, such as with `unzip .*a\.zip`"),
+        ("a.xlsx", r"is a spreadsheet; save the sheet as 'CSV UTF-8'"),
+        ("a.ods", r"is a spreadsheet"),
+        ("a.dat", r"unknown file extension '\.dat'; .* set data\.format, such as data\.format = 'csv'"),
+        ("a", r"unknown file extension ''; "),
+    ],
+)
+def test_file_of_another_format_names_the_remedy(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=message):
+        locate(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "cp1251"])
+def test_utf8_is_not_misread_in_an_encoding_of_single_bytes(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\nplain,1\nschön,1\n", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"a\.csv: is UTF-8, but data\.encoding is '{encoding}'\. .*--set data\.encoding=utf-8"):
+        read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=encoding))
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "given"),
+    [
+        ("schön", "cp1252", "cp1252"),
+        ("plain", "ascii", "cp1252"),
+        ("schön", "utf-8", "utf-8"),
+        ("schön", "utf-8-sig", "utf-8-sig"),
+        ("schön", "utf-16", "utf-16"),
+        ("联通", "gbk", "gbk"),  # its bytes are valid UTF-8 too
+        ("Ярослав", "koi8-r", "koi8-r"),
+    ],
+)
+def test_file_in_its_own_encoding_is_read(text: str, written: str, given: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"text,label\n{text},1\n", encoding=written)
+    rows = read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=given))
+    assert rows.table["text"].to_pylist() == [text]
+
+
+def test_every_format_of_a_job_has_a_reader() -> None:
+    (formats,) = [get_args(part) for part in get_args(Data.model_fields["format"].annotation) if get_args(part)]
+    assert {f".{name}" for name in formats} | set(CONLL_EXTENSIONS) == set(EXTENSIONS)
+
+
+def test_format_opens_a_file_with_an_unknown_extension(tmp_path: Path) -> None:
+    (tmp_path / "export.dat").write_text("text;label\na;1\n")
+    rows = read_rows(str(tmp_path / "export.dat"), options=ReadOptions(format="csv"))
+    assert rows.table.to_pylist() == [{"text": "a", "label": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (b"PK\x03\x04", "is no text but a zip archive, such as a workbook of Excel"),
+        (b"\xd0\xcf\x11\xe0", "is no text but an old file of Office"),
+        (b"\x1f\x8b\x08", r"is no text but compressed by gzip \(\.gz\); rename it"),
+        (b"PAR1", r"is no text but parquet \(\.parquet\); rename it"),
+        (b"SQLite format 3\0", "a database of SQLite"),
+        (b"a\0b", "contains zero bytes"),
+    ],
+)
+def test_binary_file_with_a_name_of_text_is_recognised(tmp_path: Path, start: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(start + bytes(range(256)))
+    with pytest.raises(DataError, match=message):
+        read_rows(str(tmp_path / "a.csv"))
+
+
+def test_folder_names_the_globs_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "deep" / "er" / name).write_text("x")
+    with pytest.raises(DataError, match=r"give its files: '.*er/\*\.txt' \(2 files\)$"):
+        locate(str(tmp_path / "deep" / "er"))
+    with pytest.raises(DataError, match=r"give its files: '.*deep/\*\*/\*\.txt' \(2 files\)$"):
+        locate(str(tmp_path / "deep"))
+    (tmp_path / "deep" / "er" / "b.txt").unlink()
+    with pytest.raises(DataError, match=r"give its file: '.*er/a\.txt'$"):
+        locate(str(tmp_path / "deep" / "er"))
+
+
+def test_configuration_follows_the_last_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd:name.csv").write_text("x")
+    assert configured("owner/name:part") == ("owner/name", "part")
+    assert configured("owner/name") == ("owner/name", None)
+    assert configured("odd:name.csv") == ("odd:name.csv", None)
+    assert configured(r"C:\data\train") == (r"C:\data\train", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"data": ROWS}, r"is one object, with 2 rows under 'data'; .* Save that list as a file"),
+        ({"version": "1.0", "rows": ROWS}, "is one object, with 2 rows under 'rows'"),
+        ({"text": ["a", "b"], "label": [0, 1]}, r"is one object with 2 columns inside; .*to_json\(orient="),
+        ({"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}, "is one object with 2 objects inside"),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_of_another_shape_is_refused(tmp_path: Path, content: Any, message: str, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
+    with pytest.raises(DataError, match=rf"a\.json: {message}"):
+        read_rows(str(tmp_path / "a.json"))
+
+
+def test_json_object_over_several_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0], indent=2))
+    with pytest.raises(DataError, match=r"a\.jsonl: is one object over several lines; hwopt reads a list of objects, or one"):
+        read_rows(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("row", [ROWS[0], {"messages": CONVERSATION}, {"id": [1, 2], "meta": {"a": 1}}])
+def test_json_file_of_one_row_is_read(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert read_rows(str(tmp_path / "a.json")).table.to_pylist() == [row]
+
+
+def test_damaged_first_line_of_jsonl_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": ', *map(json.dumps, ROWS)]))
+    rows = read_rows(str(tmp_path / "a.jsonl"), options=ReadOptions(strict=False))
+    assert rows.table.to_pylist() == ROWS
+    assert list(rows.bad_rows.reasons) == [1]
+
+
+def test_fields_of_nested_columns_are_columns(tmp_path: Path) -> None:
+    rows = [{"review": {"title": {"main": "t"}, "body": f"text {number}"}, "label": number % 2} for number in range(4)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = read_rows(str(tmp_path / "a.parquet")).table
+    assert find_column(table, "review.body", "a").to_pylist() == [f"text {number}" for number in range(4)]
+    assert find_column(table, "review.title.main", "a").to_pylist() == ["t"] * 4
+    with pytest.raises(DataError, match=r"no column 'review\.bdy'\. Did you mean 'review\.body'\? It has: review\.title\.main"):
+        find_column(table, "review.bdy", "a")
+    assert read_any(str(tmp_path / "a.parquet"))[0].table.column_names == ["review.title.main", "review.body", "label"]
+
+
+def test_column_with_a_dot_in_its_name_comes_first() -> None:
+    table = pa.table({"a.b": ["own"], "a": [{"b": "field"}]})
+    assert find_column(table, "a.b", "a").to_pylist() == ["own"]
+
+
+GERMAN = "Der Käse ist schön, die Größe übel.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "likely"),
+    [
+        (GERMAN * 20, "latin-1", "cp1252"),
+        (GERMAN, "cp1252", "cp1252"),
+        ("El niño comió “piñas” ¿cuánto? 5 €\n" * 10, "cp1252", "cp1252"),
+        ("Lieferung kam pünktlich, Qualität schön.\nÜbles Gerät für größere Käufer, völlig kaputt.\n", "mac_roman", "mac-roman"),
+        ("Отличный товар, всем советую. Доставка быстрая.\n", "cp1251", "cp1251"),
+        ("Отличный товар, всем советую. Доставка быстрая.\n", "koi8-r", "koi8-r"),
+        ("とても良い商品です。また買います。\n", "shift_jis", "cp932"),
+        ("非常好的产品，推荐购买。\n", "gb18030", "gb18030"),
+        ("Zażółć gęślą jaźń. Cena wynosi 5 € i jest „dobra”.\nProszę o szybką odpowiedź, dziękuję bardzo.\n", "cp1250", "cp1250"),
+    ],
+)
+def test_likely_encoding(tmp_path: Path, text: str, encoding: str, likely: str) -> None:
+    (tmp_path / "a.csv").write_text(text, encoding=encoding)
+    assert likely_encoding(tmp_path / "a.csv") == likely

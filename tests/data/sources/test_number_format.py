@@ -1,0 +1,65 @@
+"""Numbers written as text: one format for a job, and what `hwopt init` proposes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.data.sources.number_format import decimal_of, is_number, number_of, numbers_of, wrong_format
+
+
+@pytest.mark.parametrize(
+    ("values", "decimal"),
+    [
+        (["4,5", "3", "-0,25", "", None], ","),
+        (["4.5", "3", "1e-3"], "."),
+        (["1", "2"], "."),
+        (["12,5", "1,234"], ","),
+        (["1,234", "5,678"], None),  # could be thousands
+        (["1.234,5", "12,0"], None),
+        (["4.5", "3,5"], None),
+        (["4,5", "three"], None),
+    ],
+)
+def test_decimal_separator_of_a_column_is_recognised(values: list[Any], decimal: str | None) -> None:
+    assert decimal_of(values) == decimal
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_is_read_back_in_both_formats(number: float) -> None:
+    text = repr(number)
+    assert number_of(text, ".") == number
+    assert number_of(text.replace(".", ","), ",") == number
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf", "1_000", "0x10", "1.5.2", "1,5", "1 000", "one"])
+def test_other_text_is_not_a_number_with_a_decimal_point(text: str) -> None:
+    assert not is_number(text, ".")
+    with pytest.raises(ValueError, match="not a number with a decimal point"):
+        number_of(text, ".")
+
+
+@pytest.mark.parametrize(
+    ("text", "decimal", "advice"),
+    [
+        ("1,5", ".", 'data.decimal = ","'),
+        ("1.5", ",", 'data.decimal = "."'),
+        ("1.234,50", ".", "Remove the separators between the thousands"),
+        ("1.234,50", ",", "Remove the separators between the thousands"),
+        ("1,234,567", ".", "Remove the separators between the thousands"),
+        ("n/a", ".", ""),
+    ],
+)
+def test_number_in_another_format_names_what_to_set(text: str, decimal: Any, advice: str) -> None:
+    found = wrong_format(text, decimal)
+    assert advice in found
+    assert bool(found) == bool(advice)
+
+
+def test_empty_cells_do_not_count() -> None:
+    assert numbers_of(["1,5", "", None, "2"]) == [1.5, 2.0]
+    assert numbers_of([1, 2.5, None]) == [1.0, 2.5]
+    assert numbers_of(["a"]) is None

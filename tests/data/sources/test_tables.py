@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import read_rows, text_columns
+from hwopt.errors import DataError
+
+
+def read_table(source, split=None):  # type: ignore[no-untyped-def]
+    return read_rows(source, split).table
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_csv_with_a_bom_quotes_and_windows_lines(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.csv", b'\xef\xbb\xbftext,label\r\n"two, ""quoted""\r\nlines",01\r\nNA,true\r\n')
+    table = read_table(source)
+    assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # no types are guessed
+
+
+def test_tsv_keeps_quotes_as_text(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.tsv", "sentence\tlabel\n\"half a quote\t1\nit's, so\t0\n")
+    assert read_table(source)["sentence"].to_pylist() == ['"half a quote', "it's, so"]
+
+
+def test_csv_row_longer_than_a_block_is_read(tmp_path: Path) -> None:
+    long = "word " * 500_000
+    table = read_table(write(tmp_path / "a.csv", f"text,label\nshort,a\n{long},b\n"))
+    assert table["text"].to_pylist() == ["short", long]
+
+
+def test_jsonl_values_are_kept_without_conversion(tmp_path: Path) -> None:
+    lines = [
+        '\ufeff{"text": "2020-01-01", "label": 1}',
+        "",
+        '{"text": "b", "label": 2, "more": [1]}',
+        '{"label": 3, "more": "x"}',
+    ]
+    table = read_table(write(tmp_path / "a.jsonl", "\n".join(lines)))
+    assert table.to_pydict() == {"text": ["2020-01-01", "b", None], "label": [1, 2, 3], "more": [None, "[1]", "x"]}
+
+
+def test_json_is_an_array_or_lines(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b"}]
+    assert read_table(write(tmp_path / "a.json", json.dumps(rows, indent=2))).to_pylist() == rows
+    assert read_table(write(tmp_path / "b.json", "\n".join(map(json.dumps, rows)))).to_pylist() == rows
+
+
+def test_txt_file_is_one_row(tmp_path: Path) -> None:
+    assert read_table(write(tmp_path / "a.txt", "one\r\n\r\ntwo\n")).to_pydict() == {"text": ["one\r\n\r\ntwo\n"]}
+
+
+def test_parquet_dictionary_column_is_read(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode(), "label": [0, 1, 0]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]) == [["a", "b", "a"]]
+
+
+def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, 1]})
+    rows.select([2, 0]).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "many"))
+    assert read_table(str(tmp_path / "one"))["text"].to_pylist() == ["c", "a"]
+    assert read_table(str(tmp_path / "many")).num_rows == 3
+    assert read_table(str(tmp_path / "many"), "test")["text"].to_pylist() == ["b"]
+    with pytest.raises(DataError, match=r"no split 'tset'\. Did you mean 'test'\? It has: train, test"):
+        read_table(str(tmp_path / "many"), "tset")
+    with pytest.raises(DataError, match=r"has no splits; omit data\.split = 'test'"):
+        read_table(str(tmp_path / "one"), "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "", r"a\.csv: is empty"),
+        ("a.csv", "text,label\n", r"a\.csv: has no rows"),
+        ("a.csv", "text,label\nx,1\na,b,1\n", r"a\.csv:3: has 3 columns, the header has 2: 'a,b,1'"),
+        ("a.tsv", "text\tlabel\nx\n", r"a\.tsv:2: has 1 columns, the header has 2: 'x'; separate cells by tabs"),
+        ("a.csv", b"text,label\nok,1\ncaf\xe9,1\n", r"a\.csv:3: is not UTF-8 \(byte 0xe9\)"),
+        ("a.csv", "text,label\nx,1\n".encode("utf-16-le"), r"a\.csv: contains zero bytes: binary, or UTF-16"),
+        ("a.csv", "text,label\nx,1\n".encode("utf-16") + b"x", r"a\.csv: is not valid utf-16"),
+        ("a.csv", b"t\xe9xt,label\nx,1\n", r"a\.csv:1: the header is not UTF-8 \(byte 0xe9\)"),
+        ("a.csv", 'text,label\n"x,1\ny,0\n', r"a\.csv:2: has an unclosed quote, or a quote inside a cell: '\"x,1'"),
+        ("a.csv", '"text,label\n', r"a\.csv:1: the header has an unclosed quote"),
+        ("a.csv", "\n\n", r"a\.csv: has no rows"),
+        ("a.txt", b"fine\nhalf \xe2\x82", r"a\.txt:2: is not UTF-8 \(byte 0xe2\)"),
+        ("a.txt", " \n", r"a\.txt: has no rows"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl:2: is not valid JSON"),
+        ("a.jsonl", '{"text": "x"}\n3\n', r"a\.jsonl:2: is not an object with the columns as keys: 3"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000 + "\n", r"a\.jsonl:1: is nested too deeply"),
+        ("a.json", '[{"text": "x"},\n{"text"}]', r"a\.json:2: is not valid JSON"),
+        ("a.json", "[[1]]", r"a\.json: row 1: is not an object with the columns as keys: \[1\]"),
+        ("a.parquet", "PAR1", r"a\.parquet: is not a valid parquet file"),
+        ("a.xlsx", "x", r"a\.xlsx: is a spreadsheet; save the sheet as 'CSV UTF-8'"),
+    ],
+)
+def test_broken_file_is_refused_with_its_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_table(write(tmp_path / name, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_utf_16_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """Excel's "Unicode text" is UTF-16 with a byte order mark."""
+    for name in ("utf-16", "utf-16-be"):
+        mark = "\ufeff" if name == "utf-16-be" else ""
+        source = write(tmp_path / "a.tsv", f"{mark}text\tlabel\r\ncafé €\t1\r\n".encode(name))
+        assert read_table(source).to_pydict() == {"text": ["café €"], "label": ["1"]}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_line_ends_and_byte_order_marks_do_not_change_the_rows(end: str, mark: str, tmp_path: Path) -> None:
+    rows = {"text": ["caf\u00e9", "b\u2028c", "d"], "label": ["1", "0", "1"]}
+    pairs = list(zip(rows["text"], rows["label"], strict=True))
+    contents = {
+        "a.csv": ["text,label", *(f"{text},{label}" for text, label in pairs), ""],
+        "a.tsv": ["text\tlabel", *(f"{text}\t{label}" for text, label in pairs), ""],
+        "a.jsonl": [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in pairs],
+        "a.json": [
+            "[",
+            *(json.dumps({"text": text, "label": label}) + "," for text, label in pairs[:-1]),
+            json.dumps({"text": "d", "label": "1"}),
+            "]",
+        ],
+    }
+    for name, lines in contents.items():
+        assert read_table(write(tmp_path / name, mark + end.join(lines))).to_pydict() == rows, name
+
+
+def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "train.csv", "text\n")
+    with pytest.raises(DataError, match=r"trian\.csv: no such file\. Did you mean 'train\.csv'\?"):
+        read_table(str(tmp_path / "trian.csv"))
+    with pytest.raises(DataError, match="the folder .* does not exist"):
+        read_table(str(tmp_path / "nowhere" / "train.csv"))
+    with pytest.raises(DataError, match=r"give its file: '.*train\.csv'"):
+        read_table(str(tmp_path))
+    with pytest.raises(DataError, match="a split"):
+        read_table(str(tmp_path / "train.csv"), "test")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ConnectionError("Couldn't reach 'imdb' on the Hub"),
+            r"imdb: no such file or folder, and no such hub data set \(split 'train'\)",
+        ),
+        (RuntimeError("Dataset 'imdb' is a gated dataset"), "imdb: is gated.*`hf auth login`"),
+    ],
+)
+def test_hub_errors_name_the_data_set(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=message):
+        read_table("imdb")
+
+
+def rows_of(table: pa.Table, strict: bool = True) -> Rows:
+    return Rows(table, Places("t.csv", "row", range(1, table.num_rows + 1)), BadRows("t.csv", "row", strict))
+
+
+def test_missing_or_wrong_column_is_refused() -> None:
+    rows = rows_of(pa.table({"premise": ["a", None], "number": [1, 2], "text": ["x", "y"]}))
+    assert text_columns(rows, ["text"]) == [["x", "y"]]
+    with pytest.raises(
+        DataError, match=r"t\.csv: has no column 'premises'\. Did you mean 'premise'\? It has: premise, number, text"
+    ):
+        text_columns(rows, ["premises"])
+    with pytest.raises(DataError, match=r"t\.csv: row 2: 'premise' has no value"):
+        text_columns(rows, ["premise"])
+    with pytest.raises(DataError, match=r"t\.csv: column 'number' holds int64, not text"):
+        text_columns(rows, ["number"])

@@ -1,0 +1,417 @@
+"""Exported files work with Accelerate's launcher, on real ranks, and with transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+from hwopt import api
+from hwopt.cli import run_command
+from hwopt.errors import InputError, PluginError
+from hwopt.export.accelerate import FIRST_NODE, exports_of, launcher_config, launcher_yaml
+from hwopt.export.deepspeed import engine_config
+from hwopt.export.files import exported
+from hwopt.export.launcher_environment import refuse_contradictions
+from hwopt.hardware.device import described
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+
+GPU = described("a GPU", (8, 6), 8)
+ZERO = {"stage": 2, "offload": "none"}
+
+
+def planned(folder: Path, *, max_grad_norm: float = 1.0, **options: Any) -> Plan:
+    """The plan of a tiny job. Dict options are plugin tables; `plan_for` gets the other options."""
+    tables = {name: options.pop(name) for name in list(options) if isinstance(options[name], Mapping)}
+    return plan_for(tiny_profile(**tables), tiny_job(folder / "data", max_grad_norm=max_grad_norm), **options)
+
+
+def launcher_environment(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """The environment variables that Accelerate's launcher sets for `config`."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    file.write_text(launcher_yaml(config, "tiny"))
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "hwopt"])
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        found = launch.prepare_deepspeed_cmd_env(arguments)[1]
+    elif arguments.multi_gpu or arguments.use_fsdp:
+        found = launch.prepare_multi_gpu_env(arguments)
+    else:
+        found = launch.prepare_simple_launcher_cmd_env(arguments)[1]
+    return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def refuse(environment: Mapping[str, str], plan: Plan) -> None:
+    refuse_contradictions(environment, plan.recipe.accelerator, plan.hardware, exports_of(plan))
+
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"world_size": 2, "precision": {"dtype": "bf16"}},
+    {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}},
+    {"world_size": 1, "zero": {"stage": 3, "offload": "parameters"}, "max_grad_norm": 0.0},
+    {"world_size": 4, "zero": {"stage": 2, "offload": "optimizer"}, "precision": {"dtype": "fp16"}, "hardware": GPU},
+    {"world_size": 4, "precision": {"dtype": "fp16", "level": "O2"}, "hardware": GPU, "max_grad_norm": 0.5},
+]
+
+
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_path: Path) -> None:
+    plan = planned(tmp_path, **PLANS[number])
+    environment = launcher_environment(launcher_config(plan), tmp_path / "own.yaml")
+    refuse(environment, plan)
+    if "zero" in PLANS[number]:
+        assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+        assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == str(PLANS[number]["zero"]["stage"])
+        assert float(environment["ACCELERATE_GRADIENT_CLIPPING"]) == PLANS[number].get("max_grad_norm", 1.0)
+        (tmp_path / "ds.json").write_text(exported(plan, "deepspeed"))
+        refuse(launcher_environment(launcher_config(plan, 1, str(tmp_path / "ds.json")), tmp_path / "two.yaml"), plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero": {"stage": 3, "offload": "none"}}, "ACCELERATE_DEEPSPEED_ZERO_STAGE=2 .* in which it is 3"),
+        ({"zero": {"stage": 2, "offload": "optimizer"}}, "OFFLOAD_OPTIMIZER_DEVICE=none .* in which it is cpu"),
+        ({"max_grad_norm": 2.0}, "ACCELERATE_GRADIENT_CLIPPING=1.0 .* in which it is 2.0"),
+        ({"precision": {"dtype": "fp32"}}, "ACCELERATE_MIXED_PRECISION=bf16 .* mixed precision is 'no'"),
+        (
+            {"zero": {"stage": 0, "offload": "none"}},
+            "USE_DEEPSPEED=true asks for DeepSpeed, .*, or set plugins.zero.enabled",
+        ),
+    ],
+)
+def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base = {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}}
+    environment = launcher_environment(launcher_config(planned(tmp_path, **base)), tmp_path / "other.yaml")
+    with pytest.raises(InputError, match=message):
+        refuse(environment, planned(tmp_path, **base | change))
+
+
+def test_run_refuses_a_contradicting_environment_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(InputError, match="ZERO_STAGE=3 contradicts the plan, in which it is 2"):
+        api.execute(planned(tmp_path, zero=ZERO), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_export_ignores_the_launcher_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(tmp_path, zero=ZERO)
+    before = engine_config(plan)
+    for name, value in {
+        "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,gradient_clipping",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    environment = dict(os.environ)
+    assert engine_config(plan) == before
+    assert launcher_config(plan)["deepspeed_config"]["zero3_init_flag"] is False
+    assert dict(os.environ) == environment
+
+
+def test_export_for_several_nodes(tmp_path: Path) -> None:
+    plan = planned(tmp_path, world_size=8, hardware=GPU, zero=ZERO)
+    config = launcher_config(plan, 2)
+    assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 8, 0)
+    assert config["main_process_ip"] == FIRST_NODE
+    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    text = launcher_yaml(config, "tiny")
+    assert "--machine_rank 0 to 1" in text
+    assert yaml.safe_load(text) == config
+
+
+def test_exported_json_is_the_config_of_the_engine(tmp_path: Path) -> None:
+    plan = planned(tmp_path, zero={"stage": 3, "offload": "parameters"}, precision={"dtype": "bf16"}, max_grad_norm=0.5)
+    expected = json.loads(exported(plan, "deepspeed"))
+    engine = train_tiny(plan, tmp_path).run.accelerator.deepspeed_config
+    assert expected == {key: value for key, value in engine.items() if key != "steps_per_print"}
+    assert (expected["train_batch_size"], expected["gradient_clipping"], expected["bf16"]) == (4, 0.5, {"enabled": True})
+
+
+class Spread(Plugin):
+    name = "spread"
+    stage = Stage.DISTRIBUTION
+    _key = "fsdp_plugin"
+    _fields: ClassVar[dict[str, Any]] = {}
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("asked for")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.accelerator[self._key] = self.make
+
+    def make(self) -> Any:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        return FullyShardedDataParallelPlugin(**self._fields)
+
+
+FSDP = [
+    {
+        "fsdp_version": 2,
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["BertLayer", "BertEmbeddings"],
+        "cpu_ram_efficient_loading": False,
+        "activation_checkpointing": True,
+    },
+    {
+        "fsdp_version": 1,
+        "sharding_strategy": "SHARD_GRAD_OP",
+        "auto_wrap_policy": "size_based_wrap",
+        "min_num_params": 1000,
+        "backward_prefetch": "BACKWARD_PRE",
+        "use_orig_params": True,
+        "sync_module_states": False,
+        "cpu_ram_efficient_loading": False,
+    },
+]
+
+
+@pytest.fixture
+def spread() -> Registry:
+    registry = Registry()
+    registry.add(Spread)
+    return registry
+
+
+@pytest.mark.parametrize("fields", FSDP)
+def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
+    fields: dict[str, Any], spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    monkeypatch.setattr(Spread, "_fields", fields)
+    plan = planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU)
+    config = launcher_config(plan)
+    assert config["distributed_type"] == "FSDP"
+    environment = launcher_environment(config, tmp_path / "fsdp.yaml")
+    refuse(environment, plan)
+    monkeypatch.setattr(Spread, "_fields", fields | {"fsdp_version": 2, "reshard_after_forward": True, "sharding_strategy": None})
+    if fields["fsdp_version"] == 2:
+        with pytest.raises(InputError, match="FSDP_RESHARD_AFTER_FORWARD=false .* in which it is true"):
+            refuse(environment, planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU))
+    before = dict(os.environ)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    theirs, ours = FullyShardedDataParallelPlugin(), FullyShardedDataParallelPlugin(**fields)
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        if name in os.environ and name not in before:
+            monkeypatch.delenv(name)  # the second variable was set by Accelerate
+    assert {key: value for key, value in vars(theirs).items() if key != "param_init_fn"} == {
+        key: value for key, value in vars(ours).items() if key != "param_init_fn"
+    }
+
+
+def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def policy(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Spread, "_fields", {"auto_wrap_policy": policy})
+    with pytest.raises(InputError, match="plugin 'spread'.*auto_wrap_policy policy is code"):
+        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
+    monkeypatch.setattr(Spread, "_fields", {"no_such_field": 1})
+    with pytest.raises(PluginError, match="no_such_field"):
+        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
+    monkeypatch.setattr(Spread, "_key", "megatron_lm_plugin")
+    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*cannot write a launcher file"):
+        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
+
+
+# the command line
+
+PROFILE = (
+    'name = "ranks"\n[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.length_batching]\n'
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_samples(tmp_path / "train.jsonl", 41)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    (tmp_path / "job.toml").write_text(
+        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\nmax_length = 32\n'
+        "[training]\nmax_steps = 3\nlearning_rate = 1e-3\nlogging_steps = 1\n"
+    )
+    (tmp_path / "ddp.toml").write_text(PROFILE)
+    (tmp_path / "zero.toml").write_text(PROFILE + '[plugins.zero]\nstage = 2\noffload = "none"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def export(profile: str, *arguments: str) -> int:
+    return run_command(["export", "job.toml", "--profile", f"./{profile}.toml", *arguments])
+
+
+def launched(file: str, profile: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", file, "-m", "hwopt"]
+    return subprocess.Popen(
+        [*command, "run", "job.toml", "--profile", f"./{profile}.toml", "--name", file.split(".")[0], *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.integration
+def test_launch_from_an_exported_file_makes_the_same_plan(folder: Path) -> None:
+    """Two ranks with data parallelism, two with ZeRO settings in the YAML, and one with ZeRO settings in a JSON file."""
+    two = ["--world-size", "2"]
+    assert export("ddp", "--to", "accelerate", *two, "--output", "ddp.yaml") == 0
+    assert export("zero", "--to", "accelerate", *two, "--output", "spelled.yaml") == 0
+    assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
+    assert export("zero", "--to", "accelerate", "--deepspeed-config-file", "ds.json", "--output", "pointed.yaml") == 0
+    assert not any(str(folder) in path.read_text() for path in folder.glob("*.yaml"))
+
+    expected = {"ddp": ("ddp", 2), "spelled": ("zero", 2), "pointed": ("zero", 1)}
+    runs = {name: launched(f"{name}.yaml", profile) for name, (profile, _) in expected.items()}
+    outputs = {name: run.communicate(timeout=240)[0] for name, run in runs.items()}
+    for name, run in runs.items():
+        assert run.returncode == 0, outputs[name][-3000:]
+        found = json.loads((folder / "runs" / name / "plan.json").read_text())
+        profile, ranks = expected[name]
+        wanted = json.loads(json.dumps(api.resolve(f"./{profile}.toml", "job.toml", world_size=ranks).to_dict()))
+        for part in ("profile", "model", "job", "training", "batch", "world_size", "plugins", "provenance"):
+            assert found[part] == wanted[part], (name, part)
+        evidence = json.loads((folder / "runs" / name / "evidence.json").read_text())["plugins"]
+        assert {row["status"] for row in evidence} == {"active"}, evidence
+
+
+def test_edited_json_is_refused(folder: Path) -> None:
+    plan = api.resolve("./zero.toml", "job.toml", world_size=2)
+    changed = json.loads(exported(plan, "deepspeed"))
+    changed["zero_optimization"]["stage"] = 3
+    changed["optimizer"] = {"type": "Lion"}
+    Path("changed.json").write_text(json.dumps(changed))
+    environment = launcher_environment(launcher_config(plan, 1, "changed.json"), folder / "changed.yaml")
+    with pytest.raises(InputError) as caught:
+        refuse(environment, plan)
+    lines = str(caught.value).splitlines()
+    file = "ACCELERATE_DEEPSPEED_CONFIG_FILE=changed.json"
+    assert [line.partition(". Change")[0] for line in lines] == [
+        f"{file}: zero_optimization.stage is 3, which contradicts the plan, in which it is 2",
+        f"{file}: optimizer.type is 'Lion', which contradicts the plan, in which this key does not exist",
+    ]
+    Path("changed.json").write_text(exported(plan, "deepspeed"))
+    refuse(environment, plan)
+    more_ranks = api.resolve("./zero.toml", "job.toml", world_size=4)
+    with pytest.raises(InputError, match="train_batch_size is 6, .* in which it is 12"):
+        refuse(environment, more_ranks)
+
+
+TRAINER = """
+from types import SimpleNamespace
+from transformers import TrainingArguments
+
+model = SimpleNamespace(config=SimpleNamespace(hidden_size=32))
+for rows in (3, 5):
+    arguments = TrainingArguments(
+        output_dir="trainer", deepspeed="ds.json", per_device_train_batch_size=rows, max_grad_norm=1.0, bf16=True, use_cpu=True
+    )
+    try:
+        arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 3)  # raises for values that do not match
+        print("stage", arguments.hf_deepspeed_config.get_value("zero_optimization.stage"))
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.integration
+def test_transformers_accepts_the_exported_json(folder: Path) -> None:
+    assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    taken, refused = done.stdout[done.stdout.index("stage") :].split("\n", 1)
+    assert taken == "stage 2"
+    assert "ds train_micro_batch_size_per_gpu=3 vs hf per_device_train_batch_size=5" in refused
+
+
+def test_standard_output_holds_only_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export("zero", "--to", "deepspeed") == 0
+    assert json.loads(capsys.readouterr().out)["zero_optimization"]["stage"] == 2
+    assert run_command(["export", "job.toml", "--profile", "rtx3070_8gb", "--to", "accelerate"]) == 0
+    found = capsys.readouterr()
+    assert yaml.safe_load(found.out)["use_cpu"] is True
+    assert "note: no CUDA device" in found.err
+    assert "tf32: skip: needs a CUDA device" in found.err
+    assert "WARNING: the file starts ranks on CPUs" in found.err
+    assert "add --hardware profile" in found.err
+    arguments = ["--to", "accelerate", "--hardware", "profile", "--world-size", "2"]
+    assert run_command(["export", "job.toml", "--profile", "rtx3070_8gb_zero", *arguments]) == 0
+    found = capsys.readouterr()
+    assert "WARNING" not in found.err
+    config = yaml.safe_load(found.out)
+    assert (config["use_cpu"], config["deepspeed_config"]["offload_optimizer_device"]) == (False, "cpu")
+
+
+def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").write_text("mine")
+    assert export("ddp", "--to", "accelerate", "--output", "mine") == 2
+    assert "--output mine: exists; give another name, or --force" in capsys.readouterr().err
+    assert Path("mine").read_text() == "mine"
+    assert export("ddp", "--to", "accelerate", "--output", "mine", "--force") == 0
+    assert yaml.safe_load(Path("mine").read_text())["num_processes"] == 1
+    assert export("ddp", "--to", "accelerate", "--output", ".", "--force") == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert export("ddp", "--to", "accelerate", "--output", "nowhere/file") == 2
+    assert "--output nowhere/file: there is no folder 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("profile", "arguments", "message"),
+    [
+        ("zero", [], "Missing option '--to'"),
+        ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
+        ("ddp", ["--to", "deepspeed"], "no DeepSpeed to export: add the plugin 'zero', as by --set plugins.zero.stage="),
+        ("ddp", ["--to", "accelerate", "--deepspeed-config-file", "ds.json"], "add the plugin 'zero'"),
+        ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it (stage 0: shards nothing"),
+        ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "needs --to accelerate"),
+        ("zero", ["--to", "accelerate", "--world-size", "3", "--nodes", "2"], "cannot be spread evenly"),
+        ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
+    ],
+)
+def test_export_refuses_bad_input(
+    profile: str, arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(profile, *arguments) == 2
+    found = capsys.readouterr()
+    assert message in " ".join(found.err.replace("│", " ").split())
+    assert not found.out
+
+
+def test_export_error_shows_why_the_plan_has_no_deepspeed(tmp_path: Path) -> None:
+    plan = planned(tmp_path, zero=ZERO)
+    skipped = replace(
+        plan,
+        recipe=Recipe(),
+        entries=tuple(replace(e, decision="skip", reason="not here") if e.name == "zero" else e for e in plan.entries),
+    )
+    with pytest.raises(InputError, match="plugin 'zero' .* is skipped: not here"):
+        exported(skipped, "deepspeed")

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.utils import str_to_bool
+
+from hwopt.errors import InputError
+from hwopt.export.launcher_environment import NO, SWITCHES, YES, missing_ranks, refuse_contradictions, refuse_odd_switches
+from hwopt.hardware.device import described
+from hwopt.system.ranks import rank_and_world
+
+CPU = described("a CPU", None, 16)
+GPU = described("a GPU", (8, 6), 8)
+
+BARE_LAUNCH = {  # what `accelerate launch` sets without options
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+}
+
+
+@pytest.mark.parametrize("mixed", ["no", "fp16", "bf16"])
+def test_neutral_defaults_are_accepted(mixed: str) -> None:
+    refuse_contradictions(BARE_LAUNCH, {"mixed_precision": mixed}, GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_FSDP", "1"),
+        ("ACCELERATE_USE_CPU", "true"),
+    ],
+)
+def test_contradiction_names_the_variable(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"{name}.*{value}|{name}"):
+        refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU)
+
+
+def test_equal_settings_are_accepted() -> None:
+    refuse_contradictions({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, {"mixed_precision": "bf16"}, CPU)
+
+
+EXPORTS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": 2,
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": False,
+    "ACCELERATE_GRADIENT_CLIPPING": 1.0,
+    "FSDP_OFFLOAD_PARAMS": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "None"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "False"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "1"),
+        ("ACCELERATE_GRADIENT_CLIPPING", ""),
+        ("FSDP_OFFLOAD_PARAMS", "true"),
+        ("FSDP_OFFLOAD_PARAMS", "false"),  # what --use_fsdp alone sets
+    ],
+)
+def test_equal_engine_settings_are_accepted(name: str, value: str) -> None:
+    refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe"),
+    ],
+)
+def test_different_engine_settings_show_both_values(name: str, value: str) -> None:
+    planned = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "FSDP_OFFLOAD_PARAMS": "true"}.get(name, EXPORTS[name])
+    with pytest.raises(InputError, match=f"{name}={value} contradicts the plan, in which it is {planned}"):
+        refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+
+
+CONFIG = {"train_batch_size": 6, "gradient_clipping": 1.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        CONFIG,
+        {"train_batch_size": "auto", "gradient_clipping": 1, "steps_per_print": 100},
+        {"fp16": {"enabled": False, "loss_scale_window": 1000}, "zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"stage": 2, "round_robin_gradients": False}},
+    ],
+)
+def test_matching_deepspeed_file_is_accepted(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage is 3, which contradicts the plan, in which it is 2"),
+        ('{"bf16": {"enabled": false}}', "bf16.enabled is False, .* in which it is true"),
+        ('{"optimizer": {"type": "Adam"}}', "optimizer.type is 'Adam', .* this key does not exist"),
+        ('{"fp16": {"enabled": true}}', "fp16.enabled is True, .* this key does not exist"),
+        ("[]", "cannot be read as JSON .expected a JSON object"),
+        ("{", "cannot be read as JSON"),
+        (None, "cannot be read as JSON .*no such file"),
+    ],
+)
+def test_contradicting_deepspeed_file_is_refused(text: str | None, expected: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
+        refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switch_must_be_on_or_off(name: str) -> None:
+    for value in ("perhaps", "", " true", "2", "\x1b[31m"):
+        with pytest.raises(InputError, match=f"^{name}=.*expected one of 1, true, .* unset it$"):
+            refuse_odd_switches({name: value})
+        with pytest.raises(ValueError):
+            str_to_bool(value)
+    for value in (*YES, *NO, "True", "NO"):
+        refuse_odd_switches({name: value})
+        assert str_to_bool(value) == (value.lower() in YES)
+
+
+def test_rank_and_world_size_come_from_the_environment() -> None:
+    assert rank_and_world({}) == (0, 1)
+    assert rank_and_world({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+    with pytest.raises(InputError, match="whole number"):
+        rank_and_world({"RANK": "first"})
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        (["python", "/usr/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "hwopt"], 2),
+        (["python", "-m", "accelerate.commands.launch", "--num-processes=4", "train.py"], 4),
+        (["python", "/usr/bin/accelerate", "launch", "--num_processes", "1", "-m", "hwopt"], 1),
+        (["python", "/usr/bin/accelerate", "launch", "-m", "hwopt"], 1),
+        (["bash", "-c", "hwopt run --num_processes 2"], 1),
+    ],
+)
+def test_ranks_that_accelerate_did_not_start_are_named(command: list[str], count: int) -> None:
+    set_by_launcher = {"ACCELERATE_MIXED_PRECISION": "no"}
+    note = missing_ranks(set_by_launcher, command)
+    assert (f"started one rank, not {count}" in note and f"--processes {count}" in note) if count > 1 else note == ""
+    assert missing_ranks({}, command) == ""
+    assert missing_ranks(set_by_launcher | {"WORLD_SIZE": "2"}, command) == ""

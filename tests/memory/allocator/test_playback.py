@@ -1,0 +1,82 @@
+"""A step is played on the caching allocator until it repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hwopt.memory.allocator.playback import largest_played, played, played_run
+from hwopt.memory.trace.timeline import KINDS, Timeline
+
+MIB = 1 << 20
+
+
+def timeline(sizes_mib: list[float], events: list[int], before: int = 0, **options: Any) -> Timeline:
+    """A timeline of activations. `events`: number + 1 allocates, -(number + 1) releases, after `before` that exist."""
+    return Timeline(
+        events=np.array([*range(1, before + 1), *events]),
+        sizes=np.array(sizes_mib) * MIB,
+        kinds=np.full(len(sizes_mib), KINDS.index("activations")),
+        operands=np.zeros(0, np.int64),
+        ends=np.zeros(0, np.int64),
+        flops=np.zeros(0),
+        dtypes=np.zeros(0, np.str_),
+        update=0,
+        tf32=False,
+        granularity=512,
+        phases=np.array([0, 0]),
+        before=before,
+        **({"cached": True} | options),
+    )
+
+
+def test_block_that_is_not_split_counts_as_a_whole() -> None:
+    """The second tensor takes the free block of the first, in which less than 1 MiB remains."""
+    found = played(timeline([40, 39.5], [1, -1, 2, -2, 1]))
+    assert found.peak.bytes == 40 * MIB
+    assert played(timeline([100, 40, 39.5], [2, -2, 3], before=1)).peak.bytes == 140 * MIB
+    assert found.peak.parts["activations"] == 40 * MIB
+
+
+def test_reserved_memory_includes_free_segments_that_are_too_small() -> None:
+    found = played(timeline([20, 30, 40], [1, -1, 2, -2, 3, -3]))
+    assert (found.peak.bytes, found.reserved) == (40 * MIB, 90 * MIB)
+    grown = played(timeline([20, 30, 40], [1, -1, 2, -2, 3, -3], expandable=True))
+    assert (grown.peak.bytes, grown.reserved) == (40 * MIB, 40 * MIB)
+
+
+def test_tensors_of_the_step_before_are_replaced() -> None:
+    """The step frees what the last one left, and leaves as much: two of 50 MiB exist at the same time."""
+    found = played(timeline([100, 50, 50], [3, -2], before=2))
+    assert (found.peak.bytes, found.reserved) == (200 * MIB, 200 * MIB)
+
+
+def test_cpu_reserves_nothing() -> None:
+    found = played(timeline([20, 30], [1, -1, 2, -2], cached=False))
+    assert found.peak.bytes == found.reserved == 30 * MIB
+
+
+def test_training_reuses_what_the_evaluation_reserved() -> None:
+    train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 60], [2, -2], before=1)
+    run = played_run(train, evaluation)
+    assert (run.train.bytes, run.eval.bytes, run.reserved) == (140 * MIB, 160 * MIB, 160 * MIB)
+
+
+def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -> None:
+    train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 30], [2, -2], before=1)
+    assert played_run(train, evaluation).reserved == 170 * MIB
+
+
+@pytest.mark.parametrize("budget_mib", [150, 400, 1000])
+def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
+    evaluation = timeline([100, 1], [2, -2], before=1)
+
+    def at(rows: int) -> tuple[Timeline, Timeline]:
+        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation
+
+    most = largest_played(at, budget_mib * MIB)
+    assert played_run(*at(most)).reserved <= budget_mib * MIB
+    more = most + max(1, most // 100)
+    assert played_run(*at(more)).reserved > budget_mib * MIB

@@ -1,0 +1,316 @@
+"""Memory and communication of several ranks: the formulas agree with a simulated ring and with torch's FSDP."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
+
+from hwopt.cli.plan import plan as plan_command
+from hwopt.distributed.data_parallel import BUCKET_BYTES
+from hwopt.errors import InputError
+from hwopt.hardware.device import GIB
+from hwopt.memory.forecast import closed_form
+from hwopt.memory.forecast.communication import DATA_PARALLEL, HYBRID, SCHEMES, Ranks, Scheme, schemes_for, split_by_node, volume
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.forecast.sharding import compare_schemes, played_per_rank
+from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.plugin import MemorySpec
+from hwopt.report.sharding import show_parallel
+from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
+
+BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
+PAPER = MemorySpec(7_500_000_000, 7_500_000_000, weight_bytes=2, gradient_bytes=2, state_bytes=8, master_bytes=4)
+
+specs = st.builds(
+    lambda parameters, part, weight, gradient: MemorySpec(parameters, int(parameters * part), weight, gradient),
+    st.integers(1, 10**12),
+    st.floats(0, 1),
+    st.sampled_from([0.5, 2.0, 4.0]),
+    st.sampled_from([2.0, 4.0]),
+)
+ranks = st.builds(lambda per_node, nodes: Ranks(per_node * nodes, nodes), st.integers(1, 16), st.integers(1, 64))
+
+
+def states_bytes(scheme: Scheme, spec: MemorySpec, over: Ranks) -> float:
+    return sum(closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(over)).values())
+
+
+def test_states_match_figure_1_of_the_zero_paper() -> None:
+    """Source: arXiv:1910.02054, figure 1. The hybrid on nodes of 8 ranks is stage 3 on 8 ranks."""
+    found = {scheme.name: round(states_bytes(scheme, PAPER, Ranks(64, 8)) / 1e9, 1) for scheme in schemes_for(Ranks(64, 8))}
+    expected = {"data parallel": 120.0, "ZeRO-1": 31.4, "ZeRO-2": 16.6, "ZeRO-3": 1.9, "FSDP": 1.9, "FSDP hybrid": 15.0}
+    assert found == expected
+
+
+def test_volumes_match_section_7_of_the_zero_paper() -> None:
+    """Section 7: twice the parameters for data parallelism and stages 1 and 2, three times for stage 3."""
+    many = Ranks(1 << 20)
+    sent = {scheme.name: volume(scheme, PAPER, many).sent / (2 * PAPER.parameters) for scheme in schemes_for(many)}
+    assert sent == pytest.approx({"data parallel": 2, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3, "FSDP": 3}, rel=1e-5)
+    few = Ranks(4)
+    assert volume(BY_NAME["ZeRO-2"], PAPER, few) == volume(DATA_PARALLEL, PAPER, few)
+    assert volume(BY_NAME["ZeRO-3"], PAPER, few).sent == pytest.approx(1.5 * volume(DATA_PARALLEL, PAPER, few).sent)
+
+
+def test_micro_batches_add_volume_with_sharded_gradients_or_weights() -> None:
+    over = Ranks(8)
+    once, four = ({name: volume(scheme, PAPER, over, n).sent for name, scheme in BY_NAME.items()} for n in (1, 4))
+    ratios = {name: four[name] / once[name] for name in once if name != "FSDP hybrid"}
+    assert ratios == pytest.approx({"data parallel": 1, "ZeRO-1": 1, "ZeRO-2": 2.5, "ZeRO-3": 4, "FSDP": 4})
+
+
+def test_frozen_weights_are_sent_only_with_sharded_weights() -> None:
+    frozen = MemorySpec(1000, 0, weight_bytes=2)
+    sent = {scheme.name: volume(scheme, frozen, Ranks(2)).sent for scheme in schemes_for(Ranks(2))}
+    assert sent == {"data parallel": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": 2000, "FSDP": 2000}
+
+
+@given(specs, ranks)
+def test_states_shrink_with_the_stage_and_with_more_ranks(spec: MemorySpec, over: Ranks) -> None:
+    by_stage = [states_bytes(scheme, spec, over) for scheme in SCHEMES[:4]]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(by_stage))
+    doubled = Ranks(2 * over.number, over.nodes)
+    for scheme in SCHEMES:
+        assert states_bytes(scheme, spec, doubled) <= states_bytes(scheme, spec, over)
+    assert states_bytes(HYBRID, spec, over) >= by_stage[3] * (1 - 1e-9)
+
+
+@given(specs, ranks, st.integers(1, 64))
+def test_volume_stays_below_its_limit_and_splits_by_node(spec: MemorySpec, over: Ranks, micro_batches: int) -> None:
+    for scheme in SCHEMES:
+        sent = volume(scheme, spec, over, micro_batches)
+        assert min(sent.within, sent.between) >= 0
+        assert (sent.between == 0) or over.nodes > 1
+        assert sent.within <= 1e-9 * sent.sent or over.per_node > 1
+        alone = volume(scheme, spec, Ranks(1), micro_batches)
+        assert (alone.within, alone.between) == (0, 0)
+        if not scheme.in_node:
+            limit = volume(scheme, spec, Ranks(1 << 40), micro_batches).sent
+            assert sent.sent < limit or limit == 0
+            # a link between nodes carries as much as any other link
+            assert sent.between * over.per_node == pytest.approx(sent.sent if over.nodes > 1 else 0)
+
+
+@given(specs.filter(lambda spec: spec.trained > 0), st.integers(2, 16), st.integers(2, 64), st.integers(1, 8))
+def test_hybrid_sends_less_between_nodes(spec: MemorySpec, per_node: int, nodes: int, micro_batches: int) -> None:
+    over = Ranks(per_node * nodes, nodes)
+    assert HYBRID in schemes_for(over)
+    spec.weight_bytes = max(spec.weight_bytes, spec.gradient_bytes)
+    whole, hybrid = (volume(scheme, spec, over, micro_batches) for scheme in (BY_NAME["FSDP"], HYBRID))
+    assert hybrid.between < whole.between
+
+
+def test_hybrid_needs_several_nodes_with_several_ranks() -> None:
+    assert HYBRID not in schemes_for(Ranks(8, 1))
+    assert HYBRID not in schemes_for(Ranks(8, 8))
+
+
+@pytest.mark.parametrize(("number", "nodes"), [(8, 3), (8, 16), (1, 2)])
+def test_ranks_that_nodes_do_not_divide_are_refused(number: int, nodes: int) -> None:
+    with pytest.raises(InputError, match=rf"--nodes {nodes}: .* multiple of {nodes} as --world-size"):
+        Ranks(number, nodes)
+
+
+def all_reduced(values: np.ndarray, sent: Counter[tuple[int, int]]) -> np.ndarray:
+    """A simulated ring all-reduce of `values` (ranks, chunks, numbers); `sent` counts the bytes over each link."""
+    number = len(values)
+    held = values.copy()
+    for begin, adds in ((0, True), (1, False)):  # reduce-scatter, all-gather
+        for turn in range(number - 1):
+            moving = [(rank, (rank + begin - turn) % number) for rank in range(number)]
+            travelling = [held[rank, chunk].copy() for rank, chunk in moving]
+            for (rank, chunk), numbers in zip(moving, travelling, strict=True):
+                target = (rank + 1) % number
+                held[target, chunk] = held[target, chunk] + numbers if adds else numbers
+                sent[rank, target] += numbers.nbytes
+    return held
+
+
+@pytest.mark.parametrize(("number", "nodes"), [(2, 1), (2, 2), (6, 2), (8, 4), (9, 3)])
+def test_simulated_ring_sends_the_predicted_volume(number: int, nodes: int) -> None:
+    over = Ranks(number, nodes)
+    values = np.random.default_rng(0).integers(0, 100, (number, number, 5)).astype(np.float32)
+    sent: Counter[tuple[int, int]] = Counter()
+    assert np.array_equal(all_reduced(values, sent), np.broadcast_to(values.sum(axis=0), values.shape))
+    parameters = values[0].size
+    predicted = volume(DATA_PARALLEL, MemorySpec(parameters, parameters), over)
+    node = {rank: rank // over.per_node for rank in range(number)}
+    assert {rank: size for (rank, _), size in sent.items()} == pytest.approx(dict.fromkeys(range(number), predicted.sent))
+    for name in range(nodes):
+        leaving = sum(size for (a, b), size in sent.items() if node[a] == name != node[b])
+        staying = sum(size for (a, b), size in sent.items() if node[a] == name == node[b])
+        assert leaving == pytest.approx(predicted.between * over.per_node)
+        assert staying == pytest.approx(predicted.within * over.per_node)
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the bytes that a rank sends in its collectives, on rings."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.spread = self.replicated = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default):
+            self.spread += abs(args[0].nbytes - args[1].nbytes)  # all parts except the rank's own
+        elif func is torch.ops.c10d.allreduce_.default:
+            self.replicated += sum(2 * tensor.nbytes * (self.replicas - 1) / self.replicas for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fake_group(number: int) -> Iterator[None]:
+    """A process group without other processes; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("over", [Ranks(8), Ranks(8, 2)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_fsdp_of_torch_sends_the_predicted_volume(over: Ranks, frozen: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    micro_batches, layers = 3, [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    for layer in layers[1 : 1 + frozen]:
+        layer.requires_grad_(False)
+    scheme = HYBRID if over.nodes > 1 else BY_NAME["FSDP"]
+    with fake_group(over.number):
+        shape, names = ((over.nodes, over.per_node), ("copies", "parts")) if over.nodes > 1 else ((over.number,), ("parts",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for part in (*layers, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        with CollectiveBytes(over.nodes) as counted:
+            for _ in range(micro_batches):
+                model(torch.zeros(2, 64)).sum().backward()
+    trained = sum(layer.weight.requires_grad for layer in layers)
+    predicted = volume(scheme, MemorySpec(4 * 64 * 64, trained * 64 * 64), over, micro_batches)
+    if over.nodes > 1:
+        assert (counted.spread, counted.replicated) == pytest.approx((predicted.within, predicted.between))
+    else:
+        assert split_by_node(counted.spread, over) == predicted
+
+
+def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:
+    """Unsharded, the update is the peak: its temporary tensors are large. Sharded over 10 ranks, the backward pass is."""
+    kinds = [KINDS.index(kind) for kind in ("weights", "activations", "gradients", "temporary")]
+    timeline = Timeline(
+        events=np.array([1, 2, 3, -2, 4, -4, -3]),
+        sizes=np.array([100.0, 50.0, 100.0, 400.0]),
+        kinds=np.array(kinds),
+        operands=np.array([0, 1, 0, 1, 2, 0, 2, 3]),
+        ends=np.array([2, 5, 8]),
+        flops=np.zeros(3),
+        dtypes=np.array(["float32"] * 3),
+        update=2,
+        tf32=False,
+        granularity=1,
+        phases=np.array([3, 4]),
+    )
+    found = {scheme.name: played_per_rank(scheme, Ranks(10), timeline, timeline).train.bytes for scheme in schemes_for(Ranks(10))}
+    assert found == {
+        "data parallel": 100 + 100 + 400,
+        "ZeRO-1": 100 + 50 + 100,
+        "ZeRO-2": 100 + 50 + 10,
+        "ZeRO-3": 10 + 50 + 10,
+        "FSDP": 10 + 50 + 10,
+    }
+
+
+def job_file(folder: Path) -> Path:
+    tiny_job(folder, samples=40)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    path = folder / "job.toml"
+    path.write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "{folder / "train.jsonl"}"\nmax_length = 32\n')
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
+    job = str(job_file(tmp_path))
+    asked = [job, "--profile", "rtx3070_8gb", "--world-size", "16", "--nodes", "4"]
+    document = json.loads(CliRunner().invoke(plan_command, [*asked, "--format", "json"], catch_exceptions=False).output)
+    memory, parallel = document["memory"], document["parallel"]
+    assert {key: parallel[key] for key in ("ranks", "nodes", "tier")} == {"ranks": 16, "nodes": 4, "tier": "traced"}
+    assert parallel["micro_batches"] == document["batch"]["accumulation"]
+    found = {scheme.pop("name"): scheme for scheme in parallel["schemes"]}
+    assert list(found) == [scheme.name for scheme in SCHEMES]
+    plain = found["data parallel"]
+    assert [plain[key] for key in ("peak_gib", "eval_peak_gib", "margin_gib", "fits")] == pytest.approx(
+        [memory[key] for key in ("peak_gib", "eval_peak_gib", "margin_gib", "fits")]
+    )
+    assert plain["peak_gib"] > found["ZeRO-1"]["peak_gib"] >= found["ZeRO-2"]["peak_gib"]
+    assert found["FSDP"] == found["ZeRO-3"]
+    assert found["FSDP hybrid"]["spread_over"] == 4
+    assert plain["states_gib"]["weights"] == pytest.approx(16 * found["FSDP"]["states_gib"]["weights"])
+    for scheme in found.values():
+        within, between = scheme["rank_sends_within_node_bytes"], scheme["rank_sends_between_nodes_bytes"]
+        assert scheme["rank_sends_bytes"] == pytest.approx(within + between)
+        assert scheme["node_sends_bytes"] == pytest.approx(4 * between)
+    screen = CliRunner().invoke(plan_command, asked, catch_exceptions=False, env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"}).output
+    assert "16 ranks on 4 nodes" in screen
+    assert "node to node" in screen
+    assert "FSDP hybrid" in screen
+    assert "Rajbhandari et al. 2020" in screen
+    assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen).splitlines())) <= 80
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_comparison_without_a_trace_is_a_stated_lower_bound(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path), world_size=4)
+    memory = replace(plan_memory(plan, tmp_path / "cache"), tier="closed form")
+    found = compare_schemes(replace(plan, memory=memory), Ranks(4), tmp_path / "cache")
+    assert found.tier == "closed form"
+    by_name = {scheme.name: scheme for scheme in found.schemes}
+    more = {name: spread.peak_gib - sum(spread.states_gib.values()) for name, spread in by_name.items()}
+    assert more["data parallel"] == pytest.approx(2 * BUCKET_BYTES / GIB)
+    layer = sum(p.numel() for p in BertLayer(BertConfig(**TINY_BERT)).parameters())
+    assert more["ZeRO-3"] == more["FSDP"]
+    assert more["FSDP"] - more["ZeRO-2"] == pytest.approx(layer * (4 + 4) / GIB, rel=0.2)  # weights and gradients in fp32
+    assert {scheme.eval_peak_gib for scheme in found.schemes} == {None}
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_parallel(console, found)
+    assert "a lower bound" in " ".join(console.export_text().split())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_is_compared_only_with_nodes_option(tmp_path: Path) -> None:
+    job = str(job_file(tmp_path))
+    plain = CliRunner().invoke(plan_command, [job, "--profile", "cpu", "--format", "json"], catch_exceptions=False)
+    assert "parallel" not in json.loads(plain.output)
+    asked = [job, "--profile", "cpu", "--profile", "t4_16gb", "--nodes", "1"]
+    found = json.loads(CliRunner().invoke(plan_command, [*asked, "--format", "json"], catch_exceptions=False).output)
+    for document in found:
+        schemes = document["parallel"]["schemes"]
+        assert {scheme["rank_sends_bytes"] for scheme in schemes} == {0}
+        assert [scheme["peak_gib"] for scheme in schemes] == pytest.approx([document["memory"]["peak_gib"]] * 5)
+    screen = CliRunner().invoke(plan_command, asked, catch_exceptions=False, env={"COLUMNS": "120"}).output
+    assert "cpu, 1 rank on one node" in screen
+    assert "t4_16gb, 1 rank on one node" in screen

@@ -1,0 +1,353 @@
+"""The planner predicts what torch's allocator holds, for third-party plugins too."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import examples, named
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hwopt import api
+from hwopt.cli.plan import plan as plan_command
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.errors import InputError
+from hwopt.hardware.device import described
+from hwopt.memory.forecast import closed_form
+from hwopt.memory.forecast.communication import Ranks
+from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
+from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.traced_step import fake_step_functions
+from hwopt.memory.trace.tracer import trace_plan
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
+from hwopt.plugin.registry import Registry
+from hwopt.report.memory import show_memory, show_side_by_side
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
+
+BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "hidden_dropout_prob": 0.1}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262_144,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+LORA = {"kind": "lora", "always": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (BERT, {}),
+    "bf16": (BERT, {"precision": {"dtype": "bf16"}, "sdpa": {}}),
+    "O2, 8 bits": (BERT, {"precision": {"dtype": "bf16", "level": "O2"}, "optimizer": {"name": "adamw_bnb_8bit"}}),
+    "checkpointing": (BERT, {"checkpointing": {}, "optimizer": {"name": "adamw_torch"}}),
+    "selective checkpointing": (TINY_LLAMA, {"checkpointing": {"layers": "selective"}, "sdpa": {}}),
+    "LoRA": (TINY_LLAMA, {"adapter": LORA, "precision": {"dtype": "bf16"}}),
+    "DoRA": (TINY_LLAMA, {"adapter": LORA | {"kind": "dora"}, "checkpointing": {"layers": 2}}),
+    "a large vocabulary": (GEMMA, {"precision": {"dtype": "bf16"}}),
+}
+
+
+def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None, **more: Any) -> Plan:
+    kind = "text-classification" if config["model_type"] == "bert" else "causal-lm"
+    document = tiny_job(folder, kind).document
+    job = make_job(Document(document.name, document.data | {"model": {"config": config}}))
+    return plan_for(tiny_profile(**plugins), job, registry, **more)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA", "a large vocabulary")))
+def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+    config, plugins = case
+    plan = planned(tmp_path, config, plugins)
+    trace, rows = trace_plan(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
+    for what, scaled in (("train", trace.train), ("eval", trace.eval)):
+        predicted, real = scaled.at(rows, 64).peak().bytes, measure_peak(plan, Shape(rows, 64), 2, what)
+        assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
+    """The update is the peak here. The random weights must be finite, or the update would be skipped."""
+    plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
+    trace = trace_plan(plan, 16, 2)
+    predicted = trace.train.at(1, 16).peak()
+    assert predicted.parts["temporary"] > 2 * 20_000 * 32 * 4
+    assert predicted.bytes == pytest.approx(measure_peak(plan, Shape(1, 16), 2), rel=0.01)
+
+
+@contextmanager
+def steps(plan: Plan) -> Iterator[Any]:
+    with fake_step_functions(plan, 2, whole=True) as functions:
+        functions.train(Shape(2, 16))  # creates what later steps reuse
+        yield functions.train
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hardware", [None, described("a card", (8, 6), 8.0)], ids=["cpu", "card"])
+def test_any_shape_follows_from_two_traces(hardware: Any, tmp_path: Path) -> None:
+    plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=hardware)
+    trace = trace_plan(plan, 64, 2)
+    with steps(plan) as train:
+
+        @given(st.integers(1, 64), st.integers(1, 8))
+        @settings(max_examples=examples(4))
+        def check(rows: int, eighths: int) -> None:
+            direct, scaled = train(Shape(rows, 8 * eighths)).peak(), trace.train.at(rows, 8 * eighths).peak()
+            assert scaled.bytes == pytest.approx(direct.bytes, rel=0.01)
+            assert sum(direct.parts.values()) == direct.bytes
+
+        check()
+
+
+class Hoard(Plugin):
+    """A third-party plugin that keeps a copy of the weights."""
+
+    name = "hoard"
+    stage = Stage.MODEL
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of the planner")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.model_steps.append(self.hoard)
+
+    def hoard(self, model: Any, run: Any) -> Any:
+        model.hoarded = [p.detach().clone() for p in model.parameters()]
+        return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Hoard)
+    plain = trace_plan(planned(tmp_path, BERT, {}), 32, 2).train.base.peak()
+    more = trace_plan(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, 2).train.base.peak()
+    assert more.bytes - plain.bytes == pytest.approx(plain.parts["weights"], rel=0.02)
+
+
+class Stubborn(Hoard):
+    """Needs the values of a tensor, which fake tensors do not have."""
+
+    name = "stubborn"
+
+    def hoard(self, model: Any, run: Any) -> Any:
+        torch.nonzero(next(model.parameters()))
+        return model
+
+    def memory(self, spec: MemorySpec, context: Context) -> None:
+        spec.state_bytes += 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Stubborn)
+    memory = plan_memory(planned(tmp_path / "data", BERT, {"stubborn": {}}, registry), tmp_path / "cache")
+    parameters = planned(tmp_path / "data", BERT, {}).model.parameters
+    assert memory.tier == "closed form"
+    assert "could not be traced: " in memory.note
+    assert memory.peak_gib * 2**30 == pytest.approx(parameters * (4 + 4 + 8 + 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Stubborn)
+    plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry)
+    shown: list[Plan] = []
+
+    class Recorder(api.PlanListener):
+        def on_memory(self, plan: Plan) -> None:
+            shown.append(plan)
+
+    plan = api.with_memory(plan, lambda changes: plan, registry=registry, cache=tmp_path / "cache", listener=Recorder())
+    memory = plan.memory
+    assert memory is not None
+    assert memory.margin_gib > 0
+    assert memory.fits is None
+    assert json.loads(json.dumps(plan.to_dict(), default=str))["memory"]["fits"] is None
+    assert shown == [plan]
+    assert memory.changes == ()
+    output = io.StringIO()
+    console = Console(file=output, width=400)
+    show_memory(console, plan)
+    assert "UNKNOWN: the recipe could not be traced: " in output.getvalue()
+    assert "at least" in output.getvalue()
+    show_side_by_side(console, [plan])
+    assert "unknown: the recipe" in output.getvalue()
+    assert "fits:" not in output.getvalue()
+    too_much = replace(memory, peak_gib=2 * memory.free_gib)
+    assert too_much.fits is False  # not even the lower bound fits
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scheme_that_fits_by_a_lower_bound_is_unknown(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Stubborn)
+    plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry, world_size=2)
+    plan = replace(plan, memory=plan_memory(plan, tmp_path / "cache"))
+    comparison = api.spread_over_ranks(plan, Ranks(2, 1), tmp_path / "cache")
+    assert {scheme.fits for scheme in comparison.schemes} == {None}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
+    """Flash and memory-efficient attention store no score matrix; math does. A T4 has no flash kernel."""
+
+    def held(prefer: list[str], capability: tuple[int, int]) -> float:
+        card = described("a card", capability, 8.0)
+        dtype = "bf16" if capability >= (8, 0) else "fp16"
+        plugins = {"precision": {"dtype": dtype}, "sdpa": {"prefer": prefer}}
+        return (
+            trace_plan(planned(tmp_path, TINY_LLAMA, plugins, hardware=card), 64, 2).train.at(8, 4096).peak().parts["activations"]
+        )
+
+    scores = 8 * 2 * 4096 * 4096 * 2 * 2  # rows x heads x length x length x layers, in half precision
+    assert held(["flash", "math"], (8, 6)) < scores / 4
+    assert held(["efficient", "math"], (7, 5)) < scores / 4
+    assert held(["math", "efficient"], (7, 5)) > scores
+    assert held(["math", "flash"], (8, 6)) > scores
+
+
+def test_closed_form_matches_figure_1_of_the_zero_paper() -> None:
+    """7.5 billion parameters on 64 devices need 120, 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
+    spec = MemorySpec(7_500_000_000, 7_500_000_000, weight_bytes=2, gradient_bytes=2, state_bytes=8, master_bytes=4)
+    whole = closed_form.states(spec)
+    found = [round(sum(closed_form.sharded(whole, stage, 64).values()) / 1e9, 1) for stage in range(4)]
+    assert found == [120.0, 31.4, 16.6, 1.9]
+    offloaded = closed_form.sharded(whole, 3, 1, offload_optimizer=True, offload_parameters=True)
+    assert offloaded == {"weights": 0.0, "gradients": 15e9, "optimizer_state": 0.0, "masters": 0.0}
+
+
+def job_file(folder: Path, length: int = 32) -> Path:
+    tiny_job(folder, samples=40)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in (TINY_BERT | {"max_position_embeddings": 4096}).items())
+    path = folder / "job.toml"
+    path.write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "{folder / "train.jsonl"}"\nmax_length = {length}\n')
+    return path
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    profile = tmp_path / "card.toml"
+    profile.write_text(
+        'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\nmatch = ["a card"]\n'
+        '[plugins.batch]\ntrain = 512\neffective = 512\neval = 8\n[plugins.precision]\ndtype = "fp32"\n'
+    )
+    job = job_file(tmp_path)
+
+    def resolved(changes: Any = ()) -> Plan:
+        return api.resolve(str(profile), job, assignments=list(changes), hardware="profile")
+
+    found: list[Any] = []
+
+    class Recorder(api.PlanListener):
+        def on_memory(self, plan: Plan) -> None:
+            found.append(plan.memory)
+
+        def on_largest_sizes(self, memory: Any) -> None:
+            found.append(memory)
+
+        def on_change(self, change: Any) -> None:
+            found.append(change)
+
+    memory = api.with_memory(resolved(), resolved, listener=Recorder()).memory
+    assert memory is not None
+    assert memory.fits is False
+    assert memory.changes
+    first, second, *changes = found  # the verdict comes first, then the largest sizes, then the changes
+    assert first.largest_train is None
+    assert second == replace(memory, changes=())
+    assert first == replace(second, largest_train=None, largest_eval=None, largest_max_length=None)
+    assert sorted(map(str, changes)) == sorted(map(str, memory.changes))
+    assert [change.alters for change in changes] == sorted(change.alters for change in changes)
+    assert [change.alters for change in memory.changes] == sorted(change.alters for change in memory.changes)
+    enough = [change for change in memory.changes if change.fits]
+    assert any("plugins.batch.train" in line for change in enough for line in change.lines)
+    for change in enough:
+        then = api.with_memory(resolved(change.assignments), resolved).memory
+        assert then is not None
+        assert then.fits, change
+        assert memory.highest_gib - then.highest_gib == pytest.approx(change.saves_gib, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    profile = tmp_path / "card.toml"
+    profile.write_text(
+        'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\n[plugins.batch]\ntrain = "auto"\neffective = 512\n'
+    )
+    plan = api.resolve(str(profile), job_file(tmp_path), hardware="profile")
+    memory = with_largest_sizes(plan, plan_memory(plan, tmp_path / "cache"), tmp_path / "cache")
+    assert plan.batch.step == 512
+    assert 1 < plan.batch.train < 512
+    assert memory.fits
+    assert memory.largest_train is not None
+    assert plan.batch.train <= memory.largest_train < 2 * plan.batch.train
+    assert "the option before needs" in next(entry.reason for entry in plan.entries if entry.name == "batch")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    job = job_file(tmp_path)
+    found = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb", "--format", "json"], catch_exceptions=False)
+    memory = json.loads(found.output)["memory"]
+    assert {"tier", "peak_gib", "free_gib", "fits", "parts", "largest_train", "largest_eval", "largest_max_length"} <= set(memory)
+    assert memory["tier"] == "traced"
+    assert memory["fits"] is True
+    parts = memory["parts"]
+    assert sum(parts.values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
+    shown = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb"], catch_exceptions=False).output
+    assert "fits: 7.78 GiB free" in shown
+    assert "predicted, roofline" in shown
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_measure_needs_the_device_in_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+    asked = [str(job_file(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
+    found = CliRunner().invoke(plan_command, [*asked, "--hardware", "detected"], catch_exceptions=False)
+    memory = json.loads(found.output)["memory"]
+    assert memory["tier"] == "measured"
+    assert sum(memory["parts"].values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
+    with pytest.raises(InputError, match="this machine has no .*add --hardware detected"):
+        CliRunner().invoke(plan_command, [*asked, "--profile", "t4_16gb"], catch_exceptions=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "data", BERT, {})
+    (tmp_path / "data" / "train.jsonl").unlink()
+    memory = plan_memory(plan, tmp_path / "cache")
+    assert memory.width == 32
+    assert "the data could not be read" in memory.width_source
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="64 ranks for 40 training samples"):
+        plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), tmp_path / "cache")
+
+
+def test_auto_batch_needs_effective(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="needs effective = N"):
+        planned(tmp_path, BERT, {"batch": {"train": "auto"}})

@@ -1,0 +1,157 @@
+"""Fake tensors use memory as CUDA's kernels do. The expected bytes are those of torch's CUDA allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hwopt.hardware.device import Hardware, described
+from hwopt.memory.trace import cuda_emulation as card
+from hwopt.memory.trace.column_sums import ColumnSum, threads_per_multiprocessor, workspace_bytes
+from hwopt.memory.trace.dry_run import Shape, dry_run_of, fake_recipe
+from hwopt.memory.trace.timeline import Scaled, Timeline
+from hwopt.memory.trace.traced_step import fake_step_functions
+from hwopt.memory.trace.tracker import Tracker
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
+
+MIB = 1 << 20
+T4, H100 = described("a T4", (7, 5), 14.56), described("an H100", (9, 0), 79.2)
+
+
+class Emulated:
+    """Fake tensors of a card; `peak` returns the MiB that a function needs beyond what is allocated before it."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        processors = hardware.multiprocessors, threads_per_multiprocessor(hardware)
+        self.tracker = Tracker(card.workspaces(hardware), card.allocation_granularity(hardware), processors)
+
+    def peak(self, function: Callable[[], Any]) -> tuple[int, Any]:
+        gc.collect()
+        self.tracker.reset()
+        before = self.tracker.timeline().peak().bytes
+        result = function()
+        return round((self.tracker.timeline().peak().bytes - before) / MIB), result
+
+
+@pytest.fixture
+def on_t4() -> Iterator[Emulated]:
+    emulated = Emulated(T4)
+    with card.emulated(T4), emulated.tracker:
+        yield emulated
+
+
+SOFTMAX = [
+    (torch.float32, 4, 8),  # result; gradient and the product of gradient and output
+    (torch.float16, 4, 6),  # one kernel from fp16 to fp32
+    (torch.bfloat16, 8, 8),  # the input is copied to fp32 first, and so is its gradient
+]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize(("dtype", "forward", "backward"), SOFTMAX)
+def test_softmax_in_fp32_needs_the_memory_of_the_cuda_kernel(
+    on_t4: Emulated, dtype: torch.dtype, forward: int, backward: int
+) -> None:
+    scores = torch.zeros(1024, 1024, dtype=dtype).requires_grad_()
+    found, probabilities = on_t4.peak(lambda: functional.softmax(scores, -1, dtype=torch.float32))
+    assert found == forward
+    gradient = torch.zeros_like(probabilities)
+    assert on_t4.peak(lambda: torch.autograd.grad(probabilities, scores, gradient))[0] == backward
+
+
+COLUMN_SUMS = [  # rows, columns, MiB of torch's reduction kernel on 46 multiprocessors of compute capability 8.6
+    (8192, 2048, 35.0),
+    (8192, 1024, 34.5),
+    (8192, 512, 32.0),
+    (1000, 512, 0.0),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "mib"), COLUMN_SUMS)
+def test_gradient_of_a_bias_needs_room_for_partial_sums(rows: int, columns: int, mib: float) -> None:
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    assert hardware.multiprocessors == 46
+    summed = card.column_sum(torch.empty(rows, columns, device="meta"), [0])
+    assert isinstance(summed, ColumnSum)
+    assert workspace_bytes(*summed, hardware.multiprocessors, threads_per_multiprocessor(hardware)) == mib * MIB
+
+
+OPERATIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "softmax": (lambda x: x.softmax(-1), 4),
+    "sum": (lambda x: x.sum(-1), 0),
+    "norm": (torch.linalg.vector_norm, 0),
+    "cumsum": (lambda x: x.cumsum(-1), 8),
+    "exp": (torch.exp, 8),
+    "cross entropy": (lambda x: functional.cross_entropy(x, torch.zeros(1024, dtype=torch.long)), 6),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast_converts_as_on_cuda(on_t4: Emulated, name: str) -> None:
+    operation, expected = OPERATIONS[name]
+    x = torch.zeros(1024, 1024, dtype=torch.float16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        found, result = on_t4.peak(lambda: operation(x))
+    assert found == expected
+    assert result.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> None:
+    """The trace of few rows is scaled to many, for which more blocks share a column; at last the card has no more threads."""
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path, config=TINY_BERT | {"intermediate_size": 512}), hardware=hardware)
+
+    def traced(rows: int) -> Timeline:
+        with fake_step_functions(plan, 2, whole=True) as functions:
+            return functions.train(Shape(rows, 64))
+
+    small, other, large = (traced(rows) for rows in (8, 56, 1024))
+    scaled = Scaled.fit(small, 8, 64, other, 56, 64)
+    sums = large.column_sums[:, 0] > 0
+    assert large.sizes[sums].max() == 34.5 * MIB
+    assert scaled.at(1024, 64).sizes[sums].tolist() == large.sizes[sums].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hardware", [T4, H100], ids=["T4", "H100"])
+def test_each_product_has_a_cublas_workspace(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 allocates it for the product and frees it."""
+    monkeypatch.setattr(card, "TORCH", (2, 15))
+    assert card.kept_workspaces(hardware) == []
+    with Emulated(hardware).tracker as tracker:
+        left, bias = torch.empty(256, 128), torch.empty(64)
+        for product, size in (
+            (lambda: left @ torch.empty(128, 64), card.cublas_workspace(hardware)),
+            (lambda: torch.addmm(bias, left, torch.empty(128, 64)), 1 << 20),
+        ):
+            tracker.reset()
+            product()
+            assert max(tracker.sizes[tracker.before :]) == size
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_thread_has_a_cublas_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.15 it allocates one for the thread of the forward pass and one for autograd's."""
+    monkeypatch.setattr(card, "TORCH", (2, 14))
+    for hardware, each in ((T4, 8519680), (H100, 32 << 20)):
+        plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=hardware)
+        with fake_step_functions(plan, 2, whole=True) as functions:
+            for step in (functions.train, functions.evaluate):
+                assert sorted(step(Shape(2, 16)).sizes)[-2:] == [each, each]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [True, False])
+def test_traced_model_has_the_parameters_of_the_model_facts(tied: bool, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "causal-lm", config=TINY_LLAMA | {"tie_word_embeddings": tied})
+    plan = plan_for(tiny_profile(), job)
+    with dry_run_of(plan, fake_recipe(plan), 2, torch.device("cpu")) as run:
+        assert sum(parameter.numel() for parameter in run.inner_model.parameters()) == plan.model.parameters

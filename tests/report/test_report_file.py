@@ -1,0 +1,93 @@
+"""`report.html` of a run: written however the run ends; a report that cannot be written never fails the run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs.test_execute import Failing, make_plan, status
+
+import hwopt
+from hwopt import api
+from hwopt.errors import NonFiniteError
+from hwopt.report import report_file
+from hwopt.report.report_file import REPORT
+from hwopt.report.run_files import with_run_files
+from hwopt.runs.processes import PROCESSES
+from hwopt.runs.record import read_record
+from hwopt.testing import Recorder
+
+
+def test_complete_run_has_a_report_with_its_evidence_and_classes(tmp_path: Path) -> None:
+    heard, folder = Recorder(), tmp_path / "run"
+    api.execute(make_plan(tmp_path), folder, with_run_files(heard), cache=tmp_path / "cache")
+    assert heard.messages[-1] == f"The report of the run is {folder / REPORT}"
+    page = (folder / REPORT).read_text(encoding="utf-8")
+    for part in ("done, 3 steps", "1 of 1 plugins are active", "colour", "confusion matrix", "Loss over the steps"):
+        assert part in page, part
+
+
+def test_resumed_run_has_one_line_for_each_process(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "run", tmp_path / "cache"
+    plan = make_plan(tmp_path, save_steps=1)
+    with pytest.raises(NonFiniteError):
+        api.execute(plan, folder, with_run_files(Failing(NonFiniteError("the loss diverged."))), cache=cache)
+    api.execute(plan, folder, with_run_files(), cache=cache, resume=True)
+    record = read_record(folder)
+    assert [(entry["step"], entry["total_steps"], entry["samples"]) for entry in record.processes] == [(0, 3, 40), (2, 3, 40)]
+    assert shlex.split(record.last["command"])
+    assert set(record.last["data"]) == {"train", "eval"}
+    assert record.last["metric_directions"]["f1"] is True
+    assert record.held_gib["weights"] == pytest.approx(4 * plan.model.parameters / 2**30, rel=0.05)
+    assert record.held_gib["optimizer_state"] == pytest.approx(2 * record.held_gib["weights"], rel=0.1)
+    assert (folder / PROCESSES).read_text().count("\n") == 2
+
+
+def test_failed_run_has_a_report_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        api.execute(
+            make_plan(tmp_path),
+            tmp_path / "run",
+            with_run_files(Failing(NonFiniteError("the loss diverged."))),
+            cache=tmp_path / "cache",
+        )
+    page = (tmp_path / "run" / REPORT).read_text(encoding="utf-8")
+    assert "exit code 5 at step 3 of 3: the loss diverged." in page
+
+
+@pytest.mark.parametrize("fault", ["template", "folder"])
+def test_report_that_cannot_be_written_is_a_warning(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class InTheWay(Recorder):
+        def on_start(self, run: Any) -> None:
+            (run.folder / REPORT).mkdir()
+
+    heard = Recorder() if fault == "template" else InTheWay()
+    if fault == "template":
+        monkeypatch.setattr(report_file, "page_of", lambda records: 1 / 0)
+    summary = api.execute(make_plan(tmp_path), tmp_path / "run", with_run_files(heard), cache=tmp_path / "cache")
+    assert summary["step"] == 3
+    assert status(tmp_path / "run") == (0, "done")
+    reason = "division by zero" if fault == "template" else "Is a directory"
+    assert [text for text in heard.warnings if "report" in text] == [text for text in heard.warnings if reason in text] != []
+
+
+def test_run_that_is_complete_already_keeps_its_report(tmp_path: Path) -> None:
+    plan, folder = make_plan(tmp_path), tmp_path / "run"
+    api.execute(plan, folder, with_run_files(), cache=tmp_path / "cache")
+    (folder / REPORT).write_text("mine")
+    api.execute(plan, folder, with_run_files(), cache=tmp_path / "cache", resume=True)
+    assert (folder / REPORT).read_text() == "mine"
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 0
+
+
+def test_train_of_the_package_writes_report_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(tmp_path)
+    monkeypatch.setattr(api, "train", lambda *_, listener, **__: api.execute(plan, tmp_path / "run", listener))
+    recorder = Recorder()
+    assert hwopt.train(listener=recorder) == recorder.summary
+    assert "done, 3 steps" in (tmp_path / "run" / REPORT).read_text()
+    log = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert log[-2:] == [f"note: The report of the run is {tmp_path / 'run' / REPORT}", "done"]

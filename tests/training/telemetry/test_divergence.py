@@ -1,0 +1,120 @@
+"""Divergence: loss spikes, and limits of skipped updates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwopt.config.job_training import Training
+from hwopt.errors import NonFiniteError
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training.telemetry.divergence import (
+    ENOUGH,
+    RECENT,
+    DivergenceMonitor,
+    LoggedInterval,
+    LossHistory,
+    list_steps,
+    spike_above,
+)
+
+LOSSES = st.floats(0.01, 20.0)
+
+
+@given(st.lists(LOSSES, min_size=ENOUGH, max_size=RECENT), LOSSES)
+def test_spike_limit_is_above_the_median_and_robust_to_outliers(recent: list[float], began: float) -> None:
+    """The limit exceeds the median by at least a quarter of the first loss, and a few outliers do not move it."""
+    limit = spike_above(recent, began)
+    assert limit >= sorted(recent)[len(recent) // 2 - (len(recent) % 2 == 0)] + 0.25 * began
+    few = (len(recent) - 1) // 4
+    outliers = [*recent[few:], *[1e6] * few]
+    assert spike_above(outliers, began) < 1e6
+
+
+@given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
+def test_long_spike_is_reported_once(seed: int, length: int, height: float) -> None:
+    noise = random.Random(seed)
+    history = LossHistory()
+    calm = [2.0 * 0.99**step * (1 + noise.uniform(-0.05, 0.05)) for step in range(60)]
+    assert not any(history.spike_starts(loss) for loss in calm), "noise is not a spike"
+    assert [history.spike_starts(calm[-1] + height) for _ in range(length)] == [True] + [False] * (length - 1)
+    assert not any(history.spike_starts(loss) for loss in calm[-10:])
+    assert history.spike_starts(calm[-1] + height), "a second spike"
+
+
+def test_loss_that_stays_high_becomes_the_new_level() -> None:
+    history = LossHistory()
+    jumps = [history.spike_starts(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
+    assert [number for number, jumped in enumerate(jumps) if jumped] == [10, 70]
+
+
+def test_first_log_points_are_never_spikes() -> None:
+    history = LossHistory()
+    assert not any(history.spike_starts(loss) for loss in [9.0, 0.1, 50.0, 0.1])
+
+
+def observe(
+    monitor: DivergenceMonitor, step: int, norms: list[float], training: dict[str, Any] | None = None, **given: Any
+) -> tuple[list[str], NonFiniteError | None]:
+    return monitor.observe(Training(**training or {}), 1_000, LoggedInterval(step, norms, loss=1.0, **given))
+
+
+def test_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
+    nan, monitor = float("nan"), DivergenceMonitor()
+    assert observe(monitor, 10, [nan] * 10, scale=64.0) == ([], None)
+    assert observe(monitor, 50, [nan] * 40, scale=64.0) == ([], None)
+    _, error = observe(monitor, 51, [nan], scale=64.0)
+    assert "51 updates in a row were not finite up to step 51" in str(error)
+    _, error = observe(DivergenceMonitor(), 1, [1.0], scale=0.5)
+    assert "loss scale 0.5" in str(error)
+    _, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1)
+    assert "the loss was not finite at or before step 1" in str(error)
+    messages, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
+    assert error is None
+    assert "the loss of 1 micro-batch(es) was not finite" in messages[0]
+
+
+def test_long_lists_of_steps_are_shortened() -> None:
+    assert list_steps([3]) == "3"
+    assert list_steps(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
+
+
+def test_state_dict_restores_counts_and_history() -> None:
+    state = {
+        "skipped_updates": 2,
+        "in_a_row": 1,
+        "nonfinite_losses": 3,
+        "history": {"recent": [2.0, 1.5], "first_level": 2.0, "above": 4},
+    }
+    monitor = DivergenceMonitor()
+    monitor.load_state_dict(state)
+    assert (monitor.skipped_updates, monitor.in_a_row, monitor.nonfinite_losses) == (2, 1, 3)
+    assert monitor.history == LossHistory([2.0, 1.5], 2.0, 4)
+    assert monitor.state_dict() == state
+
+
+@pytest.mark.parametrize("follows", ["warn", "stop", "off"])
+def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learning rate is so high at steps 7 and 8 that the loss rises."""
+    import hwopt.training.optimizer
+
+    monkeypatch.setattr(hwopt.training.optimizer, "make_scheduler", spiking_schedule)
+    job = tiny_job(tmp_path / "data", max_steps=12, loss_spike=follows, max_grad_norm=0)
+    plan = plan_for(tiny_profile(), job)
+    if follows == "stop":
+        with pytest.raises(NonFiniteError, match=r"the loss rose to [\d.e+]+ at step \d+; the median of .*diverged"):
+            train_tiny(plan, tmp_path)
+        return
+    recorder = train_tiny(plan, tmp_path)
+    assert sum("the loss rose to" in line for line in recorder.warnings) == (1 if follows == "warn" else 0), recorder.losses
+
+
+def spiking_schedule(run: Any) -> Any:
+    import torch
+
+    return torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 3e3 if 6 <= step <= 7 else 1e-3)
