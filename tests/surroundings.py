@@ -44,7 +44,9 @@ def environment(before: dict[str, str], home: str, on_card: bool = False) -> dic
     path = os.pathsep.join(folder for folder in before.get("PATH", os.defpath).split(os.pathsep) if os.access(folder, os.X_OK))
     python_path = os.pathsep.join([str(DESCRIBED_MACHINE), *filter(None, [before.get("PYTHONPATH")])])
     machine = {} if on_card else {"PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
-    return {name: value for name, value in before.items() if name not in removed} | SET | {"HOME": home, "PATH": path} | machine
+    # torch.compile reuses code of other runs, which may be for other vector instructions (ATEN_CPU_CAPABILITY)
+    own = {"HOME": home, "PATH": path, "TORCHINDUCTOR_CACHE_DIR": os.path.join(home, "inductor")}
+    return {name: value for name, value in before.items() if name not in removed} | SET | own | machine
 
 
 def open_standard_input() -> None:
