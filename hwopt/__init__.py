@@ -9,12 +9,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hwopt.api import execute, plan, resolve
-    from hwopt.hosts.trainer import optimized
-    from hwopt.report.run_files import train
+    from hwopt.report.run_files import optimized, train
 
 PLACES = {
     "execute": "hwopt.api",
-    "optimized": "hwopt.hosts.trainer",
+    "optimized": "hwopt.report.run_files",
     "plan": "hwopt.api",
     "resolve": "hwopt.api",
     "train": "hwopt.report.run_files",

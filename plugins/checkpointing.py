@@ -130,6 +130,7 @@ class Checkpointing(Plugin):
     )
     aliases: ClassVar[Mapping[str, str]] = {
         "gradient_checkpointing": "layers = 'all'",
+        "activation_checkpointing": "layers = 'all'",
         "activation_offloading": "offload = true",
         "enable_activation_offloading": "offload = true",
     }

@@ -89,9 +89,10 @@ class Sdpa(Plugin):
             if "eager" in value:
                 raise ValueError(f'prefer = {list(value)}: eager cannot be combined with kernels. Use ["eager"], or remove eager')
             if len(value) < 2 or "math" not in value or len(set(value)) < len(value):
+                first = next((kernel for kernel in value if kernel != "math"), "flash")
                 raise ValueError(
                     f"prefer = {list(value)} must be at least two different kernels, one of them 'math'. "
-                    f"A mask, dropout or head size can rule out the others. Try {[*value[:1], 'math']}"
+                    f"A mask, dropout or head size can rule out the others. Try {[first, 'math']}"
                 )
             return value
 

@@ -1,1 +1,1 @@
-"""Plans in other people's training loops. A host gives a plan what its script says, and applies what it can take of the recipe."""
+"""Plans in other people's training loops: a host says what its script trains, and takes what it can of the recipe."""

@@ -49,6 +49,8 @@ COUNTED = (
 """Heads whose loss is divided by `num_items_in_batch` if `self.loss_function` computes it with `**kwargs`."""
 TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer", "trl.trainer.sft_trainer.SFTTrainer")
 """Classes whose `compute_loss` returns the model's loss."""
+STEP = ("training_step", "get_batch_samples", "_inner_training_loop")
+"""Methods of a Trainer that a step is made of."""
 TRL_LOSSES = ("nll",)
 """Values of SFTConfig.loss_type for which `compute_loss` returns the model's loss."""
 
@@ -78,7 +80,7 @@ def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> 
     return Additivity(law, f"the loss of {name} is {how}")
 
 
-def passes_count(model: type) -> bool:
+def passes_count(model: Any) -> bool:
     """Whether the class of transformers gives what `forward` is called with, such as `num_items_in_batch`, to its loss."""
     _, called, rest = inspect.getsource(model.forward).partition("self.loss_function(")
     return bool(called) and "**kwargs" in rest.partition("\n\n")[0]
@@ -88,9 +90,12 @@ def trainer_problem(trainer: Trainer) -> str:
     """Why what `trainer` adds to the model's loss cannot be split; "" if it adds nothing."""
     for cls in type(trainer).__mro__:
         name = f"{cls.__module__}.{cls.__qualname__}"
-        own = "compute_loss" in vars(cls) and not cls.__module__.startswith("hwopt.hosts")
-        if own and name not in TRAINERS:
+        if name in TRAINERS or cls.__module__.startswith("hwopt.hosts"):
+            continue
+        if "compute_loss" in vars(cls):
             return f"{cls.__name__} computes a loss of its own"
+        if own := [method for method in STEP if method in vars(cls)]:
+            return f"{cls.__name__} has its own {own[0]}()"
     args: Any = trainer.args
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is yours"

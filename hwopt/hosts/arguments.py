@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
 from hwopt.planning.plan import Plan
 
@@ -19,6 +20,8 @@ LOADER = {
     "persistent_workers": "dataloader_persistent_workers",
 }
 """Key of `recipe.loader` -> the argument."""
+SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
+"""Arguments by which the Trainer would do a second time what a plugin does."""
 
 
 def own_words(args: Any) -> dict[str, Any]:
@@ -32,6 +35,8 @@ def own_words(args: Any) -> dict[str, Any]:
         }
         if not args.fp16 and not args.bf16 and found.keys() & {"fp16", "bf16"}:
             found["mixed_precision"] = "no"
+        if "activation_checkpointing" in found:  # the new name of transformers for the same
+            found.pop("gradient_checkpointing", None)
         if found.get("fp16") or found.get("bf16"):
             found.pop("bf16" if args.fp16 else "fp16", None)
         return {word: value for word, value in found.items() if word not in IGNORED}
@@ -65,8 +70,11 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
     for key, name in LOADER.items():
         if key in recipe.loader:
             put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]"))
-    if any(entry.name == "checkpointing" for entry in plan.applied()):
-        put("gradient_checkpointing", False, "plugin 'checkpointing', which does it")
+    applied = {entry.name: entry.author for entry in plan.applied()}
+    for name in SWITCHES:
+        plugin = plugin_aliases().get(name, "").partition("plugins.")[2].partition(".")[0]
+        if plugin in applied and hasattr(args, name):
+            put(name, False, f"{applied[plugin]}, which does it")
     if named and "model_init_kwargs" in inspect.signature(type(args)).parameters:
         kwargs = dict(args.model_init_kwargs or {})
         args.model_init_kwargs = dict(recipe.model_kwargs) | kwargs

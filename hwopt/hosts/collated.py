@@ -126,6 +126,8 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Bat
 
 def can_be_padded(batch: Batch) -> bool:
     """Whether every value with a column for each token is known to be padded on the right."""
+    if any(value.ndim > 2 and key in (*PADDING, "input_ids") for key, value in batch.items()):  # several texts a row
+        return False
     width = width_of(batch)
     wide = [key for key, value in batch.items() if value.ndim > 1 and value.shape[1] == width]
     return all(key == "input_ids" or key in PADDING for key in wide) and ("attention_mask" in batch or "input_ids" not in batch)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
@@ -45,6 +47,8 @@ class Script:
 
     rows: int
     """Rows of an optimizer step over all ranks."""
+    eval_rows: int
+    """Rows of an evaluation batch."""
     training: Mapping[str, Any]
     """Hyperparameters, by their names in [training]."""
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +89,7 @@ def plan_for(model: Any, profile: str, script: Script, tables: Mapping[str, Any]
     if profile == "auto":
         found, why = auto_profile.choose(hardware, inputs.files, inputs.registry, inputs.profile)
         chosen = found.name
-    asked = list(assignments_of(tables))
+    asked = [*assignments_of(tables), f"plugins.batch.eval={script.eval_rows}"]
     before = inputs.profile(chosen, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)
     if strict and wins:
@@ -161,7 +165,7 @@ def own_options(
 ) -> tuple[list[str], list[str]]:
     """`own` (`Script.own`) as `--set` takes it, and a line for each setting that replaces one of `profile` (plugin -> options).
 
-    A word without equivalent among the options leaves its plugin out: the script does it itself.
+    A word or value without equivalent among the options leaves its plugin out: the script does it itself.
     """
     found: dict[str, dict[str, Any]] = {}
     wins: list[str] = []
@@ -169,8 +173,9 @@ def own_options(
         if word not in plugin_aliases():
             continue
         name = plugin_aliases()[word].split(".")[1]
-        options = options_from(registry.plugin(name).aliases[word], value)
-        if options is None or value is False:
+        plugin = registry.plugin(name)
+        options = options_from(plugin.aliases[word], value)
+        if options is None or value is False or not accepted(plugin, options):
             options = {"enabled": False}
         present = profile.get(name, {})
         changed = {key: each for key, each in options.items() if present.get(key, key == "enabled") != each}
@@ -180,3 +185,12 @@ def own_options(
         theirs = ", ".join(f"{key} = {present[key]!r}" for key in changed if key in present) or f"plugin {name!r}"
         wins.append(f"{word} = {value!r} of your arguments wins over the profile's {theirs}")
     return list(assignments_of(found)), wins
+
+
+def accepted(plugin: Any, options: Mapping[str, Any]) -> bool:
+    """Whether `plugin` takes these options."""
+    try:
+        plugin.Options(**options)
+    except ValidationError:
+        return False
+    return True

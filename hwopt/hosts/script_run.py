@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor
 
 from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import without
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
 from hwopt.training import evidence
+from hwopt.training.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,15 @@ class Loader:
 class ScriptRun:
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
-    def __init__(self, plan: Plan, device: torch.device, world_size: int, rank: int, say: Callable[[str], None]) -> None:
-        self.plan, self.device, self.world_size, self.rank = plan, device, world_size, rank
-        self.say = say
+    def __init__(self, plan: Plan, args: Any, listener: Listener) -> None:
+        """`args`: TrainingArguments, for the device, the ranks and the folder."""
+        self.plan, self.device = plan, args.device
+        self.world_size: int = args.world_size
+        self.rank: int = args.process_index
+        self.folder = self.extras = Path(args.output_dir)
+        self.listener = listener if self.is_main else Listener()
+        self.error: BaseException | None = None
+        """What ended the training."""
         self.inner_model: Any = None
         self.model: Any = None
         self.accelerator: Any = None
@@ -108,7 +115,6 @@ class ScriptRun:
         self.step = 0
         self.total_steps = 0
         self.last_step_batch: ScriptStep | None = None
-        self.extras = Path()
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing: Any = None
@@ -134,6 +140,12 @@ class ScriptRun:
         return self.engine.names
 
     @property
+    def samples(self) -> int:
+        """Rows of the training data; 0 if nobody knows."""
+        data = getattr(self.train_loader, "dataset", ())
+        return len(data) if hasattr(data, "__len__") else 0
+
+    @property
     def parts(self) -> list[Any]:
         return list(self.recipe.events)
 
@@ -141,8 +153,11 @@ class ScriptRun:
     def loss(self) -> Any:
         raise NotImplementedError("the loss is the script's")
 
+    def say(self, message: str) -> None:
+        self.listener.on_message(self, message)
+
     def warn(self, message: str) -> None:
-        self.say(f"warning: {message}")
+        self.listener.on_warning(self, message)
 
     @contextmanager
     def process(self) -> Iterator[None]:
@@ -162,6 +177,14 @@ class ScriptRun:
             model = step(model, self)
         self.inner_model = self.model = model
         return model
+
+    def leave_out(self, lacking: Mapping[str, str]) -> None:
+        """Skip the plugins that write a field or key of `lacking`, which the host does not honour after all, and say so."""
+        entries = tuple(without(lacking, entry, self.recipe) for entry in self.plan.entries)
+        for old, new in zip(self.plan.entries, entries, strict=True):
+            if old is not new:
+                self.say(f"skip     {new.name}: {new.reason}")
+        self.plan = replace(self.plan, entries=entries)
 
     def begin_step(self) -> None:
         self.recipe.events.on_step_begin(self)
@@ -187,20 +210,15 @@ class ScriptRun:
             self.collect()
 
     def collect(self) -> None:
-        """Collect the evidence of every plugin, say it, and warn of plugins that are not active any more."""
+        """Collect the evidence of every plugin, and warn of plugins that are not active any more."""
         found = evidence.collect(self)
-        for decision, seen in found:
-            self.say(f"evidence after step {self.step}: {seen.status:8} {decision.name}: {seen.seen}")
+        if self.found:
+            self.listener.on_final_evidence(self, found)
+        else:
+            self.listener.on_evidence(self, found)
         for warning in evidence.ceased(self.found, found):
             self.warn(warning)
         self.found = found
-
-    def save_evidence(self, folder: Path) -> None:
-        """Write `evidence.json` into `folder`, as a run of hwopt does."""
-        if self.is_main and self.found:
-            folder.mkdir(parents=True, exist_ok=True)
-            document = evidence.to_dict(self.found, self.observation, self.step)
-            (folder / "evidence.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def token_line(self) -> str:
         """What splitting by length saved, as a sentence; "" before the first step."""

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,14 @@ import torch
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
+from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import additivity_of, inner
 from hwopt.hosts.arguments import apply_plan, own_words, training_of
 from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
+from hwopt.training.listener import DONE, Listener
 from hwopt.training.memory_pressure import free_memory
 
 LACKS = {
@@ -57,13 +59,20 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 
 
 def optimized(
-    trainer_class: type, profile: str = "auto", *, additive: str | None = None, strict: bool = False, **plugins: Any
+    trainer_class: type,
+    profile: str = "auto",
+    *,
+    additive: str | None = None,
+    strict: bool = False,
+    listener: Listener | None = None,
+    **plugins: Any,
 ) -> Any:
     """A subclass of `trainer_class` (Trainer, SFTTrainer …) that trains with the plan of `profile`. Same constructor.
 
     `additive` says how the loss of a step adds up from its rows, for losses that hwopt does not know: "rows" (a mean over
     rows), "labels" (a mean over labels that are not -100) or "sum". `plugins`: plugin -> its options, or False to leave it
-    out. With `strict`, an error for each plugin that is not applied as asked. What the script sets itself wins.
+    out. With `strict`, an error for each plugin that is not applied as asked. What the script sets itself wins. `listener`
+    hears of the training, on the first rank.
     Raises InputError if `trainer_class` is not a subclass of transformers.Trainer, or has a plan already.
     """
     from transformers import Trainer
@@ -72,7 +81,9 @@ def optimized(
         raise InputError(f"optimized() takes a subclass of transformers.Trainer, got {trainer_class!r}")
     if issubclass(trainer_class, OptimizedTrainer):
         raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
-    settings = SimpleNamespace(profile=profile, additive=additive, strict=strict, plugins=plugins)
+    settings = SimpleNamespace(
+        profile=profile, additive=additive, strict=strict, listener=listener or Listener(), plugins=plugins
+    )
     members = {"_settings": settings, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, (OptimizedTrainer, trainer_class), members)
 
@@ -95,21 +106,21 @@ class OptimizedTrainer:
         refuse(model, args)
         script = Script(
             rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            eval_rows=args.per_device_eval_batch_size,
             training=training_of(args),
             own=own_words(args),
             lacks=self._lacks(given),
             world_size=args.world_size,
         )
         found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
-        self._say = say if args.process_index == 0 else lambda line: None
-        self._run = ScriptRun(found.plan, args.device, args.world_size, args.process_index, self._say)
+        self._run = ScriptRun(found.plan, args, settings.listener)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
         if model is not None and not isinstance(model, str):
             refuse_half_weights(model, found.plan)
             given["model"] = self._run.fitted(model)
         for line in (*found.lines(), *changed):
-            self._say(line)
+            self._run.say(line)
         super().__init__(*bound.args, **bound.kwargs)
         self._bind(isinstance(model, str))
 
@@ -136,9 +147,8 @@ class OptimizedTrainer:
             trainer.model_wrapped = trainer.model
         run.accelerator = trainer.accelerator
         run.inner_model = run.model = trainer.model
-        run.extras = Path(trainer.args.output_dir)
         trainer.add_callback(callback_of(run, trainer))
-        resorts = [partial(plugin.on_oom, run) for plugin in run.plan.oom_plugins]
+        resorts: list[Callable[[], str | None]] = [partial(plugin.on_oom, run) for plugin in run.plan.oom_plugins]
         self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=resorts)
         self._batches: list[Batch] = []
         self._law: Any = None
@@ -177,8 +187,8 @@ class OptimizedTrainer:
     def get_train_dataloader(self) -> Any:
         parent: Any = super()
         loader = parent.get_train_dataloader()
-        steps = len(loader) // self._trainer.args.gradient_accumulation_steps if hasattr(loader, "__len__") else 1
-        self._run.train_loader = Loader(loader, max(1, steps))
+        steps = ceil(len(loader) / self._trainer.args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 1
+        self._run.train_loader = Loader(loader, steps)
         return loader
 
     def get_batch_samples(self, *positional: Any, **named: Any) -> Any:
@@ -194,8 +204,10 @@ class OptimizedTrainer:
         compute = partial(parent.training_step, model)
         if self._law is None:
             self._law = self._additivity(model)
-            how = "is split by length" if self._law.law else "is not split"
-            self._say(f"a step {how}: {self._law.reason}")
+            if self._law.law:
+                self._run.say(f"a step is split by length: {self._law.reason}")
+            else:
+                self._run.leave_out(dict.fromkeys(("cut", "batch['train']"), f"a step is not split: {self._law.reason}"))
         self._left -= 1
         if self._law.law is None:
             self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self._batches])
@@ -217,11 +229,14 @@ class OptimizedTrainer:
         with run.process():
             try:
                 return parent.train(*positional, **named)
+            except BaseException as error:
+                run.error = error
+                raise
             finally:
                 run.stop_observing()
-                run.save_evidence(Path(self._trainer.args.output_dir))
                 if line := run.token_line():
-                    self._say(line)
+                    run.say(line)
+                run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
 
     def _save(self, *positional: Any, **named: Any) -> None:
         parent: Any = super()
@@ -242,7 +257,10 @@ class OptimizedTrainer:
         return found
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
-        """Whether the losses of single rows of `batch` add up to the loss of up to four rows, without dropout and gradients."""
+        """Whether the losses of single rows of `batch` add up to the loss of up to four rows, without dropout and gradients.
+
+        A difference counts against the spread of the rows' losses: rows of an untrained model have almost the same loss.
+        """
         trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
         few = {key: value[:4] for key, value in batch.items()}
         count = torch.tensor(100, device=trainer.args.device) if self._counted else None
@@ -256,12 +274,15 @@ class OptimizedTrainer:
         model.eval()
         with torch.no_grad(), kept_random_state():
             whole = loss_of(few)
-            parts = sum(loss_of(part.inputs) * part.weight for part in self._parts([few], law, 1, 0))
+            rows = self._parts([few], law, 1, 0)
+            losses = [loss_of(part.inputs) for part in rows]
         model.train(training)
         if metrics is not None:
             self._metrics = metrics
         half = trainer.accelerator.mixed_precision != "no"
-        return abs(parts - whole) <= (2e-2 if half else 1e-4) * max(abs(whole), 1e-3)
+        parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))
+        spread = max(losses) - min(losses)
+        return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if half else 1e-3 * spread + 1e-5 * abs(whole)) + 1e-6
 
     def _parts(self, batches: list[Batch], law: Any, rows: int, halvings: int) -> list[MicroBatch]:
         processing: Any = getattr(self._trainer, "processing_class", None)
@@ -308,13 +329,9 @@ class OptimizedTrainer:
 
     def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = ()) -> None:
         """Keep the micro-batches of the step for evidence."""
-        first = next((value for value in self._batches[0].values() if isinstance(value, torch.Tensor)), None)
-        pinned = bool(self._trainer.args.dataloader_pin_memory) and first is not None and first.device.type != "cpu"
-        self._run.last_step_batch = ScriptStep(self._run.step, lengths, sizes, pinned)
-
-
-def say(line: str) -> None:
-    print(f"hwopt: {line}", flush=True)
+        run = self._run
+        pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
+        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
 
 
 def default_arguments(trainer: type, model: Any) -> Any:
@@ -336,7 +353,8 @@ def described_model(model: Any, given: Mapping[str, Any]) -> Any:
 
         return AutoConfig.from_pretrained(model)
     if model is None:
-        return given["model_init"]()
+        with kept_random_state():  # the Trainer calls it once more
+            return given["model_init"]()
     return inner(model)
 
 
@@ -357,8 +375,8 @@ def refuse_half_weights(model: Any, plan: Any) -> None:
     halves = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
     if halves and plan.recipe.model_kwargs.get("dtype") == "float32" and any(p.requires_grad for p in model.parameters()):
         raise InputError(
-            f"the model has {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small updates "
-            "would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
+            f"the model has {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
+            "updates would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
         )
 
 
@@ -396,11 +414,18 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
             run.step, run.total_steps = state.global_step, state.max_steps
             for step in run.recipe.prepared_steps:
                 step(run)
+            run.listener.on_start(run)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             run.begin_step()
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             run.end_step(trainer.accelerator.optimizer_step_was_skipped)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **objects: Any) -> None:
+            if "train_runtime" in logs:
+                run.listener.on_finish(run, {"step": state.global_step, **logs, "peak_memory_gib": peak_memory_gib(run.device)})
+            else:
+                run.listener.on_log(run, {"step": state.global_step, **logs})
 
     return Steps()

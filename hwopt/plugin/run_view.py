@@ -60,10 +60,6 @@ class Observation:
 class EngineView(Protocol):
     """The engine of a run, which computes gradients and combines them over ranks."""
 
-    parameters: list[torch.nn.Parameter]
-    """The tensors that the optimizer updates, in its order: fp32 masters if the weights are half precision."""
-    names: list[str]
-    """The names of `parameters` in the model."""
     norm: Tensor
     """The norm of the last step's gradient before clipping, a scalar on the device; not finite if the update was skipped."""
     found_inf: Tensor
@@ -73,6 +69,16 @@ class EngineView(Protocol):
 
     keeps_masters: bool
     """Whether the engine itself converts the weights to half precision and keeps fp32 masters of them."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The tensors that the optimizer updates, in its order: fp32 masters if the weights are half precision."""
+        ...
+
+    @property
+    def names(self) -> list[str]:
+        """The names of `parameters` in the model."""
+        ...
 
     def gradients(self) -> Sequence[tuple[str, Tensor]]:
         """(name, gradient) of every trained parameter that has one; unscaled in `Events.on_gradients`."""
@@ -109,15 +115,21 @@ class RunView(Protocol):
     scheduler: LambdaLR
     scaler: GradScaler | None
     """The gradient scaler of fp16 training, or None."""
-    parameter_names: list[str]
-    """The names in the model of the tensors that the optimizer updates, in its order."""
-    engine: EngineView
-    """What computes gradients and combines them over ranks. The engine of a plugin can have more attributes."""
     train_loader: Any
     """A DataLoader of torch with the sampler of `hwopt.data`, which has `lengths` and `steps_per_epoch`."""
     eval_loader: Any
     observation: Observation
     """The operators that ran in the first step."""
+
+    @property
+    def parameter_names(self) -> Sequence[str]:
+        """The names in the model of the tensors that the optimizer updates, in its order."""
+        ...
+
+    @property
+    def engine(self) -> EngineView:
+        """What computes gradients and combines them over ranks. The engine of a plugin can have more attributes."""
+        ...
 
     @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:

@@ -10,9 +10,8 @@ from hwopt.errors import StorageError
 from hwopt.records.run_record import RunRecord
 from hwopt.report.page import page_of
 from hwopt.runs.record import is_run_folder, read_record
-from hwopt.runs.status import DONE
 from hwopt.text import first_line
-from hwopt.training.listener import Listener
+from hwopt.training.listener import DONE, Listener
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run

@@ -1,4 +1,4 @@
-"""What a person reads in a run folder, run.log and report.html, as listeners; and `hwopt.train`, which writes both."""
+"""What a person reads of a run, as listeners: run.log, report.html, lines; and the functions of `hwopt` that pass them in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hwopt import api
+from hwopt.hosts import trainer
 from hwopt.report.report_file import ReportFile
 from hwopt.report.run_log import RunLog
+from hwopt.runs.script_journal import ScriptJournal
+from hwopt.text import printable
 from hwopt.training.listener import Listener, Listeners, Summary
 
 
@@ -19,3 +22,27 @@ def with_run_files(*listeners: Listener) -> Listeners:
 def train(job: Path | str | None = None, profile: str = "auto", *, listener: Listener | None = None, **given: Any) -> Summary:
     """`api.train`, with run.log and report.html in the run folder, as `hwopt run` writes them."""
     return api.train(job, profile, listener=with_run_files(*([listener] if listener else [])), **given)
+
+
+class Lines(Listener):
+    """Prints what the plan says and what evidence finds, as lines between those of the script."""
+
+    def on_message(self, run: Any, message: str) -> None:
+        print(f"hwopt: {printable(message)}", flush=True)
+
+    def on_warning(self, run: Any, message: str) -> None:
+        self.on_message(run, f"WARNING: {message}")
+
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
+        for decision, evidence in found:
+            self.on_message(run, f"after step {run.step}: {evidence.status:8} {decision.name}: {evidence.seen}")
+
+    def on_final_evidence(self, run: Any, found: list[Any]) -> None:
+        self.on_evidence(run, found)
+
+
+def optimized(trainer_class: type, profile: str = "auto", **settings: Any) -> Any:
+    """`hwopt.hosts.trainer.optimized`, with lines on the terminal, and plan, evidence and report.html in `output_dir`."""
+    listener = settings.pop("listener", None)
+    own = [listener] if listener else []
+    return trainer.optimized(trainer_class, profile, listener=Listeners(*own, Lines(), ScriptJournal(), ReportFile()), **settings)

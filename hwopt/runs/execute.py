@@ -30,7 +30,7 @@ from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
-from hwopt.runs.status import DONE, completed_steps, read_summary, status_code, write_status
+from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import checkpoint_folder, list_checkpoints
 from hwopt.system import signals
@@ -39,7 +39,7 @@ from hwopt.system.ranks import rank_and_world
 from hwopt.training.build import build
 from hwopt.training.early_stopping import refuse_without_evaluation
 from hwopt.training.failure import report_oom
-from hwopt.training.listener import Listener, Listeners, Summary
+from hwopt.training.listener import DONE, Listener, Listeners, Summary
 from hwopt.training.loop import train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run

@@ -20,6 +20,18 @@ PROCESSES = "processes.jsonl"
 def add_process(run: Run) -> None:
     """Append the line of this process. Raises OSError if it cannot be written."""
     prepared = run.prepared
+    stores = {part: store for part in ("train", "eval", "test") if (store := getattr(prepared, part)) is not None}
+    add_line(
+        run,
+        samples=len(prepared.train),
+        steps_per_epoch=run.steps_per_epoch,
+        data={part: store.folder.name for part, store in stores.items()},
+        metric_directions=dict(run.task.metric_directions),
+    )
+
+
+def add_line(run: Any, **facts: Any) -> None:
+    """Append the line of this process, which trains `run`, with further `facts`. Raises OSError if it cannot be written."""
     entry = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line(sys.orig_argv),
@@ -29,10 +41,7 @@ def add_process(run: Run) -> None:
         "operating_system": platform.platform(),
         "step": run.step,
         "total_steps": run.total_steps,
-        "steps_per_epoch": run.steps_per_epoch,
-        "samples": len(prepared.train),
-        "data": {part: store.folder.name for part in ("train", "eval", "test") if (store := getattr(prepared, part)) is not None},
-        "metric_directions": dict(run.task.metric_directions),
+        **facts,
     }
     with open(run.folder / PROCESSES, "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")

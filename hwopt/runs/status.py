@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from hwopt.training.listener import Summary
 
 SUMMARY = "summary.json"
-DONE = "done"
-"""The message of a run that is complete."""
 
 
 def write_status(folder: Path, exit_code: int | None, message: str) -> None:

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Evidence, Observation, verify
+from hwopt.plugin import Evidence, Observation, RunView, verify
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from hwopt.planning.decisions import PluginDecision
-    from hwopt.training.run import Run
-
 
 Collected = list[tuple["PluginDecision", Evidence]]
 """(decision, evidence) of every applied plugin."""
@@ -34,7 +32,7 @@ MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "a
 
 
 @contextmanager
-def observing(run: Run) -> Iterator[None]:
+def observing(run: RunView) -> Iterator[None]:
     """Record the operators that the block calls in `run.observation`. The host's are enough: their names show the kernels."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -156,7 +154,7 @@ def silenced() -> Iterator[None]:
         os.close(null)
 
 
-def collect(run: Run) -> Collected:
+def collect(run: RunView) -> Collected:
     """(decision, evidence) of every applied plugin, in the plan's order."""
     skipped = bool(run.engine.found_inf.item())  # often so with a loss scaler, whose scale starts too high
     collected = []
@@ -184,7 +182,7 @@ def worst_of_ranks(collected: Collected, own_rank: int) -> Collected:
     return found
 
 
-def evidence_of(decision: PluginDecision, run: Run) -> Evidence:
+def evidence_of(decision: PluginDecision, run: RunView) -> Evidence:
     """The evidence of one plugin. Raises PluginError if evidence() raises or returns something else."""
     with plugin_guard(decision.who, "evidence()"):
         evidence = verify(decision.plugin, run)

@@ -16,6 +16,10 @@ Summary = dict[str, Any]
 """A row of totals, and results that are not one number, such as the metrics of each class."""
 
 
+DONE = "done"
+"""How a run that is complete ended."""
+
+
 class Listener:
     """Receives the events of a run. Every hook does nothing by default. Only the first rank shows and writes."""
 

@@ -1,0 +1,122 @@
+"""The closed list: every loss on it adds up from micro-batches, with the law that it says, in double precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hosts.scripts import SIZES, arguments, reset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Trainer
+
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.hosts.additivity import LAWS, additivity_of
+from hwopt.hosts.collated import micro_batches
+
+IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+MODELS = {
+    "BertForSequenceClassification": {},
+    "DistilBertForTokenClassification": {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64},
+    "RobertaForMaskedLM": {},
+    "BertForMultipleChoice": {},
+    "LlamaForCausalLM": {},
+    "Qwen2ForSequenceClassification": {"pad_token_id": 0},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 1, "n_head": 2},
+    "T5ForConditionalGeneration": {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16},
+    "BartForConditionalGeneration": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+    "ViTForImageClassification": IMAGE,
+}
+
+
+COMMON = {"vocab_size": 60, "num_labels": 3, "num_key_value_heads": 2, "decoder_start_token_id": 0}
+
+
+def make(name: str) -> Any:
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(
+        cls.config_class(
+            **({"vocab_size": 60, "num_labels": 3, "num_key_value_heads": 2, "decoder_start_token_id": 0} | SIZES | MODELS[name])
+        )
+    )
+    return model.double().eval()
+
+
+def batch_of(name: str, rows: int, width: int) -> dict[str, Any]:
+    """Rows of different lengths with labels as the class `name` takes them."""
+    torch.manual_seed(1)
+    if "Image" in name:
+        return {"pixel_values": torch.randn(rows, 1, 8, 8, dtype=torch.double), "labels": torch.randint(3, (rows,))}
+    lengths = torch.linspace(2, width, rows).long()
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    ids = torch.randint(5, 60, (rows, width)) * mask
+    labels = torch.randint(3, (rows, width)).masked_fill(mask == 0, -100)
+    if name.endswith(("SequenceClassification", "MultipleChoice")):
+        labels = torch.randint(2, (rows,))
+    if name.endswith("MultipleChoice"):
+        ids, mask = ids[:, None].expand(-1, 2, -1).contiguous(), mask[:, None].expand(-1, 2, -1).contiguous()
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+CASES = [(name, counts) for name in MODELS for counts in (True, False) if counts or not name.endswith(("CausalLM", "HeadModel"))]
+
+
+@pytest.mark.parametrize(("name", "counts"), CASES)
+def test_listed_loss_adds_up(name: str, counts: bool, tmp_path: Path) -> None:
+    reset()
+    model = make(name)
+    trainer = Trainer(model=model, args=arguments(tmp_path))
+    found = additivity_of(trainer, counts)
+    assert found.law in LAWS, found.reason
+    batches = [batch_of(name, 6, 9), batch_of(name, 6, 7)]
+    count = torch.tensor(40) if counts else None
+    with torch.no_grad():
+        whole = sum(float(trainer.compute_loss(model, dict(batch), num_items_in_batch=count)) for batch in batches)
+        parts = micro_batches(batches, found.law, cut_in_order, rows=2, halvings=0)
+        losses = [float(trainer.compute_loss(model, dict(part.inputs), num_items_in_batch=count)) for part in parts]
+    split = sum(loss * part.weight for loss, part in zip(losses, parts, strict=True))
+    assert len(parts) >= 6
+    assert split == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "BertForQuestionAnswering", "BertForPreTraining", "CLIPModel"])
+def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
+    reset()
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        router = {"output_router_logits": True} if "Mixtral" in name else {}
+        model = cls(cls.config_class(**(router if "CLIP" in name else {"vocab_size": 60, **SIZES, **router})))
+    assert additivity_of(Trainer(model=torch.nn.Linear(1, 1), args=arguments(tmp_path)), True).law is None
+    trainer = Trainer(model=make("BertForSequenceClassification"), args=arguments(tmp_path))
+    trainer.model = model
+    assert additivity_of(trainer, True).law is None
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    more=st.lists(st.integers(1, 12), max_size=9),
+    rows=st.integers(1, 5),
+    halvings=st.integers(0, 3),
+    law=st.sampled_from(LAWS),
+)
+def test_micro_batches_hold_every_row_once(lengths: list[int], more: list[int], rows: int, halvings: int, law: Any) -> None:
+    def batch(lengths: list[int], first: int) -> dict[str, Any]:
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        ids = (torch.arange(len(lengths))[:, None] + first + 1) * mask
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    batches = [batch(each, first) for each, first in ((lengths, 0), (more, len(lengths))) if each]
+    parts = micro_batches(batches, law, cut_in_order, rows, halvings)
+    seen = sorted(tuple(row[row > 0].tolist()) for part in parts for row in part.inputs["input_ids"])
+    assert seen == sorted((number + 1,) * length for number, length in enumerate([*lengths, *more]))
+    for part in parts:
+        assert part.size[0] <= max(1, rows)
+        assert part.size[1] == max(part.lengths)
+        assert {value.shape for value in part.inputs.values()} == {part.size}
+        assert (part.inputs["labels"] == -100).equal(part.inputs["attention_mask"] == 0)
+    if law != "sum":  # the means of the batches, each with weight 1
+        assert sum(part.weight for part in parts) == pytest.approx(len(batches))

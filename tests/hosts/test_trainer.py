@@ -1,0 +1,213 @@
+"""`hwopt.optimized` trains what the unmodified script trains: losses, norms, checkpoints; and says what is on."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts.scripts import arguments, bert, farthest, llama, padded, rows, train
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+import hwopt
+from hwopt.errors import InputError, PluginError
+from hwopt.runs.record import read_record
+
+SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
+"""Options with which a step of 16 rows is computed in micro-batches of 4."""
+CLOSE = 1e-5
+
+
+def optimized(**settings: Any) -> Any:
+    return hwopt.optimized(Trainer, "cpu", **(SPLIT | settings))
+
+
+def decisions(trainer: Any) -> dict[str, str]:
+    return {entry.name: entry.decision for entry in trainer._run.plan.entries}
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("limit", [None, 150])
+def test_losses_and_norms_are_those_of_the_unmodified_script(
+    make: Any, limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, wanted = train(Trainer, tmp_path / "plain", make)
+    trainer, found = train(optimized(), tmp_path / "ours", make, limit=limit)
+    assert farthest(found, wanted) < CLOSE
+    output = capsys.readouterr().out
+    assert "a step is split by length" in output
+    assert ("out of memory" in output) == (limit is not None)
+    assert all(size[0] * size[1] <= 150 for step in trainer._run.steps for size in step.sizes) == (limit is not None)
+    computed, real = (sum(getattr(step, name) for step in trainer._run.steps) for name in ("computed", "tokens"))
+    assert real <= computed < 1.3 * real
+
+
+def test_the_output_folder_holds_plan_evidence_and_report(tmp_path: Path) -> None:
+    trainer, steps = train(optimized(), tmp_path, eval_strategy="no", logging_steps=1)
+    record = read_record(tmp_path)
+    assert record.complete
+    assert [row["loss"] for row in record.log_rows] == [loss for loss, _ in steps]
+    assert {entry["name"]: entry["status"] for entry in record.evidence} == {
+        entry.name: "active" for entry in trainer._run.plan.applied()
+    }
+    assert "done, 6 steps" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_failed_training_says_why_in_its_folder(tmp_path: Path) -> None:
+    def broken() -> Any:
+        model = bert()
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        return model
+
+    with pytest.raises(ZeroDivisionError):
+        train(optimized(), tmp_path, broken)
+    record = read_record(tmp_path)
+    assert (record.exit_code, record.message) == (1, "division by zero")
+
+
+def test_checkpoint_resumes_in_the_unmodified_script(tmp_path: Path) -> None:
+    _, wanted = train(Trainer, tmp_path / "plain", save_strategy="steps", save_steps=3)
+    train(optimized(), tmp_path / "ours", save_strategy="steps", save_steps=3)
+    checkpoint = tmp_path / "ours" / "checkpoint-3"
+    _, resumed = train(Trainer, tmp_path / "resumed", resume=str(checkpoint))
+    assert farthest(resumed, wanted[3:]) < CLOSE
+    args, own = (torch.load(tmp_path / name / "checkpoint-3/training_args.bin", weights_only=False) for name in ("ours", "plain"))
+    assert args.to_dict() | {"output_dir": ""} == own.to_dict() | {"output_dir": ""}
+    _, again = train(optimized(), tmp_path / "ours", resume=str(checkpoint))
+    assert farthest(again, wanted[3:]) < CLOSE
+    assert [row["step"] for row in read_record(tmp_path / "ours").log_rows] == [1, 2, 3, 4, 5, 6]
+
+
+class Custom(Trainer):
+    def compute_loss(self, *positional: Any, **named: Any) -> Any:
+        return super().compute_loss(*positional, **named)
+
+
+class BatchStatistics(BertForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert.pooler.dense = torch.nn.Sequential(self.bert.pooler.dense, torch.nn.BatchNorm1d(config.hidden_size))
+
+
+def with_batch_norm() -> Any:
+    plain = bert()
+    torch.manual_seed(0)
+    return BatchStatistics(plain.config)
+
+
+def own_loss(found: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return torch.nn.functional.cross_entropy(found["logits"], labels)
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "changes", "reason"),
+    [
+        (Custom, bert, {}, "Custom computes a loss of its own"),
+        (Trainer, with_batch_norm, {}, "is a BatchNorm"),
+        (Trainer, bert, {"label_smoothing_factor": 0.1}, "label_smoothing_factor divides"),
+        (Trainer, llama, {"neftune_noise_alpha": 5.0}, "the noise of NEFTune"),
+        (
+            partial(Trainer, compute_loss_func=own_loss),
+            bert,
+            {},
+            "compute_loss_func",
+        ),
+    ],
+)
+def test_loss_that_is_not_known_to_add_up_is_not_split(
+    cls: Any, make: Any, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, wanted = train(cls, tmp_path / "plain", make, **changes)
+    if isinstance(cls, partial):
+        ours = partial(hwopt.optimized(cls.func, "cpu", **SPLIT), **cls.keywords)
+    else:
+        ours = hwopt.optimized(cls, "cpu", **SPLIT)
+    trainer, found = train(ours, tmp_path / "ours", make, **changes)
+    assert farthest(found, wanted) < CLOSE
+    assert reason in next(line for line in capsys.readouterr().out.splitlines() if "a step is not split" in line)
+    assert {name for name, decision in decisions(trainer).items() if decision == "apply"} >= {"optimizer", "sdpa", "dataloader"}
+
+
+def test_the_users_word_permits_to_split(tmp_path: Path) -> None:
+    _, wanted = train(Custom, tmp_path / "plain")
+    trainer, found = train(hwopt.optimized(Custom, "cpu", additive="rows", **SPLIT), tmp_path / "ours")
+    assert farthest(found, wanted) < CLOSE
+    assert all(len(step.sizes) > 2 for step in trainer._run.steps)
+
+
+def test_false_word_of_the_user_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Squared(Trainer):
+        def compute_loss(self, *positional: Any, **named: Any) -> Any:
+            return super().compute_loss(*positional, **named) ** 2
+
+    _, wanted = train(Squared, tmp_path / "plain")
+    _, found = train(hwopt.optimized(Squared, "cpu", additive="rows", **SPLIT), tmp_path / "ours")
+    assert farthest(found, wanted) < CLOSE
+    assert "do not add up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optim": "adafactor"}, "optim = 'adafactor' of your arguments wins over the profile's"),
+        ({"bf16": True}, "bf16 = True of your arguments wins over the profile's"),
+    ],
+)
+def test_what_the_script_sets_wins(
+    changes: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, **changes)
+    assert line in capsys.readouterr().out
+    assert all(getattr(trainer.args, name) == value for name, value in changes.items())
+
+
+def test_strict_refuses_what_would_be_skipped_or_replaced(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="schedule"):
+        train(optimized(strict=True), tmp_path)
+    with pytest.raises(InputError, match="strict: optim = 'adafactor' of your arguments wins"):
+        train(optimized(strict=True, schedule=False), tmp_path, optim="adafactor")
+
+
+def test_model_init_and_positional_arguments(tmp_path: Path) -> None:
+    def loss(cls: Any, folder: Path) -> Any:
+        args = arguments(folder, max_steps=1)
+        trainer = cls(None, args, partial(padded, classes=True), rows(), model_init=bert)
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    assert loss(optimized(), tmp_path / "ours") == pytest.approx(loss(Trainer, tmp_path / "plain"), rel=CLOSE)
+
+
+def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a subclass of transformers.Trainer, got <class 'int'>"):
+        hwopt.optimized(int)
+    with pytest.raises(InputError, match="has a plan already"):
+        hwopt.optimized(optimized())
+    with pytest.raises(InputError, match="additive = 'mean': expected one of"):
+        train(optimized(additive="mean"), tmp_path)
+    with pytest.raises(InputError, match="needs model= or model_init="):
+        optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(InputError, match="wrapped in DataParallel"):
+        train(optimized(), tmp_path, lambda: torch.nn.DataParallel(bert()))
+    with pytest.raises(InputError, match="fsdp in your arguments"):
+        train(optimized(), tmp_path, fsdp="full_shard")
+    with pytest.raises(InputError, match="has float16 weights"):
+        train(optimized(), tmp_path, lambda: bert().half())
+    with pytest.raises(InputError, match="no_such_plugin"):
+        train(optimized(no_such_plugin={"a": 1}), tmp_path)
+    with pytest.raises(InputError, match="expected the options of plugin 'batch' as a dict"):
+        train(optimized(batch=4), tmp_path)
+
+
+def test_process_is_as_before_afterwards(tmp_path: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        backends = torch.backends.cuda
+        return backends.flash_sdp_enabled(), backends.math_sdp_enabled(), torch.get_float32_matmul_precision()
+
+    before, methods = state(), dict(vars(Trainer))
+    train(optimized(sdpa={"prefer": ["efficient", "math"]}), tmp_path, max_steps=1)
+    assert (state(), dict(vars(Trainer))) == (before, methods)
+    assert json.loads((tmp_path / "status.json").read_text())["message"] == "done"
