@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from datasets import Dataset
 from hosts.scripts import Log, Steps, farthest, llama, memory_of, reset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import hwopt
@@ -42,10 +41,11 @@ def data(*columns: str) -> Dataset:
     return Dataset.from_list([{name: f" {text(choice)}" for name in columns} for _ in range(64)])
 
 
-def train(cls: type, config: Callable[[], Any], rows: Dataset, limit: int | None = None, **given: Any) -> tuple[Any, Steps]:
+def train(cls: type, config: Any, rows: Dataset, limit: int | None = None, model: Any = None, **given: Any) -> tuple[Any, Steps]:
+    """`config`: makes the arguments."""
     reset()
     args = config()
-    model, log = llama(), Log()
+    model, log = model or llama(), Log()
     if limit is not None:
         model.register_forward_pre_hook(memory_of(limit), with_kwargs=True)
     trainer = cls(model=model, args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=[log], **given)
@@ -79,13 +79,15 @@ def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, c
 
 
 def test_preference_loss_is_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = data("prompt", "chosen", "rejected")
+    rows, folder = data("prompt", "chosen", "rejected"), tmp_path / "model"
+    llama().save_pretrained(folder)  # DPO loads its reference by name
 
-    def config(name: str) -> DPOConfig:
-        return DPOConfig(str(tmp_path / name), per_device_train_batch_size=4, save_strategy="no", **QUIET)
+    def steps(cls: type, name: str) -> tuple[Any, Steps]:
+        config = partial(DPOConfig, str(tmp_path / name), per_device_train_batch_size=4, save_strategy="no", **QUIET)
+        return train(cls, config, rows, model=LlamaForCausalLM.from_pretrained(folder))
 
-    _, wanted = train(DPOTrainer, partial(config, "plain"), rows)
-    trainer, found = train(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), partial(config, "ours"), rows)
+    _, wanted = steps(DPOTrainer, "plain")
+    trainer, found = steps(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), "ours")
     assert farthest(found, wanted) < 1e-5
     assert "a step is not split: DPOTrainer computes a loss of its own" in capsys.readouterr().out
     assert {"optimizer", "sdpa"} <= {entry.name for entry in trainer._run.plan.applied()}
