@@ -57,7 +57,10 @@ OTHER_PROGRAMS = {
     **dict.fromkeys(FOREIGN, "needs a network, or a program that the tests do not install"),
 }
 """Other programs -> why the tests do not run their commands. `ls` is run."""
-ELSEWHERE = {"docs/plugins.md": "tests/integration/test_documented_plugins.py"}
+ELSEWHERE = {
+    "docs/plugins.md": "tests/integration/test_documented_plugins.py",
+    "docs/your-script.md": "tests/hosts/test_documented_script.py",
+}
 """Page -> the test that runs its Python blocks as one package."""
 OUTPUTS_COMPARED = {"docs/questions.md": "tests/integration/test_questions.py"}
 """Page -> the test that runs its commands and compares their output."""
