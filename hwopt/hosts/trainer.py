@@ -40,7 +40,7 @@ LACKS = {
     "order": "your Trainer's sampler orders the rows; set train_sampling_strategy = 'group_by_length' in your arguments",
     "collate": "your collator makes the batches",
     "loss": "your Trainer computes the loss from the model's logits",
-    "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters; use level = 'O1'",
+    "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
     "scaler": "Accelerate makes the loss scaler",
     "engine": "your Trainer owns the backward pass, clipping and the update",
     "state": "your Trainer's checkpoints have no place for it",

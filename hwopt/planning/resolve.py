@@ -60,7 +60,7 @@ def resolve(
     """
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
-    context = Context(hardware, software, model, job, world_size, profile.card_of(hardware))
+    context = Context(hardware, software, model, job, world_size, profile.card_of(hardware), lacking or {})
     entries = in_order(tuple(decide(profile, registry, context, choices or {})))
     recipe = write_recipe(entries, context)
     if lacking:

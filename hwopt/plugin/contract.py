@@ -7,7 +7,7 @@ A plugin is one optimization. `probe` decides whether it works on this machine, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, cast
 
@@ -76,6 +76,8 @@ class Context:
     world_size: int = 1
     card: Card | None = None
     """The vendor's figures for the device, from the profile; None if the device is not the profile's card."""
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """Field or key of the recipe that the training loop cannot take -> why. hwopt's own loop takes all."""
 
     @property
     def task(self) -> TaskFacts:

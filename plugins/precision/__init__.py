@@ -150,6 +150,10 @@ class Precision(Plugin):
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
     def probe(self, context: Context) -> Decision:
+        if self.options.level == "O2" and (why := context.lacking.get("masters")):
+            found = type(self)(self.options.model_copy(update={"level": "O1"})).probe(context)
+            to = found.options[0] if found.options else self.options.model_copy(update={"level": "O1"})
+            return Decision.fallback(to, f"O1: {why}")
         requested, hardware = self.options.dtype, context.hardware
         if requested == "fp32":
             return Decision.apply("full precision")
