@@ -89,7 +89,7 @@ def plan_for(model: Any, profile: str, script: Script, tables: Mapping[str, Any]
     if profile == "auto":
         found, why = auto_profile.choose(hardware, inputs.files, inputs.registry, inputs.profile)
         chosen = found.name
-    asked = [*assignments_of(tables), f"plugins.batch.eval={script.eval_rows}"]
+    asked = list(assignments_of(tables))
     before = inputs.profile(chosen, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)
     if strict and wins:
@@ -97,7 +97,7 @@ def plan_for(model: Any, profile: str, script: Script, tables: Mapping[str, Any]
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     plan = resolve(
-        inputs.profile(chosen, [*asked, *own, f"plugins.batch.effective={script.rows}"]),
+        inputs.profile(chosen, [*asked, *own, *sizes_of(script)]),
         hardware,
         job,
         inputs.registry,
@@ -158,6 +158,12 @@ def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:
             raise InputError(f"{name} = {table!r}: expected the options of plugin {name!r} as a dict, or False to leave it out")
         for key, value in options.items():
             yield f"plugins.{name}.{key}={json.dumps(value)}"
+
+
+def sizes_of(script: Script) -> Iterator[str]:
+    """The batch sizes of `script` as `--set` takes them."""
+    for word, rows in (("effective_batch_size", script.rows), ("per_device_eval_batch_size", script.eval_rows)):
+        yield f"{plugin_aliases()[word]}={rows}"
 
 
 def own_options(
