@@ -15,7 +15,7 @@ import torch
 from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, Relations, RunView, Stage
 
 NOT_HIDDEN = ("embed", "lm_head", "classifier", "score", "wte", "wpe")
-"""Parts of the names of matrices that are no hidden layers: Muon's authors leave these to AdamW."""
+"""Parts of the names of matrices that are not hidden layers: Muon's authors leave these to AdamW."""
 
 
 def muon_groups(named: Sequence[tuple[str, Any]], training: Any) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def compare(subjects: tuple[str, ...], job: Path | None, assignments: tuple[str,
 
 
 def is_run(subject: str) -> bool:
-    """Whether `subject` names a run folder, or a folder or file that is no profile."""
+    """Whether `subject` names a run folder, or a folder or file that is not a profile."""
     from hwopt.runs.record import is_run_folder
 
     path = Path(subject)
@@ -51,7 +51,7 @@ def is_run(subject: str) -> bool:
 
 
 def refuse_unknown(subjects: Sequence[str], runs: Sequence[str]) -> None:
-    """Raise InputError for a subject that is no profile, or if runs and profiles are mixed."""
+    """Raise InputError for a subject that is not a profile, or if runs and profiles are mixed."""
     from hwopt.planning.inputs import Inputs
 
     known = list(Inputs().files)

@@ -32,7 +32,7 @@ def init(data: str | None, output: Path, yes: bool) -> None:
 
     refuse_existing(output)
     if not yes and not sys.stdin.isatty():
-        raise InputError("hwopt init asks questions, but its input is no terminal; add --yes to take every proposal")
+        raise InputError("hwopt init asks questions, but its input is not a terminal; add --yes to take every proposal")
     if data is None and yes:
         raise InputError("hwopt init --yes needs the data: hwopt init train.csv --yes")
     data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, a folder of images, or a hub name")

@@ -1,4 +1,4 @@
-"""Words of transformers' TrainingArguments and of common scripts that are no keys of hwopt, and the key to give instead.
+"""Words of transformers' TrainingArguments and of common scripts that are not keys of hwopt, and the key to give instead.
 
 Words for keys of jobs and for options of the command line stand here. Plugins declare the words for their own options
 (`Plugin.aliases`). Read only for messages, so a missing word costs no more than a hint.

@@ -212,11 +212,13 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
     if kind == "missing" and path.is_symlink():
-        raise InputError(f"{path}: is a link that leads nowhere ({truncate(os.readlink(path))}); mend it, or take it away")
+        raise InputError(f"{path}: is a broken symlink to {truncate(os.readlink(path))}; correct or remove it")
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     if path.suffix.lower() in DATA_EXTENSIONS:
-        raise InputError(f"{path}: is no job: a job is a TOML file. If it holds your data, write a job for it: hwopt init {path}")
+        raise InputError(
+            f"{path}: is not a job, which is a TOML file. If it holds your data, write a job for it: hwopt init {path}"
+        )
     document = read(path)
     if (plugins := document.data.get("plugins")) is None:
         return make_job(document, assignments)

@@ -22,7 +22,7 @@ class MixedSource(Table):
 
 
 def _shape(value: Any, mixtures: bool) -> Any:
-    """`value`, a list as a tuple. Raises ValueError if it is no path, no list of paths and no list of tables (`mixtures`)."""
+    """`value`, a list as a tuple. Raises ValueError if it is not a path, a list of paths or a list of tables (`mixtures`)."""
     table = '{ path = "…", weight = 1.0 }'
     forms = f"a path, a list of paths, or a list of tables {table}" if mixtures else "a path, or a list of paths"
     if value == "" or value == []:
@@ -66,7 +66,7 @@ def paths_of(sources: str | Sequence[str | MixedSource]) -> tuple[str, ...]:
 
 
 def shares_of(sources: TrainingSources) -> tuple[float, ...]:
-    """The share of an epoch's samples that each source of a mixture has; empty if `sources` is no mixture."""
+    """The share of an epoch's samples that each source of a mixture has; empty if `sources` is not a mixture."""
     weights = [part.weight for part in sources if isinstance(part, MixedSource)]
     return tuple(weight / sum(weights) for weight in weights)
 

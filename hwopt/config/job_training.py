@@ -18,7 +18,7 @@ def _repository(name: str) -> str:
     part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
     owner, slash, own = name.rpartition("/")
     if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
-        raise ValueError(f'{truncate(name)} is no repository name; expected OWNER/NAME, such as "me/my-model"')
+        raise ValueError(f'{truncate(name)} is not a repository name; expected OWNER/NAME, such as "me/my-model"')
     return name
 
 

@@ -35,7 +35,7 @@ def known_encoding(name: str) -> str:
     try:
         "".encode(name)
     except (LookupError, ValueError):
-        raise ValueError(f"{truncate(name)} is no text encoding of Python. Common ones: utf-8, cp1252, latin-1, utf-16") from None
+        raise ValueError(f"{truncate(name)} is not a text encoding of Python. Common: utf-8, cp1252, latin-1, utf-16") from None
     return name
 
 

@@ -47,7 +47,7 @@ OPTIONAL = {
 
 
 def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
-    """The commented TOML text of a job with `tables`, below the lines of `header`. Raises InputError if it is no valid job."""
+    """The commented TOML text of a job with `tables`, below the lines of `header`. Raises InputError if it is not a valid job."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for table, keys in tables.items():
         lines += ["", f"[{table}]"]

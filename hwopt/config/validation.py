@@ -25,7 +25,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
     for part in at:
         table = table[part]
     try:
-        # strict JSON mode: "4" is no number and 1 is no truth value, but an array may become a tuple
+        # strict JSON mode: "4" is not a number and 1 is not a truth value, but an array may become a tuple
         return model.model_validate_json(json.dumps(table, default=json_default), strict=True)
     except ValidationError as error:
         found = problems or Problems()
@@ -54,7 +54,7 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
 
 
 def _is_tag(part: Any) -> bool:
-    """Whether it is the tag of a union's member, which is no part of the key."""
+    """Whether it is the tag of a union's member, which is not a part of the key."""
     return isinstance(part, str) and part.startswith("(")
 
 

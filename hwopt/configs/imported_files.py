@@ -103,7 +103,7 @@ def write_imported(files: Imported, folder: Path) -> None:
     """Write profile.toml and job.toml to `folder`. Raises InputError if one exists, StorageError if they cannot be written."""
     paths = {folder / "profile.toml": files.profile, folder / "job.toml": files.job}
     if path_kind(folder, "-o") not in ("folder", "missing"):
-        raise InputError(f"-o {folder}: is no folder; give another name")
+        raise InputError(f"-o {folder}: is not a folder; give another name")
     if taken := [str(path) for path in paths if path_kind(path, "-o") != "missing"]:
         raise InputError(f"{' and '.join(taken)}: exists; hwopt import overwrites no file. Give another folder with -o")
     try:

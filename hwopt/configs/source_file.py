@@ -29,7 +29,7 @@ NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """A key with a value that is no table."""
+    """A key with a value that is not a table."""
 
     path: tuple[str, ...]
     value: Any

@@ -44,7 +44,7 @@ class Places:
         return self.source
 
     def mixture(self) -> Mixture | None:
-        """The sources of the samples with their weights; None if the data is no mixture."""
+        """The sources of the samples with their weights; None if the data is not a mixture."""
         return None
 
 

@@ -76,7 +76,7 @@ class TrainedModel:
 def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
     """The model of a run folder, or of the `final/` of one. `assignments` ("data.KEY=VALUE") change how its job reads data.
 
-    Raises InputError if the run is not finished, or is no run.
+    Raises InputError if the run is not finished, or is not a run.
     """
     for assignment in assignments:
         if (key := parse_assignment(assignment)[0])[0] != "data":

@@ -137,7 +137,7 @@ def load_error_message(name: str, error: Exception) -> str:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not looks_local and not Path(name).is_dir() and "connect to" in text:
         return (
-            f"model.name: {name!r} is no folder, is not in the cache of this machine, and the hub is out of reach. "
+            f"model.name: {name!r} is not a folder, is not in the cache of this machine, and the hub is out of reach. "
             "Check the network and HF_HUB_OFFLINE, or give the folder of a model. "
             "For random weights set model.config, as `hwopt init` then does"
         )

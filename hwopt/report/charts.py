@@ -106,18 +106,18 @@ def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_st
         title,
         unit,
         " ".join(describe(each) for each in drawn),
-        [(across(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
-        [(upward(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
+        [(x_position(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
+        [(y_position(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
         lines,
         [row for each in drawn for row in table_rows(each)],
     )
 
 
-def across(axis: Axis, value: float) -> float:
+def x_position(axis: Axis, value: float) -> float:
     return round(LEFT + axis.position(value) * (WIDTH - LEFT - RIGHT), 1)
 
 
-def upward(axis: Axis, value: float) -> float:
+def y_position(axis: Axis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
@@ -163,11 +163,12 @@ def drawn_line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
         if y is None or not math.isfinite(y):
             pen_up = True
             continue
-        place = f"{across(x_axis, x):g} {upward(y_axis, y):g}"
+        place = f"{x_position(x_axis, x):g} {y_position(y_axis, y):g}"
         path.append(f"M{place}h0" if pen_up else f"L{place}")  # h0: a dot, should no other point follow
         pen_up = False
     marked = series.marked or len(series.finite) == 1
-    marks = [(across(x_axis, x), upward(y_axis, y)) for x, y in points if y is not None and math.isfinite(y)] if marked else []
+    finite = [(x, y) for x, y in points if marked and y is not None and math.isfinite(y)]
+    marks = [(x_position(x_axis, x), y_position(y_axis, y)) for x, y in finite]
     dash = EVALUATION_DASH if series.dashed else DASHES[series.run // COLOURS % len(DASHES)]
     return Line(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
 

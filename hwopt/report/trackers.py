@@ -48,7 +48,7 @@ def load_listener(entry: metadata.EntryPoint) -> Listener:
     except Exception as error:
         raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
     if not isinstance(listener, Listener):
-        raise InputError(f"{where} is no hwopt.training.listener.Listener")
+        raise InputError(f"{where} is not a hwopt.training.listener.Listener")
     return listener
 
 

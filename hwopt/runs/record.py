@@ -33,7 +33,9 @@ def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
     if not folder.is_dir():
         raise InputError(f"{printable(str(folder))}: no such run folder. `ls runs` lists the runs of this folder")
     if not is_run_folder(folder):
-        raise InputError(f"{printable(str(folder))} is no run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
+        raise InputError(
+            f"{printable(str(folder))} is not a run folder: it has no plan.json. Give a folder that `hwopt run` wrote"
+        )
     try:
         plan = read_plan(folder / "plan.json")
         exit_code, message = read_status(folder)
@@ -75,7 +77,7 @@ def read_plan(path: Path) -> Any:
     if not isinstance(plugins, list) or not all(
         isinstance(entry, dict) and {"name", "decision", "reason", "options"} <= entry.keys() for entry in plugins
     ):
-        raise InputError(f"{path} is no plan of hwopt")
+        raise InputError(f"{path} is not a plan of hwopt")
     return plan
 
 

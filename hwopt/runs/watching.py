@@ -18,7 +18,7 @@ MAX_WARNINGS, LOG_BYTES = 3, 1 << 16
 def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Iterator[RunRecord]:
     """The record of the run every `interval` seconds, until the run has ended. The last one is that of the ended run.
 
-    Waits for the plan of a process that prepares its data. Raises InputError if `folder` is no run folder.
+    Waits for the plan of a process that prepares its data. Raises InputError if `folder` is not a run folder.
     """
     missing, tail = 0.0, MetricsTail(folder / METRICS)
     while not is_run_folder(folder) and process_alive(folder):

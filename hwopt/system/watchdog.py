@@ -84,7 +84,7 @@ class Watchdog:
         while not self.stopped.wait(POLL_SECONDS):
             pause, last_poll = time.monotonic() - last_poll - POLL_SECONDS, time.monotonic()
             if pause > POLL_SECONDS:
-                self.last_heartbeat += pause  # the whole process was suspended (Ctrl-Z, a frozen container), which is no hang
+                self.last_heartbeat += pause  # the whole process was suspended (Ctrl-Z, a frozen container), which is not a hang
             if self.launcher_pid is not None and os.getppid() != self.launcher_pid:
                 self.launcher_pid = None
                 os.kill(os.getpid(), signal.SIGTERM)

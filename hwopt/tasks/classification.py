@@ -149,7 +149,7 @@ def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Seq
     known = {labels[row] for row in used}
     lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)
     undecodable = Counter(str(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
-    # one damaged byte in a label makes a label that is no class; the same damage in two rows is the encoding
+    # one damaged byte in a label makes a label that is not a class; the same damage in two rows is the encoding
     lost += Counter({label: n for label, n in undecodable.items() if label not in known and (n > 1 or "\ufffd" not in label)})
     if lost:
         found = listing([f"{truncate(label)} ({count:,} x)" for label, count in sorted(lost.items())])

@@ -1,4 +1,4 @@
-"""Models whose loss is no sum over samples, which hwopt refuses: their training would depend on the split into micro-batches."""
+"""Models whose loss is not a sum over samples. hwopt refuses them: training would depend on the split into micro-batches."""
 
 from __future__ import annotations
 

@@ -53,18 +53,20 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
         items = value.split(delimiter) if isinstance(value, str) else value
         found.append([])
         if not isinstance(items, list):
-            rows.mark_bad(row, f"{name!r} has no value" if value is None else f"{name!r} is no list of labels: {truncate(value)}")
+            rows.mark_bad(
+                row, f"{name!r} has no value" if value is None else f"{name!r} is not a list of labels: {truncate(value)}"
+            )
             continue
         labels = [label_name(item, classes) for item in items]
         if None in labels:
-            rows.mark_bad(row, f"{name!r} has an item that is no label: {truncate(items[labels.index(None)])}")
+            rows.mark_bad(row, f"{name!r} has an item that is not a label: {truncate(items[labels.index(None)])}")
             continue
         found[row] = list(dict.fromkeys(label for label in labels if label))
     return found
 
 
 def label_name(item: Any, classes: Sequence[str] | None) -> str | None:
-    """The label that `item` of a list stands for; "" for blank text, None if it is no label."""
+    """The label that `item` of a list stands for; "" for blank text, None if it is not a label."""
     if classes and isinstance(item, int):
         return classes[item] if 0 <= item < len(classes) else None
     if isinstance(item, str):

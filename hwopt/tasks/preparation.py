@@ -58,7 +58,7 @@ def add_tokenless_rows(store: TokenStore | ImageStore, places: Places, bad_rows:
 
 
 def mixture_of(store: TokenStore | ImageStore, places: Places) -> Mixture | None:
-    """The sources of the samples of `store`, which were made from the rows at `places`; None if the data is no mixture.
+    """The sources of the samples of `store`, which were made from the rows at `places`; None if the data is not a mixture.
 
     A block of plain text belongs to the source of its first document.
     """

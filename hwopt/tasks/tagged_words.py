@@ -48,7 +48,7 @@ def read_words(rows: Rows, name: str) -> list[list[str]]:
     found = []
     for row, items in enumerate(list_column(rows, name, "words", "data.text")):
         if not items or not all(isinstance(item, str) for item in items):
-            rows.mark_bad(row, f"{name!r} has no words" if not items else f"{name!r} is no list of words: {truncate(items)}")
+            rows.mark_bad(row, f"{name!r} has no words" if not items else f"{name!r} is not a list of words: {truncate(items)}")
             items = []
         found.append(list(items))
     return found
@@ -63,7 +63,7 @@ def read_tags(rows: Rows, name: str, words: Sequence[Sequence[str]]) -> list[lis
         if own and len(tags) != len(own):
             rows.mark_bad(row, f"{name!r} has {len(tags):,} tags for {len(own):,} words")
         elif own and not all(tags):
-            rows.mark_bad(row, f"{name!r} has an item that is no tag: {truncate((items or ())[tags.index('')])}")
+            rows.mark_bad(row, f"{name!r} has an item that is not a tag: {truncate((items or ())[tags.index('')])}")
         found.append(tags)
     return found
 

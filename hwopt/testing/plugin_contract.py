@@ -18,7 +18,7 @@ from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.recipe import SLOTS
 from hwopt.plugin.registry import Registry
 from hwopt.testing.observed_run import observed_evidence
-from hwopt.testing.tiny_run import Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing.tiny_run import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def entry_of(name: str, plan: Plan) -> PluginDecision:
 
 
 def check_decision_of(name: str, plan: Plan, again: Plan) -> None:
-    """Assert that the decisions of `plan` and `again`, resolved from the same input, are equal, have reasons and are no skip."""
+    """Assert that the decisions of `plan` and `again`, resolved from the same input, are equal, have reasons and do not skip."""
     assert [e.to_dict() for e in plan.entries] == [e.to_dict() for e in again.entries], f"{name}: probe() must be pure"
     entry = entry_of(name, plan)
     assert len(entry.reason.split()) >= 2, f"{name}: a decision needs a reason of at least two words, got {entry.reason!r}"
@@ -188,6 +188,6 @@ def baseline_losses(plan: Plan, folder: Path) -> list[float]:
 def check_resume_of(name: str, plan: Plan, folder: Path) -> None:
     """Assert that a run resumed after step 2 ends with the same bits as the complete run in `folder / "with" / "run"`."""
     complete = folder / "with" / "run"
-    resumed = gone_back(complete, folder / "again", 2)
+    resumed = rewound(complete, folder / "again", 2)
     api.execute(plan, resumed, cache=folder / "with" / "cache", resume=True)
     assert saved_bits(resumed / "final") == saved_bits(complete / "final"), f"{name}: a resumed run ends with different weights"

@@ -214,7 +214,7 @@ def train_tiny(plan: Plan, folder: Path, recorder: Recorder | None = None) -> Re
     return recorder
 
 
-def gone_back(run: Path, target: Path, step: int) -> Path:
+def rewound(run: Path, target: Path, step: int) -> Path:
     """A copy of the run folder `run`, in the state in which a process killed after `step` leaves it."""
     shutil.copytree(run, target)
     for path in resume.list_checkpoints(target):
@@ -270,7 +270,7 @@ def logged(run: Path, key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+def relative_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The norm of the difference of two models' weights, relative to the norm of `theirs`.
 
     Excludes key.bias: its exact gradient is 0, and Adam turns rounding noise in it into full steps.

@@ -52,7 +52,7 @@ def updated_by(optimizer: Any) -> list[Tensor]:
 
 
 def names_of(parameters: Sequence[Tensor], names: dict[int, str]) -> list[str]:
-    """The model's name of each of `parameters`. Raises PluginError for a tensor that is no parameter of the model."""
+    """The model's name of each of `parameters`. Raises PluginError for a tensor that is not a parameter of the model."""
     unknown = sum(id(parameter) not in names for parameter in parameters)
     if unknown:
         raise PluginError(

@@ -100,18 +100,18 @@ class Candidates:
         return sum(choice != start for choice, start in zip(setting, self.start, strict=True))
 
     def sizes(self, setting: Setting) -> Setting:
-        """`setting` with the start's choices of all axes that are no sizes: what decides how much memory it needs."""
+        """`setting` with the start's choices of all axes that are not sizes: what decides how much memory it needs."""
         sizes = (axis.ordered and not axis.input for axis in self.axes)
         return tuple(new if size else old for size, new, old in zip(sizes, setting, self.start, strict=True))
 
     def plan(self, setting: Setting) -> Forecast | None:
-        """The forecast of `setting`; None if it is no plan, or another training."""
+        """The forecast of `setting`; None if it is not a plan, or another training."""
         if setting not in self.forecasts:
             self.forecasts[setting] = self.forecast(setting)
         return self.forecasts[setting]
 
     def is_possible(self, setting: Setting, beside: Setting) -> bool:
-        """Whether `setting` can run, as far as it is known, is no plan that was measured, and may be as fast as `beside`.
+        """Whether `setting` can run, as far as it is known, is not a plan that was measured, and may be as fast as `beside`.
 
         The planner is asked about its sizes first: they decide whether most settings fit, and few of them differ.
         """

@@ -42,7 +42,7 @@ class Dimension:
 
     @property
     def sizes(self) -> tuple[float, ...]:
-        """The number of each choice; () if a choice is no number."""
+        """The number of each choice; () if a choice is not a number."""
         numbers = [value for choice in self.changed for value in choice.values()]
         if len(numbers) != len(self.changed) or not all(type(each) in (int, float) for each in numbers):
             return ()

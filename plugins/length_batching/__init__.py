@@ -30,6 +30,15 @@ CPU_OVERHEAD = 256
 """Cost of one more micro-batch on a CPU, which is host and device: weights and gradients pass through its caches again."""
 
 
+def mean_padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]], orders: int = 16) -> float:
+    """The mean of `padded_tokens` over random orders of the rows."""
+    shuffled, choice, total = list(lengths), random.Random(0), 0
+    for _ in range(orders):
+        choice.shuffle(shuffled)
+        total += padded_tokens(shuffled, groups)
+    return total / orders
+
+
 def padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """The number of tokens that a model computes if each group is padded to its longest row."""
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
@@ -95,13 +104,12 @@ class LengthBatching(Plugin):
         ends = list(accumulate(rows, initial=0))
         groups = [range(*bounds) for bounds in pairwise(ends)]
         by_length = padded_tokens(lengths, groups)
-        random.Random(0).shuffle(lengths)  # they are in the order of the split
-        at_random = padded_tokens(lengths, groups)
+        best = min(padded_tokens(sorted(lengths, reverse=reverse), groups) for reverse in (False, True))
+        at_random = mean_padded_tokens(lengths, groups)
         seen = f"{by_length} tokens in micro-batches of {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} rows; "
-        seen += f"with rows at random about {at_random} ({at_random / by_length:.2f}x)"
-        if by_length < at_random:
+        seen += f"with rows at random about {at_random:.0f} ({at_random / by_length:.2f}x)"
+        if by_length - best < at_random - by_length:  # nearer to sorted rows than to rows at random
             return Evidence.active(seen)
-        sorted_rows = sorted(lengths), sorted(lengths, reverse=True)
-        if by_length == min(padded_tokens(order, groups) for order in sorted_rows):
+        if at_random <= best:
             return Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
         return Evidence.inactive(seen)

@@ -3,7 +3,7 @@
 Learning rate, betas, eps and weight decay come from the parameter groups, because the defaults of the libraries differ.
 Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bit; torch and torchao store unquantized states in
 the dtype of the weight. Tensors with fewer than 4,096 elements are not quantized. torchao also does not quantize tensors whose
-size is no multiple of its block (256 elements in 8 bit, 128 in 4 bit).
+size is not a multiple of its block (256 elements in 8 bit, 128 in 4 bit).
 
 Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); 8-bit optimizers, Dettmers et al. 2022 (arXiv:2110.02861); paged
 optimizers, Dettmers et al. 2023 (arXiv:2305.14314); https://github.com/pytorch/ao/tree/main/torchao/optim.

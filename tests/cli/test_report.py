@@ -52,7 +52,7 @@ def test_report_of_a_killed_run_has_what_is_there(runs: Path) -> None:
     ("command", "message"),
     [
         ("report missing", "missing: no such run folder"),
-        ("report no-run", "no-run is no run folder"),
+        ("report no-run", "no-run is not a run folder"),
         ("report empty", "empty has no metrics yet: exit code 7 at step 0 of 100. the job does not fit"),
         ("compare a empty", "empty has no metrics yet"),
         ("compare a", "Give two or more"),
@@ -62,7 +62,7 @@ def test_report_of_a_killed_run_has_what_is_there(runs: Path) -> None:
         ("compare rtx3070_8gb rtx3091_24gb", "Did you mean 'rtx3090_24gb'?"),
         ("compare a other", "the samples of data.train differ"),
         ("compare a b --job job.toml", "--job and --set are for profiles"),
-        ("report --watch no-run", "no-run is no run folder"),
+        ("report --watch no-run", "no-run is not a run folder"),
         ("report --watch missing", "missing: no such run folder"),
         ("report --watch a --interval 0", "--interval"),
     ],

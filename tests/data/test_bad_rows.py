@@ -19,7 +19,7 @@ from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
-from hwopt.testing import TINY_BERT, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 
 FIGURE = (
     "corrupt rows, 1 % and 10 % of 800",
@@ -183,7 +183,7 @@ def test_resume_skips_the_same_rows(tmp_path: Path) -> None:
     run = tmp_path / "run"
     api.execute(plan, run, cache=tmp_path / "cache")
     for cache in ("cache", "another"):
-        again = gone_back(run, tmp_path / f"again-{cache}", 4)
+        again = rewound(run, tmp_path / f"again-{cache}", 4)
         (again / "left_out.json").unlink()
         api.execute(plan, again, cache=tmp_path / cache, resume=True)
         assert saved_bits(again / "checkpoint-12") == saved_bits(run / "checkpoint-12")
@@ -232,5 +232,5 @@ def test_delimiter_is_guessed_from_the_header(delimiter: str, tmp_path: Path) ->
 
 
 def test_unknown_encoding_is_refused() -> None:
-    with pytest.raises(ValueError, match="no text encoding of Python"):
+    with pytest.raises(ValueError, match="not a text encoding of Python"):
         Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": "a.csv", "encoding": "cp12520"}})

@@ -24,8 +24,8 @@ from hwopt.tasks.registry import make_task
 from hwopt.testing import (
     TINY_BERT,
     TINY_LLAMA,
-    gone_back,
     plan_for,
+    rewound,
     saved_bits,
     tiny_job,
     tiny_profile,
@@ -112,7 +112,7 @@ def test_resumed_run_of_a_mixture_ends_with_the_same_bits(tmp_path: Path) -> Non
     plan = plan_for(tiny_profile(), tiny_job(tmp_path, data=data, max_steps=12, save_steps=1, save_total_limit=0))
     whole = train_tiny(plan, tmp_path).run
     assert [row["samples_per_epoch"] for row in whole.prepared.train.mixture.rows()] == [20, 20]
-    resumed = gone_back(tmp_path / "run", tmp_path / "resumed", 7)
+    resumed = rewound(tmp_path / "run", tmp_path / "resumed", 7)
     api.execute(plan, resumed, resume=True, cache=tmp_path / "cache")
     assert saved_bits(resumed / "checkpoint-12") == saved_bits(tmp_path / "run" / "checkpoint-12")
     summary = json.loads((resumed / "summary.json").read_text())
@@ -121,7 +121,7 @@ def test_resumed_run_of_a_mixture_ends_with_the_same_bits(tmp_path: Path) -> Non
     data["train"][0]["weight"] = 3
     other = plan_for(tiny_profile(), tiny_job(tmp_path, data=data, max_steps=12))
     with pytest.raises(InputError, match=r"mixture was 30 samples with weight 1, 10 .* is now 30 samples with weight 3"):
-        api.execute(other, gone_back(tmp_path / "run", tmp_path / "other", 7), resume=True, cache=tmp_path / "cache")
+        api.execute(other, rewound(tmp_path / "run", tmp_path / "other", 7), resume=True, cache=tmp_path / "cache")
 
 
 def prepare(folder: Path, kind: str, train: Any, **data: Any) -> Any:

@@ -319,7 +319,7 @@ def test_a_batch_that_was_not_split_fails_without_a_finer_rung_for_others() -> N
         backoff.reduce(1, "here", "less room than before", tried=0)  # two rows that fitted before
         assert backoff.rung_for(lambda rung: 400 >> rung) == backoff.rung == 1
         for _ in range(2 * QUIET_STEPS):
-            backoff.batch_succeeded(0, 100)  # small batches are no evidence that larger ones fit
+            backoff.batch_succeeded(0, 100)  # small batches are not evidence that larger ones fit
         assert backoff.rung == 1
         again = OomBackoff("Evaluation", "plugins.batch.eval", lambda message: None)
         again.load_state_dict(backoff.state_dict())

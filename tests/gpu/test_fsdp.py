@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hwopt.testing import apart, logged, write_samples
+from hwopt.testing import logged, relative_error, write_samples
 
 pytestmark = [
     pytest.mark.device("real"),
@@ -98,7 +98,7 @@ def test_two_devices_match_one_device(dtype: str, tolerance: float, options: str
     one, two = run(tmp_path, "one", 1, profile), run(tmp_path, "two", 2, f"{profile}[plugins.fsdp]\n{options}")
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=tolerance)
     ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (two, one))
-    assert apart(ours, theirs) <= tolerance
+    assert relative_error(ours, theirs) <= tolerance
     assert {evidence_of(two)[name] for name in ACTIVE | {"fsdp"}} == {"active"}
     if not options:
         assert max(logged(two, "peak_memory_gib")) < max(logged(one, "peak_memory_gib"))

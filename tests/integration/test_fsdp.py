@@ -14,15 +14,7 @@ from integration.forks import run_ranks
 from safetensors.torch import load_file
 
 from hwopt.plugin import Decision
-from hwopt.testing import (
-    TINY_BERT,
-    TINY_LLAMA,
-    apart,
-    gone_back,
-    logged,
-    saved_bits,
-    write_samples,
-)
+from hwopt.testing import TINY_BERT, TINY_LLAMA, logged, relative_error, rewound, saved_bits, write_samples
 from hwopt_plugins.fsdp import Fsdp, engine
 
 # Accelerate's check for a CUDA device is patched, so that it shards on CPUs
@@ -127,7 +119,7 @@ def check_equal(ours: Path, theirs: Path, saved: tuple[str, ...] = ("checkpoint-
         assert len(logged(ours, key)) == steps
         assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=1e-5), key
     for name in saved:
-        assert apart(weights(ours / name), weights(theirs / name)) <= 1e-6
+        assert relative_error(weights(ours / name), weights(theirs / name)) <= 1e-6
         configs = [json.loads((run / name / "config.json").read_text()) for run in (ours, theirs)]
         assert configs[0] == configs[1]
     found = {row["name"]: row["status"] for row in json.loads((ours / "evidence.json").read_text())["plugins"]}
@@ -164,13 +156,13 @@ def test_resume_from_shards_gives_the_same_bits(encoder: Folder) -> None:
     """A resume on the same number of ranks gives the same bits. One rank resumes without sharding."""
     through = encoder.run("through", 2, save_steps=10)
     last = through / "checkpoint-20"
-    gone_back(through, encoder.folder / "runs" / "again", 10)
+    rewound(through, encoder.folder / "runs" / "again", 10)
     again = encoder.run("again", 2, save_steps=10, resume=True)
     assert saved_bits(again / "final") == saved_bits(through / "final")
     assert saved_bits(again / "checkpoint-20") == saved_bits(last)
-    gone_back(through, encoder.folder / "runs" / "fewer", 10)
+    rewound(through, encoder.folder / "runs" / "fewer", 10)
     fewer = encoder.run("fewer", 1, save_steps=10, resume=True)
-    assert apart(weights(fewer / "checkpoint-20"), weights(last)) <= 1e-6
+    assert relative_error(weights(fewer / "checkpoint-20"), weights(last)) <= 1e-6
     assert logged(fewer, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
 
 
@@ -202,7 +194,7 @@ def test_tied_weights_and_adapters(warm: None, tmp_path: Path) -> None:
 def test_half_weights_under_a_loss_scaler_keep_fp32_shards(warm: None, tmp_path: Path) -> None:
     made = Folder(tmp_path, "causal-lm", TINY_LLAMA)
     one, two = made.run("one", max_steps=6), made.run("two", 2, prepare=in_half, max_steps=6)
-    assert 0 < apart(weights(two / "final"), weights(one / "final")) <= 3e-3
+    assert 0 < relative_error(weights(two / "final"), weights(one / "final")) <= 3e-3
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-3)
     seen = {row["name"]: row["seen"] for row in json.loads((two / "evidence.json").read_text())["plugins"]}
     assert "0 of" in seen["precision"]  # this profile requests fp32 matmuls

@@ -12,7 +12,7 @@ import pytest
 from integration.forks import run_ranks
 from safetensors.torch import load_file
 
-from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, finished, logged, write_samples
+from hwopt.testing import TINY_BERT, TINY_LLAMA, finished, logged, relative_error, write_samples
 
 RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
@@ -59,7 +59,7 @@ def test_several_ranks_match_one_rank(kind: str, ranks: int, warm: None, tmp_pat
     assert logged(several, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(several, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-5)
     ours, theirs = load_file(several / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")
-    assert apart(ours, theirs) <= 1e-6
+    assert relative_error(ours, theirs) <= 1e-6
 
 
 @pytest.mark.soak

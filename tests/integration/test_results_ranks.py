@@ -11,7 +11,7 @@ from integration.forks import run_ranks
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
-from hwopt.testing import TINY_BERT, apart, write_samples
+from hwopt.testing import TINY_BERT, relative_error, write_samples
 
 PROFILE = 'name = "ranks"\n[plugins.batch]\ntrain = 3\neffective = 12\n'
 
@@ -40,5 +40,5 @@ def test_two_ranks_have_the_results_of_one(tmp_path: Path, monkeypatch: pytest.M
         assert two[f"{prefix}confusion_matrix"] == one[f"{prefix}confusion_matrix"]
         assert two[f"{prefix}classes"] == one[f"{prefix}classes"]
     weights = [load_file(tmp_path / "runs" / name / "final/model.safetensors") for name in ("one", "two")]
-    assert apart(*weights) < 1e-5
+    assert relative_error(*weights) < 1e-5
     assert all(torch.isfinite(tensor).all() for tensor in weights[1].values())

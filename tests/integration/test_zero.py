@@ -9,14 +9,7 @@ import pytest
 from integration.forks import run_ranks
 from safetensors.torch import load_file
 
-from hwopt.testing import (
-    TINY_BERT,
-    apart,
-    gone_back,
-    logged,
-    saved_bits,
-    write_samples,
-)
+from hwopt.testing import TINY_BERT, logged, relative_error, rewound, saved_bits, write_samples
 
 OTHERS = [(0, "none"), (1, "none"), (3, "none")]
 
@@ -68,7 +61,7 @@ def test_two_ranks_match_one_rank(stage: int, offload: str, alone: Path) -> None
     assert json.loads((two / "plan.json").read_text())["world_size"] == 2
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-5)
-    assert apart(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
+    assert relative_error(load_file(two / "final" / "model.safetensors"), load_file(one / "final" / "model.safetensors")) <= 1e-6
     found = json.loads((two / "evidence.json").read_text())["plugins"]
     assert {row["status"] for row in found} == {"active"}, found
 
@@ -80,10 +73,10 @@ def test_two_ranks_resume_from_their_shards(stage: int, offload: str, alone: Pat
     name = f"through-{stage}"
     through = started(2, alone, name, "--set", "training.save_steps=10")
     for ranks in (2, 1):
-        again = gone_back(through, alone / "runs" / f"{name}-{ranks}", 10)
+        again = rewound(through, alone / "runs" / f"{name}-{ranks}", 10)
         started(ranks, alone, again.name, "--set", "training.save_steps=10", "--resume")
         assert logged(again, "loss") == pytest.approx(logged(through, "loss"), rel=1e-5)
         for part in ("final", "checkpoint-20"):
             ours, theirs = (load_file(run / part / "model.safetensors") for run in (again, through))
-            assert apart(ours, theirs) <= 1e-6
+            assert relative_error(ours, theirs) <= 1e-6
             assert ranks == 1 or saved_bits(again / part) == saved_bits(through / part)

@@ -162,7 +162,7 @@ def special(kind: str, path: Path) -> None:
         ("folder", "is a folder"),
         ("pipe", "is not a regular file"),
         ("loop", "cannot access"),
-        ("lost", r"is a link that leads nowhere \('nowhere\.toml'\)"),
+        ("lost", r"is a broken symlink to 'nowhere\.toml'"),
         ("device", "is not a regular file"),
     ],
 )

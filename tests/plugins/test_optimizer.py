@@ -16,7 +16,7 @@ from hwopt import api
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
-from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_torchao
 
@@ -321,7 +321,7 @@ def test_stochastic_rounding_resumes_with_the_same_bits(tmp_path):
     recorder = train_tiny(plan, tmp_path)
     evidence = next(evidence for entry, evidence in recorder.found if entry.name == "optimizer")
     assert "rounded stochastically" in evidence.seen
-    resumed = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    resumed = rewound(tmp_path / "run", tmp_path / "again", 2)
     api.execute(plan, resumed, cache=tmp_path / "cache", resume=True)
     assert saved_bits(resumed / "final") == saved_bits(tmp_path / "run" / "final")
 

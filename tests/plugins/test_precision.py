@@ -18,7 +18,7 @@ from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe, verify
-from hwopt.testing import gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
 from hwopt_plugins.precision.half_weights import is_norm
@@ -323,14 +323,14 @@ def test_pure_run_saves_bf16_and_resumes_with_the_same_bits(tmp_path):
     final = load_file(run / "final" / "model.safetensors")
     assert {value.dtype for value in final.values() if value.is_floating_point()} == {torch.bfloat16}
     assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
-    resumed = gone_back(run, tmp_path / "again", 2)
+    resumed = rewound(run, tmp_path / "again", 2)
     api.execute(plan, resumed, cache=tmp_path / "cache", resume=True)
     assert saved_bits(resumed / "final") == saved_bits(run / "final")
 
 
 def test_resume_refuses_another_level_than_pure(tmp_path):
     train_tiny(plan_of_pure(tmp_path), tmp_path)
-    resumed = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    resumed = rewound(tmp_path / "run", tmp_path / "again", 2)
     with pytest.raises(InputError, match=r"plugins\.precision"):
         api.execute(plan_of_pure(tmp_path, precision={"dtype": "bf16"}), resumed, cache=tmp_path / "cache", resume=True)
 

@@ -17,9 +17,9 @@ from hwopt.plugin.registry import Registry
 from hwopt.report.memory import describe_host
 from hwopt.testing import (
     TINY_LLAMA,
-    apart,
-    gone_back,
     plan_for,
+    relative_error,
+    rewound,
     saved_bits,
     tiny_job,
     tiny_profile,
@@ -44,7 +44,7 @@ def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> A
 def test_one_device_trains_the_same_model(stage: int, offload: str, tmp_path: Path) -> None:
     ours, recorder = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
     theirs, plain = trained(tmp_path, "plain", "text-classification", "fp32")
-    assert apart(ours, theirs) <= 1e-6
+    assert relative_error(ours, theirs) <= 1e-6
     assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
     assert {entry.name: evidence.status for entry, evidence in recorder.found}["zero"] == "active"
     assert all(evidence.status == "active" for _, evidence in recorder.found), recorder.found
@@ -56,7 +56,7 @@ def test_half_weights_keep_fp32_masters(stage: int, tmp_path: Path) -> None:
     ours, recorder = trained(tmp_path, "zero", "causal-lm", "bf16", zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "bf16")
     assert {value.dtype for value in ours.values()} == {torch.float32}
-    assert apart(ours, theirs) <= 3e-3
+    assert relative_error(ours, theirs) <= 3e-3
     rounded = sum(bool((value.bfloat16().float() == value).all()) for value in ours.values())
     assert rounded <= 1  # norm weights that stayed 1
     assert {entry.name: evidence.status for entry, evidence in recorder.found}["precision"] == "active"
@@ -68,7 +68,7 @@ def test_adapters_are_merged_and_saved_as_without_zero(stage: int, tmp_path: Pat
     ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": stage, "offload": "none"})
     theirs, _ = trained(tmp_path, "plain", "causal-lm", "fp32", adapter=adapter)
     assert ours.keys() == theirs.keys()
-    assert apart(ours, theirs) <= 1e-6
+    assert relative_error(ours, theirs) <= 1e-6
     saved = tmp_path / "zero" / "run" / "final" / "adapter"
     assert load_file(saved / "adapter_model.safetensors").keys() == (
         load_file(tmp_path / "plain" / "run" / "final" / "adapter" / "adapter_model.safetensors").keys()
@@ -197,7 +197,7 @@ def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any]
     training = {"max_steps": 6, "save_steps": 3, "weight_decay": 0.1, "learning_rate": 1e-2}
     plan = plan_for(tiny_profile(zero=zero, **beside), tiny_job(tmp_path / "data", **training))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    again = gone_back(tmp_path / "run", tmp_path / "again", 3)
+    again = rewound(tmp_path / "run", tmp_path / "again", 3)
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     for part in ("final", "checkpoint-6"):
         assert saved_bits(again / part) == saved_bits(tmp_path / "run" / part)

@@ -57,7 +57,7 @@ def test_listener_of_another_package_is_found_by_its_entry_point(tmp_path: Path,
     assert [int(row["step"]) for row in listener.rows if "loss" in row] == [1, 2]
     with pytest.raises(InputError, match=r"--report-to bad: .*Broken.* raised RuntimeError: no server"):
         listeners_for(["bad"])
-    with pytest.raises(InputError, match="is no hwopt"):
+    with pytest.raises(InputError, match="is not a hwopt"):
         listeners_for(["none"])
 
 

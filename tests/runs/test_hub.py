@@ -93,10 +93,10 @@ def test_nothing_is_uploaded_unless_asked(hub: type[Hub], tmp_path: Path) -> Non
     ("training", "message"),
     [
         ({"push_to_hub": True}, 'push_to_hub needs hub_model_id = "OWNER/NAME"'),
-        ({"hub_model_id": "a/b/c"}, "'a/b/c' is no repository name"),
-        ({"hub_model_id": "me/my model"}, "is no repository name"),
-        ({"hub_model_id": "me/.hidden"}, "is no repository name"),
-        ({"hub_model_id": "me/a--b"}, "is no repository name"),
+        ({"hub_model_id": "a/b/c"}, "'a/b/c' is not a repository name"),
+        ({"hub_model_id": "me/my model"}, "is not a repository name"),
+        ({"hub_model_id": "me/.hidden"}, "is not a repository name"),
+        ({"hub_model_id": "me/a--b"}, "is not a repository name"),
     ],
 )
 def test_bad_repositories_are_refused(training: dict[str, Any], message: str, tmp_path: Path) -> None:

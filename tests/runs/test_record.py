@@ -74,9 +74,9 @@ def test_best_value_is_the_last_one_if_the_direction_is_unknown(tmp_path: Path) 
     ("plan", "message"),
     [
         ("{", "plan.json cannot be read"),
-        ("[]", "is no plan of hwopt"),
-        (json.dumps(PLAN | {"plugins": [1]}), "is no plan of hwopt"),
-        (json.dumps({key: value for key, value in PLAN.items() if key != "batch"}), "is no plan of hwopt"),
+        ("[]", "is not a plan of hwopt"),
+        (json.dumps(PLAN | {"plugins": [1]}), "is not a plan of hwopt"),
+        (json.dumps({key: value for key, value in PLAN.items() if key != "batch"}), "is not a plan of hwopt"),
     ],
 )
 def test_unreadable_plan_is_bad_input(plan: str, message: str, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_unreadable_plan_is_bad_input(plan: str, message: str, tmp_path: Path) -
 def test_folder_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such run folder"):
         read_record(tmp_path / "missing")
-    with pytest.raises(InputError, match=r"is no run folder: it has no plan\.json"):
+    with pytest.raises(InputError, match=r"is not a run folder: it has no plan\.json"):
         read_record(tmp_path)
 
 

@@ -27,7 +27,7 @@ from hwopt.saving.plugin_state import named_by_class
 from hwopt.saving.reader import STATE
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
-from hwopt.testing import TINY_BERT, Recorder, apart, gone_back, logged, plan_for, saved_bits, tiny_job, tiny_profile
+from hwopt.testing import TINY_BERT, Recorder, logged, plan_for, relative_error, rewound, saved_bits, tiny_job, tiny_profile
 from hwopt.training import loop
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.summary import summarize
@@ -72,7 +72,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed_from(folder: Path, step: int, target: Path, plan: Plan | None = None, **options: Any) -> Recorder:
     """Resume the run of `folder` from its state after `step`. Returns what the run reported."""
     recorder = Recorder()
-    run = gone_back(folder / "run", target, step)
+    run = rewound(folder / "run", target, step)
     options = {"resume": True} | options
     api.execute(plan or make_plan(folder), run, recorder, cache=folder / "cache", **options)
     return recorder
@@ -101,7 +101,7 @@ def test_second_resume_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) 
     resumed_from(uninterrupted, 3, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
     shutil.copytree(uninterrupted / "data", tmp_path / "first" / "data")
-    again = gone_back(tmp_path / "run", tmp_path / "again", 7)
+    again = rewound(tmp_path / "run", tmp_path / "again", 7)
     api.execute(make_plan(uninterrupted), again, cache=uninterrupted / "cache", resume=True)
     assert same(again, uninterrupted / "run")
 
@@ -115,7 +115,7 @@ def test_interrupted_evaluation_is_repeated_once(
     then: str, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the resumed run gets another signal during the evaluation, or is killed after it."""
-    run, options = gone_back(uninterrupted / "run", tmp_path / "run", 4), {"cache": uninterrupted / "cache", "resume": True}
+    run, options = rewound(uninterrupted / "run", tmp_path / "run", 4), {"cache": uninterrupted / "cache", "resume": True}
 
     def cut_short(evaluation: Evaluation) -> None:
         patched.setattr(signals, "received", lambda: 143)
@@ -166,7 +166,7 @@ def test_resume_with_another_micro_batch_size(train: int, uninterrupted: Path, t
     other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
     resumed_from(tmp_path / "still", 6, tmp_path / "run", other)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
-    assert apart(ours, theirs) < 1e-5
+    assert relative_error(ours, theirs) < 1e-5
     assert logged(tmp_path / "run", "learning_rate") == logged(tmp_path / "still" / "run", "learning_rate")
 
 
@@ -210,10 +210,10 @@ def test_resume_rejects_changed_frozen_weights(uninterrupted: Path, tmp_path: Pa
     )
     plan = replace(plan, job=plan.job.model_copy(update={"model": named}))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    again = rewound(tmp_path / "run", tmp_path / "again", 6)
     model.bfloat16().float().save_pretrained(base)
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
-    other = gone_back(tmp_path / "run", tmp_path / "other", 6)
+    other = rewound(tmp_path / "run", tmp_path / "other", 6)
     AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT)).save_pretrained(base)
     with pytest.raises(InputError, match=r"checkpoint-6: the frozen weights of model.name changed .* model\.revision"):
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
@@ -224,7 +224,7 @@ def test_resume_rejects_another_method_and_reports_other_changes(uninterrupted: 
     few, adapter = {"save_steps": 6}, {"always": True, "lora_alpha": 16}
     plan = make_plan(uninterrupted, few, adapter=adapter)
     api.execute(plan, tmp_path / "run", cache=uninterrupted / "cache")
-    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    again = rewound(tmp_path / "run", tmp_path / "again", 6)
     with pytest.raises(InputError, match=r"plugins\.adapter\.lora_alpha was 16 and is now 32.* Keep it"):
         api.execute(
             make_plan(uninterrupted, few, adapter=adapter | {"lora_alpha": 32}), again, cache=uninterrupted / "cache", resume=True
@@ -253,7 +253,7 @@ def test_best_weights_survive_a_resume(tmp_path: Path) -> None:
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
     assert best < LAST
-    again = gone_back(tmp_path / "run", tmp_path / "again", best + 1)
+    again = rewound(tmp_path / "run", tmp_path / "again", best + 1)
     assert (again / f"best-{best}").is_dir(), "a checkpoint refers to it"
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     assert same(again, tmp_path / "run")
@@ -338,7 +338,7 @@ def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
     assert best < 6
-    again = gone_back(tmp_path / "run", tmp_path / "again", 6)
+    again = rewound(tmp_path / "run", tmp_path / "again", 6)
     weights = again / f"best-{best}" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     recorder = Recorder()
@@ -397,7 +397,7 @@ def test_repeated_steps_of_a_complete_run_are_reported(uninterrupted: Path, tmp_
 
 def test_run_with_only_corrupt_checkpoints_does_not_restart(uninterrupted: Path, tmp_path: Path) -> None:
     """The second attempt is refused too, because scripts retry."""
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 2)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "model.safetensors").write_bytes(b"x")
     for _ in range(2):
@@ -437,7 +437,7 @@ def test_resume_without_a_checkpoint_starts_at_step_1(uninterrupted: Path, tmp_p
 
 
 def test_run_folder_is_overwritten_only_with_fresh(uninterrupted: Path, tmp_path: Path) -> None:
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
         api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache")
     assert resume.list_checkpoints(run)[0].name == "checkpoint-6"
@@ -458,21 +458,21 @@ def test_best_weights_are_copied_from_another_folder(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
     recorder = Recorder()
-    first = gone_back(tmp_path / "run", tmp_path / "first", 6) / "checkpoint-6"
+    first = rewound(tmp_path / "run", tmp_path / "first", 6) / "checkpoint-6"
     api.execute(plan, tmp_path / "other", recorder, cache=tmp_path / "cache", resume=first)
     assert recorder.warnings == []
     assert saved_bits(tmp_path / "other" / "final") == saved_bits(tmp_path / "run" / "final")
 
 
 def test_older_checkpoint_is_refused_in_its_own_folder(uninterrupted: Path, tmp_path: Path) -> None:
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"has a newer checkpoint, checkpoint-6.*Give another --name"):
         api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=run / "checkpoint-4")
 
 
 def test_corrupt_resume_from_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
     """A corrupt --resume-from is refused in its own folder and in another one. The checkpoint is not renamed."""
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"x")
     for target in (run, tmp_path / "other"):
         with pytest.raises(StorageError, match=r"--resume-from: .*checkpoint-6 is corrupt: .* --resume"):
@@ -489,7 +489,7 @@ def test_plugin_states_are_named_by_class() -> None:
 
 
 def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, tmp_path: Path) -> None:
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     weights = run / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     recorder = Recorder()
@@ -500,7 +500,7 @@ def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, t
 
 
 def test_run_without_a_valid_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 2)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 2)
     for path in resume.list_checkpoints(run):
         (path / "config.json").unlink()
     with pytest.raises(StorageError, match=r"all checkpoints in .* are corrupt.*config.json is missing.*--fresh"):
@@ -546,7 +546,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 def test_hostile_checkpoint_is_refused(name: str, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is valid; the content is not what hwopt writes."""
     monkeypatch.chdir(tmp_path)
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
@@ -615,7 +615,7 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tm
 
 
 def test_hidden_files_of_tools_are_ignored(uninterrupted: Path, tmp_path: Path) -> None:
-    run = gone_back(uninterrupted / "run", tmp_path / "run", 6)
+    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json"):
         path = resume.list_checkpoints(run)[0] / place
         path.parent.mkdir(parents=True)

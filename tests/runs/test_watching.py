@@ -68,7 +68,7 @@ def test_run_that_prepares_its_data_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_no_run_is_not_watched(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder"):
+    with pytest.raises(InputError, match="is not a run folder"):
         next(follow(tmp_path, 1.0, steps()))
 
 

@@ -32,9 +32,9 @@ from hwopt.tasks.recognition import recognise
 from hwopt.testing import (
     TINY_VIT,
     Recorder,
-    apart,
-    gone_back,
     plan_for,
+    relative_error,
+    rewound,
     saved_bits,
     tiny_job,
     tiny_profile,
@@ -105,7 +105,7 @@ def test_folder_of_images_to_predictions(
     right = [row["predicted_label"] == Path(row["image"]).parent.name for row in rows if "broken" not in row["image"]]
     assert (len(right), sum(right) / 12) == (12, pytest.approx(found["accuracy"]))
     assert next(row for row in rows if "broken" in row["image"])["predicted_label"] == ""
-    assert re.search(r"is no image that Pillow can read: \S*broken\.png", capsys.readouterr().out)
+    assert re.search(r"is not an image that Pillow can read: \S*broken\.png", capsys.readouterr().out)
 
 
 def test_predictions_are_those_of_the_pipeline(trained: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_table_of_images_trains_as_the_folder_does(form: str, trained: Path, tmp
 
 def test_resumed_run_ends_with_the_same_bits(trained: Path, tmp_path: Path) -> None:
     """Augmentation is a function of the sample's place. 40 samples are five steps an epoch: step 4 resumes inside an epoch."""
-    run = gone_back(trained, tmp_path / "run", 4)
+    run = rewound(trained, tmp_path / "run", 4)
     assert list_checkpoints(run)[0].name == "checkpoint-4"
     plan = planned(trained.parent, max_steps=8, save_steps=2, save_total_limit=0, learning_rate=5e-3)
     api.execute(plan, run, Recorder(), cache=tmp_path / "cache", resume=True)
@@ -181,12 +181,12 @@ def test_workers_and_micro_batches_do_not_change_the_pixels(trained: Path, tmp_p
     plugins = {"dataloader": {"num_workers": 1}, "batch": {"train": 2, "gradient_accumulation_steps": 4}}
     plan = planned(tmp_path, plugins=plugins, max_steps=8, learning_rate=5e-3)
     train_tiny(plan, tmp_path)
-    assert apart(weights(tmp_path / "run"), weights(trained)) < 1e-4
+    assert relative_error(weights(tmp_path / "run"), weights(trained)) < 1e-4
 
 
 def test_augmentation_changes_the_training_and_can_be_turned_off(trained: Path, tmp_path: Path) -> None:
     train_tiny(planned(tmp_path, {"augmentation": []}, max_steps=8, learning_rate=5e-3), tmp_path)
-    assert apart(weights(tmp_path / "run"), weights(trained)) > 1e-3
+    assert relative_error(weights(tmp_path / "run"), weights(trained)) > 1e-3
 
 
 def test_class_weights_and_labels_are_those_of_classification(tmp_path: Path) -> None:

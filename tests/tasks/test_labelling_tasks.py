@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from task_rows import LABELLED, write_rows
 
 from hwopt import api
-from hwopt.testing import TINY_BERT, TINY_LLAMA, apart, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, relative_error, tiny_job, tiny_profile, train_tiny
 
 
 def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[str, Any]:
@@ -41,11 +41,11 @@ def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[
 def test_split_and_packing_do_not_change_the_training(kind: str, weights: str | None, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", kind, weights, batch={"train": 8, "gradient_accumulation_steps": 1})
     pieces = train(tmp_path / "pieces", kind, weights, batch={"train": 3, "effective": 8})
-    assert apart(pieces, whole) < 1e-5
+    assert relative_error(pieces, whole) < 1e-5
     cut = train(tmp_path / "cut", kind, weights, batch={"train": 4, "effective": 8}, length_batching={})
-    assert apart(cut, whole) < 1e-5
+    assert relative_error(cut, whole) < 1e-5
     packed = train(tmp_path / "packed", kind, weights, batch={"train": 4, "effective": 8}, pack={})
-    assert apart(packed, whole) < 1e-5
+    assert relative_error(packed, whole) < 1e-5
 
 
 @pytest.mark.parametrize("kind", LABELLED)

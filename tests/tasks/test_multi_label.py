@@ -77,7 +77,7 @@ def test_rows_without_labels_are_bad_if_the_value_is_missing(tmp_path: Path) -> 
     prepared = prepare(tmp_path, rows_with([*SETS * 20, None, ["a", None], ["new"]]), max_bad_rows=0.1)
     assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
         "'labels' has no value",
-        "'labels' has an item that is no label: None",
+        "'labels' has an item that is not a label: None",
     ]
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows_with([*SETS, ["d"]])))

@@ -118,7 +118,7 @@ def test_bad_sentences_are_named(tmp_path: Path) -> None:
     assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
         "'tags' has 1 tags for 2 words",
         "'tokens' has no words",
-        "'tags' has an item that is no tag: None",
+        "'tags' has an item that is not a tag: None",
     ]
 
 

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback
 from hwopt import api
 from hwopt.errors import InputError
 from hwopt.planning.plan import Plan
-from hwopt.testing import Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.early_stopping import EarlyStopping
 
 
@@ -92,7 +92,7 @@ def test_a_run_stops_after_evaluations_without_improvement(stopped: tuple[Path, 
 def test_a_resumed_run_stops_at_the_same_step(step: int, stopped: tuple[Path, Recorder], tmp_path: Path) -> None:
     """Step 6 is that of a process killed between the decision and final/."""
     folder, _ = stopped
-    run = gone_back(folder, tmp_path / "run", step)
+    run = rewound(folder, tmp_path / "run", step)
     plan, recorder = make_plan(folder.parent), Recorder()
     summary = api.execute(plan, run, recorder, cache=tmp_path / "cache", resume=True)
     assert (summary["step"], summary["early_stopping_count"]) == (6, 2)
@@ -101,7 +101,7 @@ def test_a_resumed_run_stops_at_the_same_step(step: int, stopped: tuple[Path, Re
 
 def test_resume_of_a_stopped_run_is_complete_unless_patience_grows(stopped: tuple[Path, Recorder], tmp_path: Path) -> None:
     folder, _ = stopped
-    run = gone_back(folder, tmp_path / "run", 12)
+    run = rewound(folder, tmp_path / "run", 12)
     for name in ("final", "summary.json"):
         (run / name).unlink(missing_ok=True) if (run / name).is_file() else None
     import shutil

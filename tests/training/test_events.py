@@ -15,7 +15,7 @@ from hwopt import api
 from hwopt.planning.plan import Plan
 from hwopt.plugin.run_view import EVENTS
 from hwopt.saving.reader import load_checkpoint
-from hwopt.testing import gone_back, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, train_tiny
 
 
 def planned(folder: Path, tables: dict[str, Any] | None = None, **training: Any) -> Plan:
@@ -86,7 +86,7 @@ def test_step_end_reports_whether_the_update_was_applied(tmp_path: Path) -> None
 
 def test_resume_fires_step_events_only_for_new_steps(tmp_path: Path) -> None:
     train_tiny(planned(tmp_path), tmp_path)
-    again, plan, ended = gone_back(tmp_path / "run", tmp_path / "again", 2), planned(tmp_path), []
+    again, plan, ended = rewound(tmp_path / "run", tmp_path / "again", 2), planned(tmp_path), []
     plan.recipe.events.append(calling(on_step_end=lambda run, applied: ended.append(run.step)))
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     assert ended == [3, 4]
@@ -131,7 +131,7 @@ def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: 
     recorder = train_tiny(averaging(), tmp_path)
     run = tmp_path / "run"
     if resumed:
-        run = gone_back(run, tmp_path / "again", 4)
+        run = rewound(run, tmp_path / "again", 4)
         api.execute(averaging(), run, cache=tmp_path / "cache", resume=True)
     losses = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
     best = max(losses, key=lambda step: (losses[step], -step))

@@ -14,7 +14,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.reader import load_checkpoint
-from hwopt.testing import Recorder, gone_back, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.optimizer import decay_groups
 
 
@@ -79,7 +79,7 @@ def test_state_is_saved_under_the_names_of_the_final_optimizer(precision: dict[s
     for name, shape in shapes.items():
         assert saved["parameters"][name].shape == shape, name
         assert saved["optimizer"]["states"][name]["exp_avg"].shape == shape, name
-    again = gone_back(tmp_path / "run", tmp_path / "again", 2)
+    again = rewound(tmp_path / "run", tmp_path / "again", 2)
     api.execute(planned(tmp_path, Regroup, tables=precision), again, cache=tmp_path / "cache", resume=True)
     assert saved_bits(again / "final") == saved_bits(tmp_path / "run" / "final")
 

@@ -11,7 +11,7 @@ import pytest
 from hwopt import api
 from hwopt.report.screen import Screen
 from hwopt.report.terminal import Terminal
-from hwopt.testing import gone_back, plan_for, tiny_job, tiny_profile, write_samples
+from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, write_samples
 
 
 def run_shown(folder: Path, kind: str = "text-classification", **options: object) -> str:
@@ -58,7 +58,7 @@ def test_the_screen_shows_the_classes_before_the_summary(finished: tuple[Path, s
 def test_details_of_the_best_evaluation_survive_a_resume(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = finished
     before = json.loads((folder / "run/summary.json").read_text())
-    gone_back(folder / "run", tmp_path / "run", 5)
+    rewound(folder / "run", tmp_path / "run", 5)
     (tmp_path / "test.jsonl").write_bytes((folder / "test.jsonl").read_bytes())
     run_shown(tmp_path, resume=True)
     after = json.loads((tmp_path / "run/summary.json").read_text())

@@ -80,7 +80,7 @@ def test_search_is_within_3_percent_on_many_surfaces(record_property: Callable[[
 
 
 def test_surfaces_have_regions_that_fail_and_interactions(surfaces: list[tuple[Surface, Search, Found]]) -> None:
-    """The surfaces are no easy ones: failures are met, few starts are good, and one axis alone seldom leads to the best."""
+    """The surfaces are not easy ones: failures are met, few starts are good, and one axis alone seldom leads to the best."""
     failures = [{trial.measurement.failure for trial in search.trials} for _, search, _ in surfaces]
     assert sum("crash" in each for each in failures) > len(surfaces) / 10
     assert sum("out of memory" in each for each in failures) > len(surfaces) / 10

@@ -19,7 +19,7 @@ RULE_GROUP = "hwopt.rules"
 def installed_rules(entry_points: Iterable[EntryPoint] | None = None) -> tuple[Rule, ...]:
     """Every rule, by name. An entry point is a Rule or an iterable of them.
 
-    Raises PluginError if one cannot be imported, is no Rule, or has the name of another one.
+    Raises PluginError if one cannot be imported, is not a Rule, or has the name of another one.
     """
     found: dict[str, tuple[Rule, str]] = {}
     for entry_point in metadata.entry_points(group=RULE_GROUP) if entry_points is None else entry_points:
@@ -37,7 +37,7 @@ def installed_rules(entry_points: Iterable[EntryPoint] | None = None) -> tuple[R
 
 
 def check_rule(found: object, who: str) -> None:
-    """Raise PluginError if `found` is no complete rule."""
+    """Raise PluginError if `found` is not a complete rule."""
     if not isinstance(found, Rule):
         raise PluginError(f"{who}: expected a hwopt.configs.check.Rule, or several, got {truncate(found)}")
     if not re.fullmatch(r"[a-z0-9-]{1,60}", found.name):

@@ -26,7 +26,7 @@ PROMPTS = (
 )
 TEXTS = ("text", "sentence", "content", "review", "document", "body")
 MOST_CLASSES = 100
-"""A column with more values is no label, unless its name says so."""
+"""A column with more values is not a label, unless its name says so."""
 ROWS_A_CLASS = 4
 """A label's values have so many rows on average, unless its name says so."""
 EXAMINED = 2_000

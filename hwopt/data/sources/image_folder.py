@@ -98,7 +98,7 @@ def files_below(folder: Path) -> Iterator[str]:
 def read_image_folder(folder: Path, split: str | None, options: ReadOptions) -> Rows:
     """A row for each image: `image`, its path in the folder, and `label`, the name of its class's folder, if it has one.
 
-    Files that are no images become bad rows. Raises DataError if there is no image.
+    Files that are not images become bad rows. Raises DataError if there is no image.
     """
     import pyarrow as pa
 
@@ -107,7 +107,7 @@ def read_image_folder(folder: Path, split: str | None, options: ReadOptions) -> 
     images = [file for file in files if is_image(Path(file).name) and is_utf8(file)]
     bad_rows = BadRows(str(root), "row", options.strict, options.max_bad_rows)
     for number, file in enumerate(sorted({*files}.difference(images)), len(images) + 1):
-        reason = "is no image, by its extension" if is_utf8(file) else "has a name that is not UTF-8"
+        reason = "is not an image, by its extension" if is_utf8(file) else "has a name that is not UTF-8"
         bad_rows.add(number, f"{reason}: {truncate(file)}")
     if not images:
         raise DataError(f"{root}: has no image ({listing(EXTENSIONS)}); expected one folder of images per class")

@@ -42,7 +42,7 @@ class JoinedPlaces(Places):
     names: tuple[str, ...]
     """The sources of the mixture."""
     weights: tuple[float, ...] = ()
-    """The weight of each source of a mixture; empty if the data is no mixture."""
+    """The weight of each source of a mixture; empty if the data is not a mixture."""
 
     def at(self, sample: int) -> str:
         """The place of a sample, such as "train-2.csv:12"."""

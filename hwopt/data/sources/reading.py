@@ -79,7 +79,7 @@ def refuse_missing(data: Data) -> None:
 
 
 def located(leaf: Leaf, format: str | None, several: bool) -> str:
-    """The kind of `leaf`. Raises DataError as `locate` does. An empty document is no error if there are `several`."""
+    """The kind of `leaf`. Raises DataError as `locate` does. An empty document is not an error if there are `several`."""
     return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]
 
 

@@ -56,7 +56,7 @@ def detect_encoding(path: Path) -> str:
         return "utf-16"
     for magic, format_ in MAGIC.items():
         if start.startswith(magic):
-            raise DataError(f"{path}: is no text but {format_}; rename it, or save it as CSV in the program that wrote it")
+            raise DataError(f"{path}: is not text but {format_}; rename it, or save it as CSV in the program that wrote it")
     if b"\0" in start:
         raise DataError(
             f"{path}: contains zero bytes: binary, or UTF-16 without a byte order mark. "

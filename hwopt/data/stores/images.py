@@ -44,13 +44,13 @@ def opened(content: bytes | Path) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(content, Path) and not content.is_file():  # opening a pipe would wait for its other end
-        raise ValueError("is no regular file" if content.exists() else "does not exist")
+        raise ValueError("is not a regular file" if content.exists() else "does not exist")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
     except UnidentifiedImageError as error:
-        raise ValueError("is no image that Pillow can read") from error
+        raise ValueError("is not an image that Pillow can read") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"has too many pixels: {first_line(error)}") from error
     except OSError as error:

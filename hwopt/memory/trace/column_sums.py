@@ -1,7 +1,7 @@
 """The workspace of CUDA's kernel that sums the columns of a matrix, which computes the gradient of a bias.
 
 Blocks of 32 x 4 threads sum 4 columns a thread. If a thread has many values, several blocks share a column and exchange partial
-sums; torch reserves room for those of every thread. So the size is no power of the number of rows: it grows with it, stays
+sums; torch reserves room for those of every thread. So the size is not a power of the number of rows: it grows with it, stays
 constant when the card has no more threads, and grows again. Source: torch's aten/src/ATen/native/cuda/Reduce.cuh.
 """
 

@@ -4,8 +4,8 @@ The events between two marks are the block of a layer. The block of a skipped la
 the same kinds of neighbours (`layer_kinds`), with the storages of its own place: what the block uses of the layer
 before it becomes what belongs to the layer before the skipped one.
 
-NotRepeated is raised instead of a guess: if a block touches a layer that is no neighbour, if sizes differ, if a storage would be
-freed twice or never, or if two layers of one context ran different blocks.
+NotRepeated is raised instead of a guess: if a block touches a layer that is not a neighbour, if sizes differ, if a storage would
+be freed twice or never, or if two layers of one context ran different blocks.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Extension:
                 raise NotRepeated(f"the backward pass of layer {number} has no end")
 
     def check_movable(self, template: Template, layer: int) -> None:
-        """Raise NotRepeated if the block of `layer` touches a layer that is no neighbour, or releases what no layer owns."""
+        """Raise NotRepeated if the block of `layer` touches a layer that is not a neighbour, or releases what no layer owns."""
         for _, which, _, place in (step for steps in (template.events, *template.operands) for step in steps):
             if which == "" and place in self.identity:
                 raise NotRepeated(f"layer {layer} uses a tensor of layer {self.identity[place][1]}, which is not its neighbour")

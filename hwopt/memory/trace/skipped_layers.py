@@ -140,7 +140,7 @@ class SkippedLayers:
 def first_input(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(hidden, Tensor):
-        raise NotRepeated("the first argument of a layer is no tensor")
+        raise NotRepeated("the first argument of a layer is not a tensor")
     return hidden
 
 

@@ -24,7 +24,7 @@ class Counts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Counts:
-        """Raises ValueError for values that are no numbers."""
+        """Raises ValueError for values that are not numbers."""
         return cls(int(state["steps"]), int(state["samples"]), int(state["tokens"]), float(state["wait"]))
 
     def add(self, other: Counts) -> None:

@@ -217,7 +217,7 @@ class Telemetry:
         return row
 
     def estimated_row(self) -> Row | None:
-        """The row of a log point at which the other ranks are lost, estimated from this rank; None if this is no log point."""
+        """The row of a log point at which the other ranks are lost, estimated from this rank; None if this is not a log point."""
         if not self.interval.counts.steps or not self.at_log_point():
             return None
         self.start_row()

@@ -79,10 +79,10 @@ def test_format_opens_a_file_with_an_unknown_extension(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (b"PK\x03\x04", "is no text but a zip archive, such as a workbook of Excel"),
-        (b"\xd0\xcf\x11\xe0", "is no text but an old file of Office"),
-        (b"\x1f\x8b\x08", r"is no text but compressed by gzip \(\.gz\); rename it"),
-        (b"PAR1", r"is no text but parquet \(\.parquet\); rename it"),
+        (b"PK\x03\x04", "is not text but a zip archive, such as a workbook of Excel"),
+        (b"\xd0\xcf\x11\xe0", "is not text but an old file of Office"),
+        (b"\x1f\x8b\x08", r"is not text but compressed by gzip \(\.gz\); rename it"),
+        (b"PAR1", r"is not text but parquet \(\.parquet\); rename it"),
         (b"SQLite format 3\0", "a database of SQLite"),
         (b"a\0b", "contains zero bytes"),
     ],

@@ -98,7 +98,7 @@ def test_other_files_are_bad_rows_and_hidden_files_are_ignored(tmp_path: Path) -
     (tmp_path / "cat" / "Thumbs.db").write_text("x")
     rows = read_rows(str(tmp_path), None, ReadOptions(strict=False))
     assert rows.table.num_rows == 2
-    assert rows.bad_rows.reasons == {3: f"is no image, by its extension: {os.path.join('cat', 'notes.txt')!r}"}
+    assert rows.bad_rows.reasons == {3: f"is not an image, by its extension: {os.path.join('cat', 'notes.txt')!r}"}
 
 
 def test_folder_without_images_is_refused(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_image_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     found = images_in(tmp_path, *names)
     store = store_of(found, transform(), tmp_path / "cache")
     assert store.meta["left_out"] == [
-        [1, f"is no image that Pillow can read: {tmp_path / 'cat' / '2.png'}"],
-        [3, f"is no regular file: {tmp_path / 'dog' / '4.png'}"],
+        [1, f"is not an image that Pillow can read: {tmp_path / 'cat' / '2.png'}"],
+        [3, f"is not a regular file: {tmp_path / 'dog' / '4.png'}"],
     ]
     assert len(store) == 2
     assert store.array("labels").tolist() == [0, 1]

@@ -101,7 +101,7 @@ def former(setting: Setting) -> int | None:
     "step-rows-contradict", "error", words=("effective_batch_size",), source="DeepSpeed: train_batch_size = micro x steps x ranks"
 )
 def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
-    """The rows of a step are no multiple of micro-batch and accumulation."""
+    """The rows of a step are not a multiple of micro-batch and accumulation."""
     effective, train = view.number("effective_batch_size"), view.number(TRAIN)
     steps = view.number(ACCUMULATION)
     if not effective or not train or not steps or effective % (train * steps) == 0:
@@ -134,7 +134,7 @@ def batch_search(view: View, facts: Facts) -> Iterator[Finding]:
 
 @rule("batch-power-of-two", "information", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: power of 2 is better")
 def batch_power_of_two(view: View, facts: Facts) -> Iterator[Finding]:
-    """The batch is no power of two, which by itself costs nothing."""
+    """The batch is not a power of two, which by itself costs nothing."""
     train = view.train_rows
     if train and train & (train - 1):
         yield Finding(

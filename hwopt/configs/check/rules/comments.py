@@ -63,7 +63,9 @@ PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
 DTYPES = ("fp16", "bf16", "fp32")
 
 
-@rule("summary-value", "warning", source="profiles/rtx4060_8gb.toml once said 32 x 4 and set 64 x 2", tools=("hwopt-profile",))
+@rule(
+    "summary-value", "warning", source="a profile whose summary said 32 x 4 and whose table set 64 x 2", tools=("hwopt-profile",)
+)
 def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
     """The summary of a profile says another value than the profile sets."""
     for place, text in view.texts.items():

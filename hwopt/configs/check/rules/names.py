@@ -65,7 +65,10 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
         near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
         if near and name not in FORMER_NAMES:
             yield about(
-                each, f"{name} is no name of TrainingArguments.", "A value that no program reads has no effect.", f"use {near[0]}"
+                each,
+                f"TrainingArguments has no {name}.",
+                "A value that no program reads has no effect.",
+                f"use {near[0]}",
             )
 
 
