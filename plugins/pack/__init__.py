@@ -235,7 +235,7 @@ class Pack(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         step = run.last_step_batch
         computed = sum(rows * width for rows, width in step.sizes)
-        shared = sum(number > 1 for number in step.documents)
+        shared = sum(number > 1 for number in step.samples_per_row)
         seen = (
             f"{step.rows} documents in {len(step.lengths)} rows, {shared} of them with several documents; "
             f"{step.tokens} of {computed} computed tokens are not padding ({step.tokens / computed:.3f}); "

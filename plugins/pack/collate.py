@@ -8,12 +8,27 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import Part, Step, StepBatch
 from hwopt_plugins.pack import pack_rows
 
 IGNORED = -100
+PER_DOCUMENT = frozenset({"row_labels", "document_rows", "document_offsets"})
+
+
+def arguments_of(pieces: dict[str, Tensor], first_row: int, width: int) -> dict[str, Tensor]:
+    """The arguments of forward: `StepBatch.finish` of packed rows.
+
+    The mask (rows, 1, width, width) lets a token attend only to tokens of its own document. `document_starts` (documents,)
+    are the places of the first tokens in the flattened micro-batch.
+    """
+    if (numbers := pieces.pop("document_numbers", None)) is not None:
+        pieces["attention_mask"] = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+    if (rows := pieces.pop("document_rows", None)) is not None:
+        pieces["document_starts"] = (rows - first_row) * width + pieces.pop("document_offsets")
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,9 @@ class PackedCollate:
             samples=tuple(step.samples[row[0]] for row in rows),
             units=tuple(sum(counts[i] for i in row) for row in rows),
             widths=self.padded.widths,
-            documents=tuple(len(row) for row in rows),
+            samples_per_row=tuple(len(row) for row in rows),
+            per_sample=PER_DOCUMENT,
+            finish=arguments_of,
         )
 
     def buffers(

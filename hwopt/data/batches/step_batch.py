@@ -8,7 +8,7 @@ per key with offsets: receiving it from a worker takes 0.25 ms, against 10 ms fo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import NamedTuple
@@ -97,15 +97,19 @@ class StepBatch:
     widths: Widths = Widths()
     target_lengths: tuple[int, ...] = ()
     """Tokens of each row's target without padding, for an encoder-decoder."""
-    documents: tuple[int, ...] = ()
-    """Number of samples in each row, for packed rows; `samples` then has the first sample of each row."""
+    samples_per_row: tuple[int, ...] = ()
+    """Number of samples in each row, if rows hold several; `samples` then has the first sample of each row."""
+    per_sample: frozenset[str] = frozenset({"row_labels"})
+    """Buffers with an entry for each sample."""
+    finish: Callable[[dict[str, Tensor], int, int], dict[str, Tensor]] | None = None
+    """(pieces of the buffers, first row, width) -> the arguments of forward; None: the pieces are the arguments."""
     pinned: bool = False
     """Whether the buffers came to the CUDA device from pinned memory."""
 
     @property
     def rows(self) -> int:
         """Number of samples; a packed row counts all its samples."""
-        return 0 if self.step.weightless else sum(self.documents) if self.documents else len(self.lengths)
+        return 0 if self.step.weightless else sum(self.samples_per_row) if self.samples_per_row else len(self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -159,11 +163,14 @@ class StepBatch:
         inputs: dict[str, Tensor] = {}
         targets = None
         inside = slice(first, last)
-        if self.documents:
-            inside = slice(sum(self.documents[:first]), sum(self.documents[:last]))
+        if self.samples_per_row:
+            inside = slice(sum(self.samples_per_row[:first]), sum(self.samples_per_row[:last]))
         for key, buffer in self.buffers.items():
-            if key == "row_labels":
-                targets = buffer[inside]
+            if key in self.per_sample:
+                if key == "row_labels":
+                    targets = buffer[inside]
+                else:
+                    inputs[key] = buffer[inside]
                 continue
             if buffer.ndim > 1:
                 entries = buffer[first:last]
@@ -174,20 +181,16 @@ class StepBatch:
                 else:
                     inputs[key] = entries
                 continue
-            if key == "document_rows":  # start of each document in the flattened micro-batch
-                inputs["document_starts"] = (buffer[inside] - first) * width + self.buffers["document_offsets"][inside]
-            if key.startswith("document_r") or key == "document_offsets":
-                continue
             rows = buffer[part.start : part.start + part.rows * part.width].view(part.rows, part.width)
             piece = rows if rows.shape == (end - begin, width) else rows[begin:end, :width]
             if key == "labels":
                 targets = piece
-            elif key == "document_numbers":  # a token attends only to tokens of its own document
-                inputs["attention_mask"] = (piece[:, :, None] == piece[:, None, :])[:, None]
             elif key == "prebuilt_mask":
                 if padded:
                     inputs["attention_mask"] = piece[:, None, None, :]
             elif key != "attention_mask" or padded:
                 inputs[key] = piece
         assert targets is not None, "a step batch must have labels"
+        if self.finish is not None:
+            inputs = self.finish(inputs, first, width)
         return MicroBatch(inputs, targets, sum(self.units[first:last]), last, share, self.samples[first])
