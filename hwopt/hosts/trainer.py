@@ -312,6 +312,12 @@ class OptimizedTrainer:
             free_memory(run.device)
             backoff.reduce(finest.bit_length(), f"at step {run.step + 1}", reason)
         backoff.step_succeeded()
+        if not run.steps and len(parts) > 1:
+            means = sorted(name for name, values in getattr(self, "_metrics", {}).get("train", {}).items() if len(values) > 1)
+            if means:
+                run.say(
+                    f"{', '.join(means)} in your logs: means over these micro-batches, so they differ from the unmodified script's"
+                )
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
 
