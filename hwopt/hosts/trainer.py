@@ -316,7 +316,7 @@ class OptimizedTrainer:
             means = sorted(name for name, values in getattr(self, "_metrics", {}).get("train", {}).items() if len(values) > 1)
             if means:
                 run.say(
-                    f"{', '.join(means)} in your logs: means over these micro-batches, so they differ from the unmodified script's"
+                    f"means over these micro-batches in your logs, which differ from the unmodified script's: {', '.join(means)}"
                 )
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
