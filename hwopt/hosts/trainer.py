@@ -315,9 +315,7 @@ class OptimizedTrainer:
         if not run.steps and len(parts) > 1:
             means = sorted(name for name, values in getattr(self, "_metrics", {}).get("train", {}).items() if len(values) > 1)
             if means:
-                run.say(
-                    f"means over these micro-batches in your logs, which differ from the unmodified script's: {', '.join(means)}"
-                )
+                run.say(f"your logs hold means over these micro-batches, unlike the unmodified script's: {', '.join(means)}")
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
 
