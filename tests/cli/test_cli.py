@@ -71,7 +71,7 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--per_device_train_batch_size", "4"], 2, "Give --set plugins.batch.train=VALUE"),
         (["run", "--lr", "fast"], 2, "training.learning_rate: input should be a valid number"),
         (["run", "--profiel", "cpu"], 2, "--profile"),
-        (["run", "train.csv"], 2, "train.csv: is not a job: .* hwopt init train.csv"),
+        (["run", "train.csv"], 2, "train.csv: is not a job, .* hwopt init train.csv"),
         (["plan", "--profile", "rtx3070_8g"], 2, r"Did you mean 'rtx3070_8gb'\? `hwopt profiles` lists them; [^,]*$"),
         (["run", "--profile", "cpu", "--set", "data.label=colr"], 4, "no column 'colr'.*Set data.label to one of them"),
     ],

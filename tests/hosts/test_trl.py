@@ -11,10 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 from hosts.scripts import Log, Steps, farthest, llama, memory_of, reset
-from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import hwopt
 
@@ -53,7 +51,9 @@ def train(cls: type, config: Any, rows: Dataset, limit: int | None = None, model
     return trainer, log.steps
 
 
-def sft(folder: Path) -> SFTConfig:
+def sft(folder: Path) -> Any:
+    from trl import SFTConfig  # takes ten seconds to import
+
     own = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     switch = "activation_checkpointing" if hasattr(SFTConfig, "activation_checkpointing") else "gradient_checkpointing"
     return SFTConfig(str(folder), max_length=64, save_strategy="no", **QUIET, **own, **{switch: False})
@@ -62,6 +62,9 @@ def sft(folder: Path) -> SFTConfig:
 @pytest.mark.parametrize("limit", [None, 150])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import LoraConfig
+    from trl import SFTTrainer
+
     rows = data("prompt", "completion")
 
     def given() -> dict[str, Any]:
@@ -80,6 +83,8 @@ def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, c
 
 
 def test_preference_loss_is_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trl import DPOConfig, DPOTrainer
+
     rows, folder = data("prompt", "chosen", "rejected"), tmp_path / "model"
     llama().save_pretrained(folder)  # DPO loads its reference by name
 

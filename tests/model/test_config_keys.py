@@ -32,7 +32,7 @@ def test_keys_that_transformers_no_longer_reads_are_reported_and_left_out(name: 
     assert not [key for key in published.unread if hasattr(config, key)]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name].unread])
 def test_hand_written_config_may_have_only_keys_that_are_read(name: str) -> None:
     published = PUBLISHED[name]
     written = {key: value for key, value in published.config.items() if key not in SAVED_KEYS}

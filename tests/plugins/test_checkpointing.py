@@ -204,7 +204,7 @@ def test_offload_decisions():
 
 
 def test_forecast_of_offload_counts_device_and_host(tmp_path):
-    layers, hidden, rows, width = 6, 96, 4, 250
+    layers, hidden, rows, width = 3, 96, 4, 250
     config = TINY_LLAMA | {"hidden_size": hidden, "num_hidden_layers": layers, "max_position_embeddings": 512}
     card = described("a card", (8, 6), 24.0)
 

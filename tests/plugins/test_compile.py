@@ -134,11 +134,11 @@ def test_recompile_limit_is_restored():
 
 
 @OWN_WARNINGS
-def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
+def test_compiled_blocks_compute_the_same_and_share_a_graph():
     plugin, recipe, run = compiled_run("block")
     assert recipe.batch == {"widths": (4, 8)}
     assert verify(plugin, run).status == "inactive"
-    samples = [torch.randn(rows, width, 8) for width in (4, 8) for rows in (2, 3, 5, 7)]
+    samples = [torch.randn(rows, 4, 8) for rows in (2, 3, 5)]
     wanted = [run.inner_model(x).detach() for x in samples]
     with recipe.process[0]():
         recipe.prepared_steps[0](run)
@@ -150,8 +150,8 @@ def test_compiled_blocks_compute_the_same_and_share_a_graph_per_width():
     evidence = verify(plugin, run)
     assert evidence.status == "active", (evidence.seen, run.warnings)
     assert "3 module(s) compiled (Block)" in evidence.seen
-    # two graphs per width for any number of rows: only the first block's input needs no gradient
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    # two graphs for any number of rows: only the first block's input needs no gradient
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert run.warnings == []
     assert not any("_orig_mod" in name for name in run.inner_model.state_dict())
 

@@ -100,7 +100,7 @@ def parts(folder: Path, ranks: int, **tables: Any) -> Any:
 def test_memory_of_a_rank_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     plain = parts(tmp_path, 1, checkpointing={}, accumulation=2)  # all gradients exist after the first backward
     peaks = []
-    for ranks in (2, 4, 8):
+    for ranks in (2, 8):
         memory = parts(tmp_path, ranks, checkpointing={}, accumulation=2, fsdp={})
         for kind in ("weights", "gradients", "optimizer_state"):
             assert memory.parts[kind] == pytest.approx(plain.parts[kind] / ranks, rel=0.02), kind
