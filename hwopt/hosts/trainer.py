@@ -30,6 +30,7 @@ from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
+from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 from hwopt.training.memory_pressure import free_memory
 
@@ -148,8 +149,7 @@ class OptimizedTrainer:
         run.accelerator = trainer.accelerator
         run.inner_model = run.model = trainer.model
         trainer.add_callback(callback_of(run, trainer))
-        resorts: list[Callable[[], str | None]] = [partial(plugin.on_oom, run) for plugin in run.plan.oom_plugins]
-        self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=resorts)
+        self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
         self._batches: list[Batch] = []
         self._law: Any = None
 

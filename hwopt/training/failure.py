@@ -10,6 +10,7 @@ import torch
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDiedError, worker_death
+from hwopt.plugin import RunView
 from hwopt.plugin.guard import GuardedOnce
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.training.run import Run
@@ -46,7 +47,7 @@ def report_oom(what: str, option: str) -> Iterator[None]:
         ) from error
 
 
-def last_resorts(run: Run) -> list[Callable[[], str | None]]:
+def last_resorts(run: RunView) -> list[Callable[[], str | None]]:
     """What plugins can do when not even single rows fit; each call returns what it costs, or None if it cannot help."""
     return [
         GuardedOnce(partial(plugin.on_oom, run), f"plugin {plugin.name!r} ({type(plugin).__module__})", "on_oom()")

@@ -1,52 +1,81 @@
 """Search: the fastest setting of a plan, in few trials. It measures through a callable, and asks the planner through another.
 
-A setting is a choice for each axis: micro-batch, workers, prefetch, checkpointing, compilation, attention kernel. There are some
-thousands of settings. This is Bayesian optimization: the first trial is the start, and each further one is the setting with
-the largest expected improvement by a Gaussian process (hwopt.trials.surrogate) over all trials so far and the forecast. It never
-tries a setting that
+A setting is a choice for each axis: micro-batch, workers, prefetch, checkpointing, compilation, attention kernel. This is a
+coordinate search in the order of the forecast. The first trial is the start. Each further one changes an axis of the fastest
+trial so far: the change that the forecast expects to gain most. Of two changes that it expects to be equal, more rows are tried.
 
-* the planner says does not fit, or that is the plan of a trial;
-* the roofline predicts to be half as slow again at both ends of its range;
-* needs as much memory as one that ran out of memory, or has the choices with which a trial crashed;
-* prepares step batches faster although the loop does not wait for them.
+* Sizes begin with the largest one that fits and go halfway back to the fastest one.
+* What saves memory is tried with the largest micro-batch that it makes room for, and what takes memory with one that still fits.
+* Data workers are only added while the loop waits for data.
 
-The surrogate models the time in which the loop computes. More data workers shorten the wait for data in proportion, and fewer may
-cause one (hwopt.trials.preparation_time).
-
-The search ends at the plateau, when no setting is expected to gain anything, or after 12 trials. Its result is the setting that
-the surrogate, which weighs all trials, expects to be fastest, if its trial is clearly faster than the start: the 95 % interval of
-the ratio is above 1 (see hwopt.records.throughput for the windows of a trial).
+Nothing is tried that the planner says does not fit, that the forecast makes 1.5 times slower, that needs as much memory as what
+ran out of it, or that has the choices with which a trial crashed. The search ends when no change is left, or after 12 trials.
+Its result is the fastest trial that is clearly faster than the start: the 95 % interval of the ratio is above 1.
+docs/decisions/0012 compares it with two other methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import ne
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hwopt.records.throughput import Ratio, Unit, Window, rate, rate_ratio
-from hwopt.trials.candidates import Axis, Candidates, Failure, Forecast, Setting, with_choice
-from hwopt.trials.preparation_time import WAITS, PreparationTime
-from hwopt.trials.surrogate import Numbers, Posterior, Surrogate
 
 TRIALS = 12
-PLATEAU = 0.0015
-"""A search ends when no setting is expected to gain as large a part of the time."""
-CHANGE = 0.02
-"""The part of an expected improvement that each changed axis costs: of equal settings, the one with fewer changes is tried."""
+WAITS = 0.02
+"""Below this part of the time the loop does not wait for data: a faster input gains nothing."""
+SLOWER = 1.5
+"""A setting that the forecast makes slower by more is not tried. A roofline does not know that small micro-batches use a device
+badly, so it may be wrong about what makes room for larger ones."""
+LARGER = 0.2
+"""The part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast."""
 SAME = 0.003
-"""Settings whose expected times differ by a smaller part are equally fast."""
-NEARLY = 0.9
-"""The input is nearly as slow as the loop if it takes this part of the time: it would hide a gain."""
-TINY = 1e-12
-"""Seconds."""
+"""Settings whose times differ by a smaller part are equally fast."""
 UNKNOWN_NOISE_GAIN = 1.05
 """The least ratio that counts as faster if a trial has too few windows to know its noise."""
 
 Ending = Literal["plateau", "limit", "interrupted"]
+Failure = Literal["out of memory", "time limit", "crash"]
+Setting = tuple[int, ...]
+"""The index of a choice for each axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting with several choices."""
+
+    choices: int
+    start: int
+    ordered: bool = False
+    """Whether the choices are ordered by the memory that they need, the smallest first."""
+    input: bool = False
+    """Whether it only changes when step batches are ready."""
+    parallel: bool = False
+    """Whether step batches are ready faster in proportion to the size, as with data workers."""
+    values: tuple[float, ...] = ()
+    """The sizes, if they are numbers."""
+
+    @property
+    def is_size(self) -> bool:
+        """Whether the choices are numbers of rows."""
+        return self.ordered and not self.input and bool(self.values)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the planner says of a setting."""
+
+    plan: str
+    """Equal for settings with which a run would do the same."""
+    fits: bool | None
+    """None if it is not known."""
+    peak_gib: float | None = None
+    seconds: tuple[float, float] | None = None
+    """Of a step: the fast and the slow end; None for a device whose speed is not known."""
 
 
 @dataclass(frozen=True)
@@ -91,39 +120,25 @@ class Search:
     limit: int = TRIALS
     on_trial: Callable[[Trial], None] = lambda trial: None
     trials: list[Trial] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.candidates = Candidates(self.axes, self.forecast)
-        self.surrogate = Surrogate(self.axes)
-        self.settings = np.array(self.candidates.settings, np.int64).reshape(len(self.candidates.settings), len(self.axes))
-        self.places = {setting: place for place, setting in enumerate(self.candidates.settings)}
-        self.prior = np.zeros(len(self.settings))
-        self.workers = np.ones(len(self.settings))
-        """(settings,) the number of data workers of each."""
-        for number, axis in enumerate(self.axes):
-            if axis.parallel:
-                self.workers = np.array(axis.values or range(axis.choices), np.float64)[self.settings[:, number]]
+    plans: dict[Setting, Forecast | None] = field(default_factory=dict)
 
     def run(self) -> Ending:
         """Search, and return why the search ended. `best` and `trials` have what was found, also after an exception.
 
         If the start fails, only its trial is there.
         """
-        if self.tries(self.start) is not None:
+        if self.tries(self.start).measurement.failure is not None:
             return "plateau"
-        self.prior = self.candidates.prior()
         while len(self.trials) < self.limit:
             setting = self.next()
             if setting is None:
-                if (simpler := self.simpler()) is not None:
-                    self.tries(simpler)
                 return "plateau"
             self.tries(setting)
         return "limit"
 
     @property
     def start(self) -> Setting:
-        return self.candidates.start
+        return tuple(axis.start for axis in self.axes)
 
     @property
     def good(self) -> list[Trial]:
@@ -132,98 +147,146 @@ class Search:
 
     @property
     def winner(self) -> Trial:
-        """The trial that is expected to be fastest, of those that are clearly faster than the start; else the first one."""
-        if not self.good:
-            return self.trials[0]
-        expected = self.expected_seconds(self.computing())
-        faster = [(seconds, trial) for seconds, trial in zip(expected, self.good, strict=True) if clearly_faster(trial.ratio)]
-        least = min((seconds for seconds, _ in faster), default=0.0)
-        same = [trial for seconds, trial in faster if seconds <= (1 + SAME) * least]
-        return min(same, key=lambda trial: self.candidates.changes(trial.setting), default=self.trials[0])
+        """The fastest trial of those that are clearly faster than the start, with the fewest changes; else the first one."""
+        faster = [trial for trial in self.good if clearly_faster(trial.ratio)]
+        least = min((trial.measurement.seconds for trial in faster), default=0.0)
+        same = [trial for trial in faster if trial.measurement.seconds <= (1 + SAME) * least]
+        return min(same, key=lambda trial: changes(trial.setting, self.start), default=self.trials[0])
 
     @property
     def best(self) -> Setting:
         return self.winner.setting if self.trials else self.start
 
-    def tries(self, setting: Setting) -> Failure | None:
-        """Measure `setting`, and return its failure."""
+    def tries(self, setting: Setting) -> Trial:
+        """Measure `setting`."""
         measurement = self.measure(setting)
         start = self.trials[0].measurement if self.trials else measurement
         trial = Trial(len(self.trials) + 1, setting, measurement, measurement.over(start))
         self.trials.append(trial)
-        self.candidates.record(setting, measurement.failure)
         self.on_trial(trial)
-        return measurement.failure
+        return trial
+
+    # what to try next
 
     def next(self) -> Setting | None:
-        """The possible setting with the largest expected gain; None at the plateau."""
-        computing = self.computing()
-        expected = self.expected_seconds(computing)
-        fastest = self.good[int(expected.argmin())]
-        gains = self.expected_gains(computing, fastest, float(expected.min()))
-        for place in np.argsort(-gains, kind="stable"):
-            setting: Setting = self.candidates.settings[place]
-            if gains[place] < PLATEAU:
-                return None
-            if self.candidates.is_possible(setting, fastest.setting):
-                return setting
-        return None
+        """The change of the fastest trial that is expected to gain most, those of the input first; None if none is left."""
+        fastest = min(self.good, key=lambda trial: trial.measurement.seconds)
+        expected = []
+        for axis, setting in self.neighbours(fastest):
+            seconds = self.relative_seconds(setting, fastest.setting)
+            if min(seconds) <= SLOWER and not self.is_ruled_out(setting):
+                gain = self.doublings(setting, fastest.setting) * LARGER
+                expected.append((not axis.input, math.log(math.prod(seconds)) / 2 - gain, setting))
+        return min(expected)[-1] if expected else None
 
-    def simpler(self) -> Setting | None:
-        """The best setting without the changes that are expected to gain nothing; None if it was measured."""
-        best = self.best
-        mean = self.computing().mean
-        changes = [number for number, choice in enumerate(best) if choice != self.start[number] and not self.axes[number].input]
-        found = best
-        for number in changes:
-            without = with_choice(best, number, self.start[number])
-            if without in self.places and mean[self.places[without]] <= mean[self.places[best]] + SAME:
-                found = with_choice(found, number, self.start[number])
-        return found if found in self.places and self.candidates.is_possible(found, best) else None
-
-    def expected_gains(self, computing: Posterior, fastest: Trial, seconds: float) -> Numbers:
-        """(settings,) the part of the time that each is expected to gain on the fastest trial; 0 for what need not be tried.
-
-        `seconds`: the expected time of that trial.
-        """
-        preparation = self.preparation_time()
-        gains = computing.expected_improvement(np.log(np.maximum(preparation.target(self.workers, seconds), TINY)))
-        # no setting is faster than its input
-        gains = np.minimum(gains, np.log(seconds / np.clip(preparation.least(self.workers), TINY, seconds)))
-        gains *= preparation.chance(self.workers, seconds)
-        for place in np.flatnonzero(gains >= PLATEAU) if len(self.good) < len(self.trials) else ():
-            gains[place] *= self.candidates.chance(self.candidates.settings[place])
-        gains *= 1 - CHANGE * (self.settings != fastest.setting).sum(axis=1)
-        # a larger input size gains nothing if the loop does not wait, unless the input hides what other axes gain
-        waits = fastest.measurement.data_wait >= WAITS
-        slow_input = float(preparation.least(self.workers[[self.places[fastest.setting]]])[0]) >= NEARLY * seconds
+    def neighbours(self, trial: Trial) -> Iterator[tuple[Axis, Setting]]:
+        """The settings that differ from that of `trial` in one axis, and in the rows that fit with it."""
+        here = trial.setting
         for number, axis in enumerate(self.axes):
-            if axis.input and not waits and not (axis.parallel and slow_input):
-                gains[self.settings[:, number] > fastest.setting[number]] = 0.0
-        gains[[self.places[trial.setting] for trial in self.trials]] = 0.0
-        return gains
+            if axis.input:
+                choices = faster_inputs(axis, here[number], trial.measurement.data_wait)
+                yield from ((axis, with_choice(here, number, choice)) for choice in choices)
+            elif axis.is_size:
+                yield from ((axis, with_choice(here, number, size)) for size in self.sizes(trial, number))
+            else:
+                tried = {each.setting[number] for each in self.trials}
+                for choice in set(range(axis.choices)) - tried:
+                    setting = with_choice(here, number, choice)
+                    yield axis, self.with_rows(setting, fewer=True)
+                    if axis.ordered and choice < here[number]:
+                        yield axis, self.with_rows(setting, fewer=False)
 
-    def computing(self) -> Posterior:
-        """What the trials tell of the time in which the loop computes, for all settings."""
-        measured = [trial.measurement for trial in self.good]
-        seconds = np.array([max(each.seconds * (1 - each.data_wait), TINY) for each in measured])
-        return self.surrogate.posterior(self.settings, self.prior, self.places_of_good(), seconds)
+    def sizes(self, trial: Trial, number: int) -> Iterator[int]:
+        """The sizes to try beside `trial`: the largest that fits, or halfway back from what was slower; if none was, one less."""
+        here = trial.setting[number]
+        beside = {each.setting[number] for each in self.trials if changes(each.setting, trial.setting) <= 1} - {here}
+        slower = min((size for size in beside if size > here), default=None)
+        larger = range(here + 1, self.axes[number].choices if slower is None else slower)
+        fitting = [size for size in larger if slower is not None or self.fits(with_choice(trial.setting, number, size))]
+        if fitting:
+            yield fitting[-1] if slower is None else (here + slower) // 2
+        elif here and slower is None and not beside:
+            yield here - 1
 
-    def expected_seconds(self, computing: Posterior) -> Numbers:
-        """(trials that did not fail,) the time of each by the surrogate, with the wait that the trial measured."""
-        waits = np.array([trial.measurement.data_wait for trial in self.good])
-        seconds: Numbers = np.exp(computing.mean[self.places_of_good()]) / (1 - waits)
-        return seconds
+    def with_rows(self, setting: Setting, fewer: bool) -> Setting:
+        """`setting` with the most rows that fit, at most its own if `fewer`, else at least its own."""
+        number = next((number for number, axis in enumerate(self.axes) if axis.is_size), None)
+        if number is None:
+            return setting
+        own = setting[number]
+        sizes = range(own, -1, -1) if fewer else range(self.axes[number].choices - 1, own, -1)
+        resized = (with_choice(setting, number, size) for size in sizes)
+        return next(filter(self.fits, resized), setting)
 
-    def preparation_time(self) -> PreparationTime:
-        """What the trials tell of the time in which step batches are prepared."""
-        workers = self.workers[self.places_of_good()].tolist()
-        measured = [trial.measurement for trial in self.good]
-        return PreparationTime.of((n, each.seconds, each.data_wait) for n, each in zip(workers, measured, strict=True))
+    # what the planner and the trials rule out
 
-    def places_of_good(self) -> NDArray[np.int64]:
-        """(trials that did not fail,) the index of the setting of each."""
-        return np.array([self.places[trial.setting] for trial in self.good])
+    def plan(self, setting: Setting) -> Forecast | None:
+        """The forecast of `setting`; None if it is not a plan, or another training."""
+        if setting not in self.plans:
+            self.plans[setting] = self.forecast(setting)
+        return self.plans[setting]
+
+    def fits(self, setting: Setting) -> bool:
+        """Whether `setting` is a plan that may fit, by the forecast and by the trials that ran out of memory."""
+        plan = self.plan(setting)
+        failed = [trial.setting for trial in self.trials if trial.measurement.failure == "out of memory"]
+        return plan is not None and plan.fits is not False and not any(self.needs_as_much(setting, each) for each in failed)
+
+    def needs_as_much(self, setting: Setting, failed: Setting) -> bool:
+        """Whether `setting` needs the memory of `failed`, by the forecast, or because none of its sizes is smaller."""
+        ours, theirs = self.plan(setting), self.plan(failed)
+        if ours is not None and theirs is not None and ours.peak_gib is not None and theirs.peak_gib is not None:
+            return ours.peak_gib >= theirs.peak_gib
+        sizes = [number for number, axis in enumerate(self.axes) if axis.ordered and not axis.input]
+        return all(setting[number] >= failed[number] for number in sizes)
+
+    def is_ruled_out(self, setting: Setting) -> bool:
+        """Whether `setting` does not fit, is the plan of a trial, or has what may have made a trial crash."""
+        plan = self.plan(setting)
+        measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
+        crashed = [trial.setting for trial in self.trials if trial.measurement.failure in ("crash", "time limit")]
+        return not self.fits(setting) or plan is None or plan.plan in measured or any(map(partial(self.crashes, setting), crashed))
+
+    def crashes(self, setting: Setting, failed: Setting) -> bool:
+        """Whether `setting` has a choice of `failed` that no trial had without a failure, or a larger size."""
+        for number, axis in enumerate(self.axes):
+            choice = failed[number]
+            if axis.input or any(trial.setting[number] == choice for trial in self.good):
+                continue
+            if setting[number] == choice or (axis.ordered and self.start[number] < choice < setting[number]):
+                return True
+        return False
+
+    def relative_seconds(self, setting: Setting, to: Setting) -> tuple[float, float]:
+        """The predicted time of a step with `setting` relative to that with `to`, at both ends; 1 without a forecast."""
+        ours, theirs = self.plan(setting), self.plan(to)
+        if ours is None or theirs is None or ours.seconds is None or theirs.seconds is None:
+            return 1.0, 1.0
+        return ours.seconds[0] / theirs.seconds[0], ours.seconds[1] / theirs.seconds[1]
+
+    def doublings(self, setting: Setting, of: Setting) -> float:
+        """How often the sizes of `of` are doubled in `setting`; a size without a number counts by its place."""
+        axes = [(axis, new, old) for axis, new, old in zip(self.axes, setting, of, strict=True) if axis.ordered and not axis.input]
+        return sum(math.log2(axis.values[new] / axis.values[old]) if axis.values else new - old for axis, new, old in axes)
+
+
+def faster_inputs(axis: Axis, here: int, wait: float) -> Iterator[int]:
+    """The next choice with which step batches should be ready in time, if the loop waits for this part of its time."""
+    larger = range(here + 1, axis.choices)
+    if wait < WAITS or not larger:
+        return
+    workers = axis.values if axis.parallel else ()
+    enough = [choice for choice in larger if workers and workers[choice] >= (workers[here] or wait) / (1 - wait)]
+    yield enough[0] if enough else larger[-1]
+
+
+def changes(setting: Setting, other: Setting) -> int:
+    """The number of axes in which two settings differ."""
+    return sum(map(ne, setting, other))
+
+
+def with_choice(setting: Setting, axis: int, choice: int) -> Setting:
+    return (*setting[:axis], choice, *setting[axis + 1 :])
 
 
 def clearly_faster(ratio: Ratio | None) -> bool:

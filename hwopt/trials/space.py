@@ -18,7 +18,7 @@ from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Scale
 from hwopt.plugin.registry import Registry
-from hwopt.trials.candidates import Axis, Forecast, Setting
+from hwopt.trials.search import Axis, Forecast, Setting
 
 Replan = Callable[[Sequence[str]], Plan]
 """Resolves the plan with further `--set` assignments."""

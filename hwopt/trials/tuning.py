@@ -17,9 +17,8 @@ from hwopt.export.files import write
 from hwopt.planning.plan import Plan
 from hwopt.records.throughput import Unit, Window, rate
 from hwopt.system import signals
-from hwopt.trials.candidates import Failure, Setting
 from hwopt.trials.processes import Launch, in_new_process, launcher_for
-from hwopt.trials.search import TRIALS, Ending, Measurement, Search, Trial
+from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Setting, Trial
 from hwopt.trials.space import Space
 from hwopt.trials.trial import Outcome, Variant, run_trial
 from hwopt.trials.tune_rows import TrialRow, TuneListener, TuneResult, rate_text, ratio_text

@@ -18,11 +18,11 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt.plugin import OFF, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 from hwopt_plugins.length_batching.cut import cut_by_length
 from hwopt_plugins.length_batching.price import price_of
 
@@ -97,6 +97,11 @@ class LengthBatching(Plugin):
             return CPU_OVERHEAD, 0
         price = price_of(context)
         return price.overhead_tokens, price.host_tokens
+
+    @classmethod
+    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+        """Off or on: which is faster on a CPU depends on the CPU."""
+        return [Scale(choices=(OFF, Choice(changes={})), present=int(options is not None), ordered=False, tune=True)]
 
     def evidence(self, run: RunView) -> Evidence:
         step = run.last_step_batch

@@ -15,8 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from hwopt.records.throughput import Window
-from hwopt.trials.candidates import Axis, Forecast, Setting
-from hwopt.trials.search import Measurement, Search
+from hwopt.trials.search import Axis, Forecast, Measurement, Search, Setting
 
 GPUS = (  # (GiB, TFLOP/s in half precision, GB/s)
     (7.78, 40.6, 448),

@@ -64,7 +64,7 @@ def offered(space: Space) -> dict[str, int]:
 
 def test_applied_plugins_and_those_that_can_be_turned_on_are_offered(tmp_path: Path) -> None:
     space = space_of(tmp_path, CARD, batch={"train": 8, "gradient_accumulation_steps": 4}, dataloader={"num_workers": 2}, sdpa={})
-    assert offered(space) == {"batch": 1, "dataloader": 2, "sdpa": 1, "compile": 1}
+    assert offered(space) == {"batch": 1, "dataloader": 2, "length_batching": 1, "sdpa": 1, "compile": 1}
     start = tuple(axis.start for axis in space.axes)
     assert space.assignments(start) == ()
     assert space.described(start) == "the start"
