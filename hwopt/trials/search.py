@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import ne
 from typing import Literal
 
@@ -245,7 +244,9 @@ class Search:
         plan = self.plan(setting)
         measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
         crashed = [trial.setting for trial in self.trials if trial.measurement.failure in ("crash", "time limit")]
-        return not self.fits(setting) or plan is None or plan.plan in measured or any(map(partial(self.crashes, setting), crashed))
+        if plan is None or plan.plan in measured or not self.fits(setting):
+            return True
+        return any(self.crashes(setting, each) for each in crashed)
 
     def crashes(self, setting: Setting, failed: Setting) -> bool:
         """Whether `setting` has a choice of `failed` that no trial had without a failure, or a larger size."""
@@ -266,7 +267,9 @@ class Search:
 
     def doublings(self, setting: Setting, of: Setting) -> float:
         """How often the sizes of `of` are doubled in `setting`; a size without a number counts by its place."""
-        axes = [(axis, new, old) for axis, new, old in zip(self.axes, setting, of, strict=True) if axis.ordered and not axis.input]
+        axes = [
+            (axis, new, old) for axis, new, old in zip(self.axes, setting, of, strict=True) if axis.ordered and not axis.input
+        ]
         return sum(math.log2(axis.values[new] / axis.values[old]) if axis.values else new - old for axis, new, old in axes)
 
 
