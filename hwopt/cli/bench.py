@@ -60,13 +60,13 @@ def bench(
     from hwopt.report.bench_progress import ProgressLine
     from hwopt.report.terminal import Terminal
     from hwopt.system import signals
-    from hwopt.trials.benchmark import Effort
+    from hwopt.trials.benchmark import BenchEffort
     from hwopt.trials.preparation import prepare, run_bench
     from hwopt.trials.trial import Variant
 
     quiet_transformers()
     signals.install_handlers()
-    progress, effort = ProgressLine(), Effort(rounds, seconds, steps, time_limit)
+    progress, effort = ProgressLine(), BenchEffort(rounds, seconds, steps, time_limit)
     prepared = prepare(inputs, job, Variant("profile", profile, assignments, memory_limit), against, progress.on_plan)
     found, ended = run_bench(prepared, effort, progress)
     progress.clear()

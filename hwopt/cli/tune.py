@@ -67,7 +67,7 @@ def tune(
     from hwopt.trials.space import Space
     from hwopt.trials.trial import Variant
     from hwopt.trials.tuned_profile import job_assignments
-    from hwopt.trials.tuning import Effort, Tuning
+    from hwopt.trials.tuning import TuneEffort, Tuning
 
     quiet_transformers()
 
@@ -84,7 +84,7 @@ def tune(
     space = Space(start, inputs.registry, resolved, api.cache_folder(), progress.on_planning)
     signals.install_handlers()
     with Tuning(
-        space, job, Variant("start", profile, assignments, memory_limit), Effort(trials, steps, time_limit), progress
+        space, job, Variant("start", profile, assignments, memory_limit), TuneEffort(trials, steps, time_limit), progress
     ) as tuning:
         code = tuning.run()
         if tuning.improved:

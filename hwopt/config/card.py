@@ -26,7 +26,7 @@ class DenseTflops(Table):
     fp32: Positive | None = None
 
 
-class Variant(Table):
+class CardVariant(Table):
     """A card with the memory and the kernels of the profile's card, and with other peaks."""
 
     match: tuple[str, ...] = Field(min_length=1)
@@ -46,7 +46,7 @@ class Card(Table):
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
     memory_bandwidth_gbps: Positive | None = None
     dense_tflops: DenseTflops = DenseTflops()
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[CardVariant, ...] = ()
     """Other cards that this profile serves. The longest name that matches wins."""
 
     @property

@@ -128,7 +128,7 @@ class ChangesLoss:
     """Marks a key of [task] that changes the training loss: a plugin with a loss of its own ignores it."""
 
 
-class Task(Table):
+class TaskOptions(Table):
     kind: Kind = "text-classification"
     """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
@@ -146,7 +146,9 @@ class Task(Table):
     def loss_changes(self) -> dict[str, Any]:
         """The keys that change the training loss, with their values, if they are set."""
         marked = [
-            name for name, field in Task.model_fields.items() if any(isinstance(each, ChangesLoss) for each in field.metadata)
+            name
+            for name, field in TaskOptions.model_fields.items()
+            if any(isinstance(each, ChangesLoss) for each in field.metadata)
         ]
         return {name: value for name in marked if (value := getattr(self, name))}
 
@@ -154,7 +156,7 @@ class Task(Table):
 class Job(Table):
     model: Model
     data: Data
-    task: Task = Task()
+    task: TaskOptions = TaskOptions()
     training: Training = Training()
 
     @model_validator(mode="after")

@@ -13,12 +13,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from hwopt.config.aliases import INSTEAD, plugin_aliases
-from hwopt.config.job import Data, Task
+from hwopt.config.job import Data, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
 from hwopt.configs.job_words import JOB_KEYS, JOB_WORDS, REASONS, NothingToSet, WithoutEquivalent, plain_key
-from hwopt.configs.view import Setting, Unread, View
+from hwopt.configs.view import ConfigSetting, Unread, View
 from hwopt.errors import HwoptError
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
@@ -29,7 +29,7 @@ from hwopt.text import first_line, truncate
 class Taken:
     """A setting in its new place."""
 
-    setting: Setting
+    setting: ConfigSetting
     key: tuple[str, ...]
     """("plugins", NAME, OPTION) of the profile, or (TABLE, KEY) of the job."""
     value: Any
@@ -54,7 +54,7 @@ class Translation:
     taken: list[Taken] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
-    def leave(self, setting: Setting, kind: Literal["ignored", "no equivalent"], reason: str) -> None:
+    def leave(self, setting: ConfigSetting, kind: Literal["ignored", "no equivalent"], reason: str) -> None:
         self.left.append(Left(kind, setting.key, setting.value, setting.place, reason, setting.comments))
 
     def tables(self, kind: Literal["profile", "job"]) -> dict[tuple[str, ...], Taken]:
@@ -114,13 +114,13 @@ def left_of(unread: Unread) -> Left:
 TABLES: Mapping[str, tuple[type[Table], dict[str, Any]]] = {
     "model": (Model, {"name": "m"}),
     "data": (Data, {"train": "t"}),
-    "task": (Task, {}),
+    "task": (TaskOptions, {}),
     "training": (Training, {}),
 }
 """Table of a job -> its class, and the keys that it needs besides the one to check."""
 
 
-def to_job(found: Translation, setting: Setting) -> None:
+def to_job(found: Translation, setting: ConfigSetting) -> None:
     word = setting.word
     try:
         key, value = JOB_WORDS[word](found.view, setting.value) if word in JOB_WORDS else (plain_key(word), setting.value)
@@ -141,11 +141,11 @@ class Options:
 
     def __init__(self, found: Translation, registry: Registry) -> None:
         self.found, self.registry = found, registry
-        self.asked: list[tuple[Setting, str, dict[str, Any]]] = []
+        self.asked: list[tuple[ConfigSetting, str, dict[str, Any]]] = []
         self.accepted: dict[str, dict[str, Any]] = {}
-        self.sources: dict[tuple[str, str], Setting] = {}
+        self.sources: dict[tuple[str, str], ConfigSetting] = {}
 
-    def ask(self, setting: Setting) -> None:
+    def ask(self, setting: ConfigSetting) -> None:
         """Ask the plugin that declares the word for its options."""
         alias = plugin_aliases()[setting.word]
         plugin = alias.split(".")[1]
@@ -172,7 +172,7 @@ class Options:
         for setting, plugin, options in rest:
             self.found.leave(setting, "no equivalent", self.problem(plugin, options))
 
-    def take(self, setting: Setting, plugin: str, options: dict[str, Any]) -> bool:
+    def take(self, setting: ConfigSetting, plugin: str, options: dict[str, Any]) -> bool:
         if self.problem(plugin, options):
             return False
         self.accepted[plugin] = {**self.accepted.get(plugin, {}), **options}

@@ -25,7 +25,7 @@ TOOL_NAMES: Mapping[Tool, str] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigSetting:
     """One value, under the word that all tools share."""
 
     word: str
@@ -67,7 +67,7 @@ class View:
     tool: Tool
     recognised_by: str
     language: Language
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, ConfigSetting]
     unread: tuple[Unread, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     """Place -> a text that describes the whole file, such as a profile's summary."""

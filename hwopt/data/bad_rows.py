@@ -20,7 +20,7 @@ MAX_FRACTION = 0.05
 SHOWN = 5
 """Number of lines that the note lists."""
 
-Unit = Literal["line", "row"]
+RowUnit = Literal["line", "row"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Places:
     """The places of samples in their source: for each sample, the 1-based number of its first line, or of its row."""
 
     source: str
-    unit: Unit
+    unit: RowUnit
     numbers: Sequence[int]
 
     def at(self, sample: int) -> str:
@@ -48,7 +48,7 @@ class Places:
         return None
 
 
-def place(source: str, unit: Unit, number: int) -> str:
+def place(source: str, unit: RowUnit, number: int) -> str:
     """The text for a line or row of `source` in messages."""
     return f"{source}:{number}" if unit == "line" else f"{source}: row {number}"
 
@@ -56,7 +56,7 @@ def place(source: str, unit: Unit, number: int) -> str:
 class BadRows:
     """The bad rows of one source: line or row number -> reason. If `strict`, the first bad row raises DataError."""
 
-    def __init__(self, source: str, unit: Unit, strict: bool, max_fraction: float | None = None) -> None:
+    def __init__(self, source: str, unit: RowUnit, strict: bool, max_fraction: float | None = None) -> None:
         """`max_fraction` of bad rows is allowed; None: MAX_FRACTION, and no label may occur in bad rows only."""
         self.source, self.unit, self.strict, self.max_fraction = source, unit, strict, max_fraction
         self.reasons: dict[int, str] = {}

@@ -90,9 +90,9 @@ class DataParallelEngine(Engine):
                 f"rows. The result stays the same, steps are slower. To start with this size, lower {backoff.option}."
             )
 
-    def finish(self) -> None:
+    def update(self) -> None:
         self.reduce()
-        super().finish()
+        super().update()
 
     def reduce(self) -> None:
         """Sum the gradients over all ranks; `backward` has weighted them. A parameter without gradient on all ranks gets none."""

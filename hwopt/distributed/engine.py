@@ -30,7 +30,7 @@ def new_cpu_group() -> dist.ProcessGroup:
 
 
 class Engine:
-    """What the loop calls for each micro-batch (`set_gradient_sync`, `backward`) and after the last one (`finish`)."""
+    """What the loop calls for each micro-batch (`backward`) and after the last one (`update`)."""
 
     supports_retry = True
     """Whether a step can be retried after it ran out of memory. False if other ranks wait inside the step."""
@@ -89,15 +89,15 @@ class Engine:
         """The micro-batches of `batch`, each with whether it is the last one."""
         return batch.micro_batches(rung)
 
-    def set_gradient_sync(self, last: bool) -> None:
-        """Called before the forward pass of a micro-batch: tells wrappers whether its backward pass reduces gradients."""
-
     def synchronized(self, backoff: OomBackoff) -> AbstractContextManager[None]:
         """A block that each rank runs alone. Engines of several ranks make all ranks leave it with the same result."""
         return nullcontext()
 
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
-        """Backward of `loss`, a sum. `loss_weight` is 1 / the number of units in the whole step over all ranks."""
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
+        """Backward of `loss`, a sum. `loss_weight` is 1 / the number of units in the whole step over all ranks.
+
+        `last`: whether no other micro-batch of the step follows. Wrappers reduce gradients then.
+        """
         if self.factor.dtype != loss.dtype:
             self.factor = self.factor.to(loss.dtype)
         if self.scaler is None:
@@ -239,7 +239,7 @@ class Engine:
         for parameter in self.zeroed:
             parameter.grad = None
 
-    def finish(self) -> None:
+    def update(self) -> None:
         """Clip, update the weights unless a gradient is not finite, and step the schedule in either case."""
         if self.masters is not None:
             self.masters.collect()

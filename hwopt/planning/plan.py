@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +127,7 @@ class Plan:
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
         }
+
+
+Replan = Callable[[Sequence[str]], Plan]
+"""Resolves the plan with further `--set` assignments."""

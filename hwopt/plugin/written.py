@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from hwopt.config.job import Data, Job, Task
+from hwopt.config.job import Data, Job, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
@@ -58,7 +58,7 @@ TWO_CARDS = Context(
     described("a card", (9, 0), 80.0),
     AllPackages(),
     LARGE_DECODER,
-    Job(model=Model(name=LARGE_DECODER.name), data=Data(train="train.csv", max_length=2_048), task=Task(kind="causal-lm")),
+    Job(model=Model(name=LARGE_DECODER.name), data=Data(train="train.csv", max_length=2_048), task=TaskOptions(kind="causal-lm")),
     world_size=2,
 )
 ONE_CARD = replace(TWO_CARDS, world_size=1)

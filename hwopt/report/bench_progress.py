@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hwopt.report.status_line import status_line
-from hwopt.trials.benchmark import Progress
+from hwopt.trials.benchmark import BenchListener
 
 
-class ProgressLine(Progress):
+class ProgressLine(BenchListener):
     """The last line of a terminal; elsewhere one line per round."""
 
     def on_plan(self, name: str) -> None:

@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
 
 Point = tuple[float, float | None]
-Scale = Literal["range", "zero", "logarithmic"]
+ChartScale = Literal["range", "zero", "logarithmic"]
 """What the vertical axis shows: the range of the values, also 0, or powers of ten if the positive values span LOG_FROM."""
 
 
@@ -50,7 +50,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """The vertical axis: its range and its ticks."""
 
     low: float
@@ -66,7 +66,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A series as it is drawn."""
 
     name: str
@@ -86,12 +86,14 @@ class Chart:
     description: str
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     table: Sequence[Sequence[str]] = field(default=())
     """Rows of (name, step, value)."""
 
 
-def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_step: int, scale: Scale = "range") -> Chart | None:
+def line_chart(
+    id: str, title: str, unit: str, series: Sequence[Series], last_step: int, scale: ChartScale = "range"
+) -> Chart | None:
     """The chart of `series` over the steps from 0 to `last_step`; None if no series has a finite value."""
     drawn = [each for each in series if each.finite]
     if not drawn:
@@ -113,41 +115,41 @@ def line_chart(id: str, title: str, unit: str, series: Sequence[Series], last_st
     )
 
 
-def x_position(axis: Axis, value: float) -> float:
+def x_position(axis: ChartAxis, value: float) -> float:
     return round(LEFT + axis.position(value) * (WIDTH - LEFT - RIGHT), 1)
 
 
-def y_position(axis: Axis, value: float) -> float:
+def y_position(axis: ChartAxis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def value_axis(values: Sequence[float], scale: Scale) -> Axis:
+def value_axis(values: Sequence[float], scale: ChartScale) -> ChartAxis:
     """The axis that shows `values`."""
     low, high = min(values), max(values)
     if scale == "logarithmic" and low > 0 and high / low >= LOG_FROM:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, math.ceil((last - first) / 5))
         ticks = [10.0**exponent for exponent in range(first, last + 1, every)]
-        return Axis(10.0**first, 10.0**last, True, ticks)
+        return ChartAxis(10.0**first, 10.0**last, True, ticks)
     if scale == "zero":
         low, high = min(low, 0.0), max(high, 0.0)
     return linear_axis(low, high)
 
 
-def step_axis(last: int) -> Axis:
+def step_axis(last: int) -> ChartAxis:
     """The axis of the steps from 0 to `last`; its ticks are whole numbers."""
     last = max(last, 1)
     step = max(int(nice_step(last / 5)), 1)
-    return Axis(0, last, False, list(range(0, last + 1, step)))
+    return ChartAxis(0, last, False, list(range(0, last + 1, step)))
 
 
-def linear_axis(low: float, high: float, ticks: int = 5) -> Axis:
+def linear_axis(low: float, high: float, ticks: int = 5) -> ChartAxis:
     """An axis whose ends are ticks, which are multiples of 1, 2 or 5 times a power of ten."""
     if high - low <= max(abs(low), abs(high)) * 1e-9:
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (-1.0, 1.0)
     step = nice_step((high - low) / ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(first * step, last * step, False, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
+    return ChartAxis(first * step, last * step, False, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
 
 
 def nice_step(rough: float) -> float:
@@ -156,7 +158,7 @@ def nice_step(rough: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
-def drawn_line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
+def drawn_line(series: Series, x_axis: ChartAxis, y_axis: ChartAxis) -> ChartLine:
     points = reduced(series.points)
     path, pen_up = [], True
     for x, y in points:
@@ -170,7 +172,7 @@ def drawn_line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
     finite = [(x, y) for x, y in points if marked and y is not None and math.isfinite(y)]
     marks = [(x_position(x_axis, x), y_position(y_axis, y)) for x, y in finite]
     dash = EVALUATION_DASH if series.dashed else DASHES[series.run // COLOURS % len(DASHES)]
-    return Line(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
+    return ChartLine(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
 
 
 def reduced(points: Sequence[Point]) -> list[Point]:

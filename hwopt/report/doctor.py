@@ -8,14 +8,14 @@ from textwrap import wrap
 from rich.console import Console
 from rich.text import Text
 
-from hwopt.hardware.doctor import Finding
+from hwopt.hardware.doctor import Diagnosis
 from hwopt.report.terminal import LEAST
 from hwopt.text import printable
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def show_findings(console: Console, findings: Sequence[Finding]) -> None:
+def show_findings(console: Console, findings: Sequence[Diagnosis]) -> None:
     """Print one line for each finding, a second one with its fix, and the numbers of problems and warnings."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:

@@ -51,7 +51,7 @@ UNITS = {
 """The word of a name that is its unit -> (format, unit)."""
 
 
-class Part(NamedTuple):
+class TimePart(NamedTuple):
     """A part of a step in the bar of the step's time."""
 
     name: str
@@ -59,13 +59,13 @@ class Part(NamedTuple):
     """Of the sum of all parts."""
 
 
-def step_parts(use: Mapping[str, Any]) -> list[Part]:
+def step_parts(use: Mapping[str, Any]) -> list[TimePart]:
     """What the time of training is spent on: waiting for data, and the parts of a step; [] if no step was timed."""
     if not all(isinstance(use.get(key), float | int) for key in PARTS):
         return []
     wait, *computed = (float(use[key]) for key in PARTS)
     shares = [wait, *((1 - wait) * part / max(sum(computed), 1e-9) for part in computed)]
-    return [Part(name, share) for name, share in zip(PARTS.values(), shares, strict=True)]
+    return [TimePart(name, share) for name, share in zip(PARTS.values(), shares, strict=True)]
 
 
 def step_rows(use: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.records.run_record import RunRecord
 from hwopt.report import charts
-from hwopt.report.charts import Chart, Scale, Series, line_chart
+from hwopt.report.charts import Chart, ChartScale, Series, line_chart
 from hwopt.report.classes import CORNER, Limits, Sheet, class_sheets
 from hwopt.report.comparison import (
     Difference,
@@ -26,7 +26,7 @@ from hwopt.report.comparison import (
     speed_ratios,
     unique_names,
 )
-from hwopt.report.measurements import Part, device_rows, step_parts, step_rows
+from hwopt.report.measurements import TimePart, device_rows, step_parts, step_rows
 from hwopt.report.memory import gib
 from hwopt.report.verdicts import Line, verdict
 from hwopt.text import cut, printable
@@ -36,7 +36,7 @@ MAX_VALUE = 160
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
 """Of the tables of classes. The numbers of all classes are in summary.json."""
 
-CHARTS: Sequence[tuple[str, str, Scale, Sequence[tuple[str, str, str]]]] = (
+CHARTS: Sequence[tuple[str, str, ChartScale, Sequence[tuple[str, str, str]]]] = (
     ("Loss", "", "logarithmic", (("loss", "training", "log"), ("eval_loss", "evaluation", "eval"))),
     ("Learning rate", "", "zero", (("learning_rate", "", "log"),)),
     ("Gradient norm", "before clipping", "logarithmic", (("grad_norm", "", "log"),)),
@@ -77,7 +77,7 @@ class RunSection:
     """(heading, tables)."""
     commands: Sequence[tuple[str, str]]
     """(when and where, the command) of each process."""
-    step_parts: Sequence[Part]
+    step_parts: Sequence[TimePart]
     """What the time of training is spent on, for a bar; empty if no step was timed."""
     notes: Sequence[str] = field(default=())
 

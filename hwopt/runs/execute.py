@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT
 
@@ -24,7 +24,7 @@ from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.memory.advice.changes import with_changes
 from hwopt.memory.forecast import planner
 from hwopt.memory.trace.tracer import only_sizes
-from hwopt.planning.plan import Plan
+from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
 from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.hub import push_to_hub, warn_without_token
@@ -43,8 +43,6 @@ from hwopt.training.listener import DONE, Listener, Listeners, Summary
 from hwopt.training.loop import train
 from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
-
-Replan = Callable[[Sequence[str]], Plan]
 
 
 def execute(

@@ -22,7 +22,7 @@ import psutil
 
 from hwopt.errors import InputError, StorageError, exit_code_of
 from hwopt.hardware.detect import cpu_cores
-from hwopt.runs.rank_errors import LAUNCH_FOLDER, Outcome, root_cause
+from hwopt.runs.rank_errors import LAUNCH_FOLDER, LaunchOutcome, root_cause
 from hwopt.runs.status import status_code, write_status
 from hwopt.system import signals
 from hwopt.system.ranks import rank_and_world
@@ -72,7 +72,7 @@ def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
     return number
 
 
-def run_ranks(number: int, arguments: Sequence[str]) -> Outcome:
+def run_ranks(number: int, arguments: Sequence[str]) -> LaunchOutcome:
     """Run `hwopt ARGUMENTS` on `number` ranks of this host and return the outcome. No process of the launch is left running.
 
     Raises KeyboardInterrupt or SystemExit after a signal, once all ranks have exited.
@@ -84,10 +84,12 @@ def run_ranks(number: int, arguments: Sequence[str]) -> Outcome:
             with signals.deferred(forward_signal):
                 outcome = launch(number, arguments, launch_folder)
             if code := signals.received():
-                outcome = Outcome(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
+                outcome = LaunchOutcome(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
         except BaseException as error:
             kill_remaining(launch_folder)
-            record_outcome(launch_folder, Outcome(signals.received() or exit_code_of(error), str(error) or type(error).__name__))
+            record_outcome(
+                launch_folder, LaunchOutcome(signals.received() or exit_code_of(error), str(error) or type(error).__name__)
+            )
             raise
         if outcome.exit_code:
             kill_remaining(launch_folder)
@@ -106,7 +108,7 @@ def forward_signal(number: int) -> None:
             rank.terminate()
 
 
-def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Outcome:
+def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> LaunchOutcome:
     """Run Accelerate's launcher in this process and return the outcome of the ranks."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
@@ -129,11 +131,11 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Outcom
     return launch_outcome(launch_folder, {})
 
 
-def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) -> Outcome:
+def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) -> LaunchOutcome:
     """Return success if no rank failed and the run's status says so, else the cause of the failure."""
     folder = read_run_folder(launch_folder)
     if not failures and folder is not None and status_code(folder) == 0:
-        return Outcome(0, "")
+        return LaunchOutcome(0, "")
     return root_cause(failures, folder)
 
 
@@ -163,7 +165,7 @@ def silent_logging() -> Iterator[None]:
         logging.disable(previous)
 
 
-def record_outcome(launch_folder: Path, outcome: Outcome) -> None:
+def record_outcome(launch_folder: Path, outcome: LaunchOutcome) -> None:
     """Write the outcome to `status.json` of the run, unless a rank already wrote this exit code."""
     folder = read_run_folder(launch_folder)
     if folder is not None and folder.is_dir() and status_code(folder) != outcome.exit_code:

@@ -34,7 +34,7 @@ LAUNCHER_SECONDS = 15
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """The exit code of a launch, and the message to print ("" for none)."""
 
     exit_code: int
@@ -42,7 +42,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class RankError(Outcome):
+class RankError(LaunchOutcome):
     """The error with which one rank ended."""
 
     timestamp: float
@@ -73,7 +73,7 @@ def reported_errors(failures: Mapping[int, ProcessFailure]) -> dict[int, RankErr
     return {rank: RankError(**error) for rank, error in written.items() if "exit_code" in error}
 
 
-def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) -> Outcome:
+def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) -> LaunchOutcome:
     """Return the error that made a launch fail.
 
     In this order: the rank whose watchdog killed the others, a rank that died without a report, the first error that no other
@@ -87,19 +87,19 @@ def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) 
     for rank, failure in failures.items():
         killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # the launcher sends SIGTERM
         if rank not in errors and killed and failure.timestamp <= first_death + LAUNCHER_SECONDS:
-            return Outcome(WorkerDiedError.exit_code, f"error: rank {rank} {describe_death(-failure.exitcode)}")
+            return LaunchOutcome(WorkerDiedError.exit_code, f"error: rank {rank} {describe_death(-failure.exitcode)}")
     own = [error for error in errors.values() if error.exit_code not in EXIT_CODES.values()]
     if own:
         return first_error(own, run_folder)
     if errors and all(failure.exitcode in (-signal.SIGTERM, *EXIT_CODES.values()) for failure in failures.values()):
         return min(errors.values(), key=lambda error: error.timestamp)  # a signal to one rank stops all of them
     codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
-    return Outcome(
+    return LaunchOutcome(
         WorkerDiedError.exit_code, f"error: all ranks exited without an error report (exit codes: {codes or 'unknown'})"
     )
 
 
-def first_error(errors: list[RankError], run_folder: Path | None) -> Outcome:
+def first_error(errors: list[RankError], run_folder: Path | None) -> LaunchOutcome:
     """Return the earliest error that no other rank caused, else the earliest one."""
     first = min(errors, key=lambda error: (error.secondhand or error.exit_code == WorkerDiedError.exit_code, error.timestamp))
     if first.secondhand and run_folder is not None:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from hwopt.config.job import Job
-from hwopt.config.job import Task as TaskOptions
+from hwopt.config.job import Job, TaskOptions
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.store import Store

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Samples:
+class LabelledSamples:
     """Texts and labels, with their places."""
 
     places: Places
@@ -39,9 +39,9 @@ class Samples:
     """One list per column, of strings or of lists of words."""
     labels: list[Any]
 
-    def take(self, samples: Sequence[int]) -> Samples:
+    def take(self, samples: Sequence[int]) -> LabelledSamples:
         """Some of the samples."""
-        return Samples(
+        return LabelledSamples(
             self.places.take(samples),
             self.bad_rows,
             [[column[sample] for sample in samples] for column in self.texts],
@@ -56,7 +56,7 @@ class LabelledTexts(Task):
         """The label of each row; rows without a label are marked as bad. Raises DataError for an unsuitable column."""
         raise NotImplementedError
 
-    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The names of the labels of the training data, by number. Raises DataError if they cannot be trained."""
         raise NotImplementedError
 
@@ -64,15 +64,15 @@ class LabelledTexts(Task):
         """The labels of the samples as an array (samples, …)."""
         raise NotImplementedError
 
-    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+    def only_known(self, samples: LabelledSamples, names: tuple[str, ...]) -> LabelledSamples:
         """The samples with labels that are in `names`; the others become bad rows."""
         return samples
 
-    def split(self, samples: Samples, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def split(self, samples: LabelledSamples, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(training, evaluation) samples for data.eval_fraction."""
         return split_rows(len(samples.labels), fraction, seed, samples.places.source)
 
-    def held_out_notes(self, held_out: Samples, names: tuple[str, ...]) -> list[str]:
+    def held_out_notes(self, held_out: LabelledSamples, names: tuple[str, ...]) -> list[str]:
         """Lines for the screen about the evaluation data."""
         return []
 
@@ -100,15 +100,15 @@ class LabelledTexts(Task):
         prepared.report_bad_rows(sources.train, sources.eval, sources.test)
         return prepared
 
-    def plain_texts(self, samples: Samples) -> list[str]:
+    def plain_texts(self, samples: LabelledSamples) -> list[str]:
         """The texts to train a tokenizer on."""
         return [text for column in samples.texts for text in column]
 
-    def samples(self, rows: Rows, job: Job) -> Samples:
+    def samples(self, rows: Rows, job: Job) -> LabelledSamples:
         """The rows that have a text and a label."""
         texts, labels = text_columns(rows, job.data.text), self.read_labels(rows, job)
         usable = rows.usable()
-        return Samples(rows.places, rows.bad_rows, texts, labels).take(usable)
+        return LabelledSamples(rows.places, rows.bad_rows, texts, labels).take(usable)
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """A tuple of texts for each row."""
@@ -122,7 +122,7 @@ class LabelledTexts(Task):
         return self.store(samples, trained.label_names, tokenizer, limit, uses_two_types(job, tokenizer, trained.config), cache)
 
     def store(
-        self, samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path
+        self, samples: LabelledSamples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path
     ) -> TokenStore:
         """The token store of `samples`, from the cache or written now."""
         import numpy as np
@@ -163,7 +163,7 @@ class LabelledTexts(Task):
         return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
-def shared_rows(train: Sequence[Sequence[Any]], parts: Mapping[str, Samples | None]) -> list[str]:
+def shared_rows(train: Sequence[Sequence[Any]], parts: Mapping[str, LabelledSamples | None]) -> list[str]:
     """A line for each part with texts that the training data has too, with their number and an example."""
     held_out = {part: list(zip(*samples.texts, strict=True)) for part, samples in parts.items() if samples is not None}
     asked = {str(texts) for rows in held_out.values() for texts in rows}

@@ -65,7 +65,7 @@ class ImageModels:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class HubModel:
     """A model of the hub."""
 
     name: str
@@ -97,7 +97,7 @@ class EncoderDecoders:
         return best.name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
 
 
-def largest_fitting(candidates: Sequence[Candidate], hardware: Hardware) -> Candidate:
+def largest_fitting(candidates: Sequence[HubModel], hardware: Hardware) -> HubModel:
     """The largest of the models that the device can train in full; the smallest for a CPU."""
     room = STATE_FRACTION * hardware.memory_gib * 2**30
     fitting = [each for each in candidates if each.parameters * BYTES_A_PARAMETER <= room] or candidates[:1]
@@ -105,19 +105,19 @@ def largest_fitting(candidates: Sequence[Candidate], hardware: Hardware) -> Cand
 
 
 CAUSAL = (
-    Candidate("HuggingFaceTB/SmolLM2-135M", 135e6),
-    Candidate("HuggingFaceTB/SmolLM2-360M", 362e6),
-    Candidate("Qwen/Qwen2.5-0.5B", 494e6),
-    Candidate("Qwen/Qwen2.5-1.5B", 1.54e9),
+    HubModel("HuggingFaceTB/SmolLM2-135M", 135e6),
+    HubModel("HuggingFaceTB/SmolLM2-360M", 362e6),
+    HubModel("Qwen/Qwen2.5-0.5B", 494e6),
+    HubModel("Qwen/Qwen2.5-1.5B", 1.54e9),
 )
 """Base models with an Apache 2.0 license, by size; each has a sibling "-Instruct" with a chat template."""
 SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
 ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
 """Whether the texts are English -> encoder."""
 FLAN = (
-    Candidate("google/flan-t5-small", 77e6),
-    Candidate("google/flan-t5-base", 248e6),
-    Candidate("google/flan-t5-large", 783e6),
+    HubModel("google/flan-t5-small", 77e6),
+    HubModel("google/flan-t5-base", 248e6),
+    HubModel("google/flan-t5-large", 783e6),
 )
 """Encoder-decoders with an Apache 2.0 license, by size."""
 IMAGE_MODELS = {True: "facebook/deit-tiny-patch16-224", False: "google/vit-base-patch16-224-in21k"}

@@ -15,7 +15,7 @@ from hwopt.errors import DataError
 from hwopt.tasks.base import LossFunction, Metrics
 from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets, sequence_class_names
 from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labelled_texts import LabelledTexts, Samples, uses_two_types
+from hwopt.tasks.labelled_texts import LabelledSamples, LabelledTexts, uses_two_types
 from hwopt.tasks.labels import label_order
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.prepared import Prepared
@@ -67,7 +67,7 @@ class MultiLabel(LabelledTexts):
         columns = job.data.label
         return read_flags(rows, columns) if len(columns) > 1 else read_sets(rows, columns[0], job.data.label_delimiter)
 
-    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The columns; of one column the labels that occur, in the order of the model or the data set, else sorted."""
         columns = job.data.label
         found = [label for labels in samples.labels for label in labels]
@@ -95,7 +95,7 @@ class MultiLabel(LabelledTexts):
             made[sample, [numbers[label] for label in own]] = 1
         return made
 
-    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+    def only_known(self, samples: LabelledSamples, names: tuple[str, ...]) -> LabelledSamples:
         """The samples whose labels all occur in the training data; the others become bad rows."""
         known, numbers, usable = set(names), samples.places.numbers, []
         for sample, labels in enumerate(samples.labels):
@@ -110,7 +110,7 @@ class MultiLabel(LabelledTexts):
         samples.bad_rows.check([numbers[sample] for sample in usable])
         return samples.take(usable)
 
-    def held_out_notes(self, held_out: Samples, names: tuple[str, ...]) -> list[str]:
+    def held_out_notes(self, held_out: LabelledSamples, names: tuple[str, ...]) -> list[str]:
         """The labels that the evaluation data lacks."""
         present = {label for labels in held_out.labels for label in labels}
         absent = [truncate(name) for name in names if name not in present]

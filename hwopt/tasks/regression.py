@@ -15,7 +15,7 @@ from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics
 from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labelled_texts import LabelledTexts, Samples, uses_two_types
+from hwopt.tasks.labelled_texts import LabelledSamples, LabelledTexts, uses_two_types
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
@@ -73,7 +73,7 @@ class Regression(LabelledTexts):
         """A tuple with the targets of each row."""
         return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))
 
-    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The names of the target columns."""
         notes = []
         for name, values in zip(job.data.label, zip(*samples.labels, strict=True), strict=True):

@@ -20,7 +20,7 @@ from hwopt.tasks.base import FORMAT, Metrics
 from hwopt.tasks.class_weights import WeightedClasses, with_class_weights
 from hwopt.tasks.label_sets import sequence_class_names
 from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labelled_texts import LabelledTexts, Samples
+from hwopt.tasks.labelled_texts import LabelledSamples, LabelledTexts
 from hwopt.tasks.labels import label_order, one_label_column
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import add_tokenless_rows
@@ -74,21 +74,21 @@ class TokenClassification(WeightedClasses, LabelledTexts):
         why = f"columns {words!r} and {tags!r} hold words with their tags"
         return Recognised({"text": [words], "label": tags}, (words,), why, rank=5)
 
-    def samples(self, rows: Rows, job: Job) -> Samples:
+    def samples(self, rows: Rows, job: Job) -> LabelledSamples:
         """The sentences with one tag for each word."""
         words = read_words(rows, word_column(rows.table, job))
         tags = read_tags(rows, tag_column(rows.table, job), words)
-        return Samples(rows.places, rows.bad_rows, [words], list(tags)).take(rows.usable())
+        return LabelledSamples(rows.places, rows.bad_rows, [words], list(tags)).take(rows.usable())
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The words of each row."""
         return read_words(rows, word_column(rows.table, job))
 
-    def plain_texts(self, samples: Samples) -> list[str]:
+    def plain_texts(self, samples: LabelledSamples) -> list[str]:
         """The words of each sentence, joined by spaces."""
         return [" ".join(words) for words in samples.texts[0]]
 
-    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The tags that occur, in the order of the model or the data set, else sorted."""
         column = tag_column(rows.table, job)
         names = label_order([tag for tags in samples.labels for tag in tags], sequence_class_names(rows.table, column), config)
@@ -96,7 +96,7 @@ class TokenClassification(WeightedClasses, LabelledTexts):
             raise DataError(f"{rows.source}: every tag in {column!r} is {names[0]!r}; classification needs at least two")
         return Named(names)
 
-    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+    def only_known(self, samples: LabelledSamples, names: tuple[str, ...]) -> LabelledSamples:
         """The sentences whose tags all occur in the training data; the others become bad rows."""
         known, numbers, usable = set(names), samples.places.numbers, []
         for sample, tags in enumerate(samples.labels):
@@ -111,7 +111,7 @@ class TokenClassification(WeightedClasses, LabelledTexts):
         samples.bad_rows.check([numbers[sample] for sample in usable])
         return samples.take(usable)
 
-    def held_out_notes(self, held_out: Samples, names: tuple[str, ...]) -> list[str]:
+    def held_out_notes(self, held_out: LabelledSamples, names: tuple[str, ...]) -> list[str]:
         """The tags that the evaluation data lacks."""
         present = {tag for tags in held_out.labels for tag in tags}
         absent = [truncate(name) for name in names if name not in present]
@@ -125,7 +125,7 @@ class TokenClassification(WeightedClasses, LabelledTexts):
         return with_class_weights(prepared, job.task.class_weights, labels[labels != IGNORED])
 
     def store(
-        self, samples: Samples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path
+        self, samples: LabelledSamples, names: tuple[str, ...], tokenizer: Any, limit: LengthLimit, types: bool, cache: Path
     ) -> TokenStore:
         """The token store of `samples`, from the cache or written now. `types` has no effect."""
         import numpy as np

@@ -32,29 +32,24 @@ class Accumulation:
         mark = self.telemetry.mark()
         try:
             with self.run.engine.synchronized(self.backoff):
-                while (oom_message := self.attempt(batch)) is not None:
+                while True:
+                    try:
+                        forward_and_backward(
+                            self.run, batch, self.backoff.rung, self.reseed, self.telemetry.add_loss, self.telemetry.mark_time
+                        )
+                        return
+                    except torch.OutOfMemoryError as error:
+                        if not self.run.engine.supports_retry:
+                            raise
+                        oom_message = first_line(error)
+                    # after the except block: the exception's frames keep tensors alive
+                    self.run.engine.zero_grad()
+                    self.telemetry.reset_to(mark)
+                    free_memory(self.run.device)
                     self.backoff.reduce(batch.finest_rung, where, oom_message)
         except BaseException:
             self.telemetry.reset_to(mark)
             raise
-
-    def attempt(self, batch: StepBatch) -> str | None:
-        """Return None, or the out-of-memory error's message; then no gradient of the attempt is left."""
-        mark = self.telemetry.mark()
-        try:
-            forward_and_backward(
-                self.run, batch, self.backoff.rung, self.reseed, self.telemetry.add_loss, self.telemetry.mark_time
-            )
-            return None
-        except torch.OutOfMemoryError as error:
-            if not self.run.engine.supports_retry:
-                raise
-            oom_message = first_line(error)
-        # after the except block: the exception's frames keep tensors alive
-        self.run.engine.zero_grad()
-        self.telemetry.reset_to(mark)
-        free_memory(self.run.device)
-        return oom_message
 
 
 def forward_and_backward(
@@ -69,17 +64,16 @@ def forward_and_backward(
 
     `mark_time` gets the name of each part of the last micro-batch when the host has issued it.
     """
-    engine, step, loss_function = run.engine, run.step, run.loss
+    engine, step = run.engine, run.step
     for micro_batch, last in engine.micro_batches(batch, rung):
         run.heartbeat()
-        engine.set_gradient_sync(last)
         reseed(step, micro_batch.first_sample)
         if last:
             mark_time("micro_batch")
-        loss, _ = loss_function(run.model(**micro_batch.inputs), micro_batch.targets)
+        loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
         if last:
             mark_time("forward")
-        engine.backward(loss, micro_batch.loss_weight)
+        engine.backward(loss, micro_batch.loss_weight, last)
         if last:
             mark_time("backward")
         add_loss(loss.detach(), micro_batch)

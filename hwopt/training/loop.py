@@ -32,7 +32,7 @@ from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
-from hwopt.training.samples import Samples
+from hwopt.training.samples import GeneratedSamples
 from hwopt.training.summary import summarize
 from hwopt.training.telemetry.telemetry import Telemetry
 from hwopt.training.telemetry.use import UseMeter
@@ -62,7 +62,7 @@ class Loop:
         self.accumulation = Accumulation(run, self.telemetry, self.backoff)
         self.reseed_update = reseeder(run.device, run.training.seed, UPDATE)
         self.evaluation = Evaluation(run)
-        self.samples = Samples(run)
+        self.samples = GeneratedSamples(run)
         self.best = BestModel(run, writer, *best_metric(run))
         self.early_stopping = EarlyStopping(run, self.best)
         self.evidence: evidence.Collected = []
@@ -149,7 +149,7 @@ class Loop:
         self.accumulation.accumulate(batch, f"at step {run.step + 1}")
         progress.between_steps = False
         self.reseed_update(run.step)
-        run.engine.finish()
+        run.engine.update()
         progress.step += 1
         events.on_step_end(run, run.engine.update_applied())
         progress.between_steps = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,7 @@ class Run:
     def batch(self) -> BatchSizes:
         return self.plan.batch
 
-    @property
+    @cached_property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """The loss that is trained: (outputs, targets) -> (summed loss, count)."""
         return self.recipe.loss or self.task.training_loss(self.prepared, self.device)

@@ -1,4 +1,4 @@
-"""Samples: what a language model writes after each evaluation, for the prompts of the job."""
+"""GeneratedSamples: what a language model writes after each evaluation, for the prompts of the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 64
 """Tokens of a sample."""
 
 
-class Samples:
+class GeneratedSamples:
     """Generates greedily, so that equal weights write equal texts. Every rank generates; the first one shows."""
 
     def __init__(self, run: Run) -> None:

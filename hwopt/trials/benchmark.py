@@ -20,7 +20,7 @@ from hwopt.trials.bench_rows import BenchRow, Speedup
 from hwopt.trials.processes import Launch
 from hwopt.trials.rounds import Ratios, parity, ratios, rotated, steps_for
 from hwopt.trials.trial import Outcome, run_trial
-from hwopt.trials.variants import BASELINE, COPY, Candidate, effect_between, loss_obstacle
+from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, effect_between, loss_obstacle
 
 FIRST_STEPS = 8
 """Steps of the first round: the losses of later steps drift apart by rounding alone."""
@@ -29,7 +29,7 @@ LEAST_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Effort:
+class BenchEffort:
     """How long a bench measures."""
 
     rounds: int = 5
@@ -41,7 +41,7 @@ class Effort:
     """After so many seconds a trial is killed."""
 
 
-class Progress:
+class BenchListener:
     """Hears what is measured next. Does nothing by default."""
 
     def on_round(self, number: int, rounds: int) -> None:
@@ -57,15 +57,15 @@ class Benchmark:
     def __init__(
         self,
         job: Path | None,
-        candidates: Sequence[Candidate],
-        effort: Effort,
+        candidates: Sequence[PlannedVariant],
+        effort: BenchEffort,
         folder: Path,
         launcher: Callable[[], AbstractContextManager[Launch]],
-        progress: Progress | None = None,
+        progress: BenchListener | None = None,
     ) -> None:
         self.job, self.effort, self.folder = job, effort, folder
         self.candidates = {candidate.name: candidate for candidate in candidates}
-        self.launcher, self.progress = launcher, progress or Progress()
+        self.launcher, self.progress = launcher, progress or BenchListener()
         self.first: dict[str, Outcome] = {}
         """The outcomes of the first round, without dropout."""
         self.measured: dict[str, dict[int, Outcome]] = {name: {} for name in self.candidates}
@@ -108,7 +108,7 @@ class Benchmark:
         else:
             self.measured[name][number] = outcome
 
-    def steps_of(self, candidate: Candidate) -> int:
+    def steps_of(self, candidate: PlannedVariant) -> int:
         """The steps of a trial: every variant trains about as many rows."""
         assert candidate.plan is not None
         step = candidate.plan.batch.step
@@ -144,7 +144,7 @@ class Benchmark:
         """The rows of the table, in the order of the candidates."""
         return [self.row(candidate) for candidate in self.candidates.values()]
 
-    def row(self, candidate: Candidate) -> BenchRow:
+    def row(self, candidate: PlannedVariant) -> BenchRow:
         name = candidate.name
         outcomes = list(self.measured[name].values())
         loss, agrees = self.loss_of(candidate)
@@ -173,7 +173,7 @@ class Benchmark:
             return None
         return Speedup(found.median, found.low, found.high, len(found.values), self.is_clear(name))
 
-    def loss_of(self, candidate: Candidate) -> tuple[str, bool | None]:
+    def loss_of(self, candidate: PlannedVariant) -> tuple[str, bool | None]:
         """The losses of a variant against those of its reference, in words, and whether they agree."""
         reference = self.candidates.get(candidate.reference)
         own, other = self.first.get(candidate.name), self.first.get(candidate.reference)
@@ -184,7 +184,7 @@ class Benchmark:
         found = parity(effect_between(candidate.plan, reference.plan), own.losses, other.losses)
         return (found.text, found.agrees) if found is not None else ("", None)
 
-    def ending_of(self, candidate: Candidate) -> tuple[str, str]:
+    def ending_of(self, candidate: PlannedVariant) -> tuple[str, str]:
         """How the variant ended, and what to say of it."""
         if not candidate.runs:
             return candidate.ending, candidate.note

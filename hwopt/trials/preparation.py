@@ -16,21 +16,21 @@ from hwopt.planning.inputs import Inputs, refuse_missing_data
 from hwopt.planning.plan import Plan
 from hwopt.text import cut
 from hwopt.trials.bench_rows import Bench
-from hwopt.trials.benchmark import Benchmark, Effort, Progress
+from hwopt.trials.benchmark import BenchEffort, BenchListener, Benchmark
 from hwopt.trials.processes import launcher_for
 from hwopt.trials.trial import MEMORY_KINDS, Variant
-from hwopt.trials.variants import BASELINE, Candidate, Contest, contest_of, planned
+from hwopt.trials.variants import BASELINE, Contest, PlannedVariant, contest_of, planned
 
 PREFIX = "hwopt-bench-"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBench:
     """The variants of a bench, planned for this machine."""
 
     job: Path | None
     contest: Contest
-    candidates: Sequence[Candidate]
+    candidates: Sequence[PlannedVariant]
 
     def plan(self, name: str) -> Plan:
         """The plan of the baseline or the profile."""
@@ -38,7 +38,7 @@ class Prepared:
         assert found is not None
         return found
 
-    def facts(self, effort: Effort) -> dict[str, str]:
+    def facts(self, effort: BenchEffort) -> dict[str, str]:
         """What was measured, on what, when."""
         plan, contest = self.plan(self.contest.profile.name), self.contest
         hardware, baseline = plan.hardware, contest.baseline
@@ -60,7 +60,7 @@ class Prepared:
 
 def prepare(
     inputs: Inputs, job: Path | None, subject: Variant, against: str | None, on_plan: Callable[[str], None] = lambda name: None
-) -> Prepared:
+) -> PreparedBench:
     """The variants for `subject` (a profile, with assignments) against the profile `against` (see `contest_of`).
 
     `on_plan` gets the name of each variant before it is planned. Raises InputError, PluginError or DataError as `hwopt run` does.
@@ -77,7 +77,7 @@ def prepare(
     if subject.profile == "auto":
         subject = replace(subject, profile=resolve(subject).profile.name)
     contest = contest_of(subject, against, inputs, job_file)
-    return Prepared(job, contest, planned(contest, resolve, fit_problem))
+    return PreparedBench(job, contest, planned(contest, resolve, fit_problem))
 
 
 def fit_problem(plan: Plan) -> str:
@@ -90,7 +90,7 @@ def fit_problem(plan: Plan) -> str:
     return f"predicted: {memory.highest_gib:.2f} GiB of {memory.free_gib - memory.reserve_gib:.2f} GiB"
 
 
-def run_bench(prepared: Prepared, effort: Effort, progress: Progress) -> tuple[Bench, BaseException | None]:
+def run_bench(prepared: PreparedBench, effort: BenchEffort, progress: BenchListener) -> tuple[Bench, BaseException | None]:
     """Measure the variants. Returns the bench, and the KeyboardInterrupt or SystemExit of a signal that ended it early."""
     device = prepared.plan(BASELINE).hardware.device_type
     ended: BaseException | None = None

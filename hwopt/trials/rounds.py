@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-Effect = Literal["bits", "rounding", "method"]
+MeasuredEffect = Literal["bits", "rounding", "method"]
 
 LEAST_ROUNDS = 3
 TOLERANCE = 0.02
@@ -80,7 +80,7 @@ class Parity:
     text: str
 
 
-def parity(effect: Effect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Parity | None:
+def parity(effect: MeasuredEffect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Parity | None:
     """Compares the losses of two variants, step by step; None without a common step."""
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
@@ -102,7 +102,7 @@ def parity(effect: Effect, ours: Mapping[int, float | None], theirs: Mapping[int
             return Parity(largest <= TOLERANCE, apart)
 
 
-def strongest(effects: Sequence[Effect]) -> Effect:
+def strongest(effects: Sequence[MeasuredEffect]) -> MeasuredEffect:
     """The effect that changes most; "bits" for none."""
-    order: Sequence[Effect] = ("bits", "rounding", "method")
+    order: Sequence[MeasuredEffect] = ("bits", "rounding", "method")
     return max(effects, key=order.index, default="bits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +15,10 @@ from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.alternatives import changes_of, scales_of
 from hwopt.planning.memory_plan import MemoryPlan
-from hwopt.planning.plan import Plan
+from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Scale
 from hwopt.plugin.registry import Registry
 from hwopt.trials.search import Axis, Forecast, Setting
-
-Replan = Callable[[Sequence[str]], Plan]
-"""Resolves the plan with further `--set` assignments."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from hwopt.system.atomic_folder import write_json
 from hwopt.text import cut, printable
 from hwopt.trials.processes import Launch, in_new_process
 
-Ending = Literal["completed", "out of memory", "refused", "crashed", "timed out"]
+TrialEnding = Literal["completed", "out of memory", "refused", "crashed", "timed out"]
 
 REQUEST, OUTPUT, RESULT = "trial.json", "output.txt", "result.json"
 """Files in the folder of a trial: what to train, the output of the process, and what no file of a run holds."""
-ENDINGS: Mapping[int, Ending] = {
+ENDINGS: Mapping[int, TrialEnding] = {
     0: "completed",
     DoesNotFitError.exit_code: "out of memory",
     InputError.exit_code: "refused",
@@ -59,7 +59,7 @@ class Outcome:
     """How a trial ended, and what was measured. Without `ending == "completed"` there may be no windows."""
 
     variant: Variant
-    ending: Ending
+    ending: TrialEnding
     message: str = ""
     """Why it did not complete: the exact message of the error."""
     windows: Sequence[Window] = ()

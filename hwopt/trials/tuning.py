@@ -36,7 +36,7 @@ COMPILES = 5.0
 
 
 @dataclass(frozen=True)
-class Effort:
+class TuneEffort:
     """What a search may take."""
 
     trials: int = TRIALS
@@ -51,7 +51,7 @@ class Tuning(AbstractContextManager["Tuning"]):
     space: Space
     job: Path | None
     start: Variant
-    effort: Effort = field(default_factory=Effort)
+    effort: TuneEffort = field(default_factory=TuneEffort)
     progress: TuneListener = field(default_factory=TuneListener)
     outcomes: list[Outcome] = field(default_factory=list)
     """Of the trials, in order."""

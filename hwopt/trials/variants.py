@@ -17,7 +17,7 @@ from hwopt.errors import HwoptError, InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 from hwopt.trials.bench_rows import Role
-from hwopt.trials.rounds import Effect, strongest
+from hwopt.trials.rounds import MeasuredEffect, strongest
 from hwopt.trials.trial import Variant
 
 BASELINE, COPY = "baseline", "baseline again"
@@ -29,7 +29,7 @@ FitProblem = Callable[[Plan], str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedVariant:
     """A variant with its plan, and why it need not be run."""
 
     variant: Variant
@@ -75,14 +75,14 @@ class Contest:
         change = table_assignment(plugin, self.baseline_tables.get(plugin))
         return replace(self.profile, name=f"- {plugin}", assignments=(*self.profile.assignments, change))
 
-    def variants(self) -> Iterator[Candidate]:
+    def variants(self) -> Iterator[PlannedVariant]:
         """All variants in the order of the table, not planned yet."""
-        yield Candidate(self.baseline, "baseline")
-        yield Candidate(replace(self.baseline, name=COPY), "copy", BASELINE)
+        yield PlannedVariant(self.baseline, "baseline")
+        yield PlannedVariant(replace(self.baseline, name=COPY), "copy", BASELINE)
         plugins = self.changed()
-        yield from (Candidate(self.added(plugin), "added", BASELINE, plugin) for plugin in plugins)
-        yield Candidate(self.profile, "profile", BASELINE)
-        yield from (Candidate(self.left_out(plugin), "left out", self.profile.name, plugin) for plugin in plugins)
+        yield from (PlannedVariant(self.added(plugin), "added", BASELINE, plugin) for plugin in plugins)
+        yield PlannedVariant(self.profile, "profile", BASELINE)
+        yield from (PlannedVariant(self.left_out(plugin), "left out", self.profile.name, plugin) for plugin in plugins)
 
 
 NO_PLUGINS = "none"
@@ -127,7 +127,7 @@ def without_plugins(profile: Variant, tables: Tables) -> Variant:
     return replace(profile, name=BASELINE, assignments=(*profile.assignments, *off))
 
 
-def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[Candidate]:
+def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[PlannedVariant]:
     """All variants with their plans, and which of them are not run.
 
     Raises what `resolve` raises for the baseline or the profile, and InputError if their plans are equal.
@@ -148,7 +148,7 @@ def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list
     return found
 
 
-def with_plan(candidate: Candidate, resolve: Resolve, plans: Mapping[str, Plan], fit_problem: FitProblem) -> Candidate:
+def with_plan(candidate: PlannedVariant, resolve: Resolve, plans: Mapping[str, Plan], fit_problem: FitProblem) -> PlannedVariant:
     """`candidate` with its plan, or why it is not run. `plans`: those of the variants before it, by name."""
     if candidate.role == "copy":
         return replace(candidate, plan=plans[BASELINE])
@@ -166,7 +166,7 @@ def with_plan(candidate: Candidate, resolve: Resolve, plans: Mapping[str, Plan],
     return candidate
 
 
-def skip_reason(candidate: Candidate, plans: Mapping[str, Plan]) -> str:
+def skip_reason(candidate: PlannedVariant, plans: Mapping[str, Plan]) -> str:
     """Why the plugin of a candidate changes nothing: the reason for which it is skipped, in the plan that has it."""
     assert candidate.plan is not None
     for plan in (candidate.plan, plans[candidate.reference]):
@@ -182,10 +182,10 @@ def signature(plan: Plan) -> Any:
     return applied, asdict(plan.batch), plan.training.model_dump(mode="json"), plan.job.data.max_length
 
 
-def effect_between(ours: Plan, theirs: Plan) -> Effect:
+def effect_between(ours: Plan, theirs: Plan) -> MeasuredEffect:
     """The strongest effect of the plugins in which two plans differ."""
     tables = [{entry.name: entry for entry in plan.applied()} for plan in (ours, theirs)]
-    found: list[Effect] = []
+    found: list[MeasuredEffect] = []
     for name in dict.fromkeys([*tables[0], *tables[1]]):
         entries = [table[name] for table in tables if name in table]
         if len(entries) < 2 or entries[0].options != entries[1].options:

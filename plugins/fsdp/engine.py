@@ -35,12 +35,10 @@ class FsdpEngine(ShardedEngine):
         run.model = shard_model(run)
         super().__init__(run)
 
-    def set_gradient_sync(self, last: bool) -> None:
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         if self.reduce_once:
             self.run.model.set_requires_gradient_sync(last)
-
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
-        super().backward(loss, loss_weight * self.run.world_size)
+        super().backward(loss, loss_weight * self.run.world_size, last)
 
     @torch.no_grad()
     def local_gradients(self) -> list[Tensor]:

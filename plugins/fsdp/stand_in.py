@@ -38,11 +38,11 @@ class StandIn(Engine):
         del unit_and_next
         return outputs
 
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         unit_and_next = torch.empty(2 * self.unit, dtype=self.dtype)
         unit_gradients = torch.empty(self.trained_unit, dtype=self.dtype)
         reduced_gradients = torch.empty(self.trained_unit, dtype=torch.float32)
-        super().backward(loss, loss_weight)
+        super().backward(loss, loss_weight, last)
         del unit_and_next, unit_gradients, reduced_gradients
 
     def gather(self, module: torch.nn.Module, _: Any) -> None:

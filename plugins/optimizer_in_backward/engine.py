@@ -47,7 +47,7 @@ class InBackwardEngine(Engine):
         self.norms: dict[int, Tensor] = {}
         """Number of a parameter -> norm of its gradient in this step."""
         # Python's garbage collector does not see the hooks of a parameter: a strong reference would keep the model forever
-        update = WeakMethod(self.update)
+        update = WeakMethod(self.update_one)
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(call, update, number))
 
@@ -67,14 +67,14 @@ class InBackwardEngine(Engine):
             )
         return batch.micro_batches()
 
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         self.updated = 0
         self.norms.clear()
         detached = loss.detach().float()
         torch.ne(detached - detached, 0, out=self.found_inf)  # inf - inf and nan - nan are nan, and nan != 0
-        super().backward(loss, loss_weight)
+        super().backward(loss, loss_weight, last)
 
-    def update(self, number: int, parameter: Tensor) -> None:
+    def update_one(self, number: int, parameter: Tensor) -> None:
         """Update `parameter`, the only one with a gradient, unless a gradient of this step was not finite. Free its gradient."""
         if self.in_step and parameter.grad is not None:
             norm = self.norms[number] = self.norm_of([parameter.grad])
@@ -97,12 +97,12 @@ class InBackwardEngine(Engine):
         finally:
             self.optimizer.param_groups, group["params"] = groups, every
 
-    def finish(self) -> None:
+    def update(self) -> None:
         """Update what still has a gradient, one that was not computed by a backward pass, and step the schedule."""
         self.in_step, in_backward = True, self.updated
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                self.update(number, parameter)
+                self.update_one(number, parameter)
         self.in_step, self.updated = False, in_backward
         if self.norms:
             self.norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in sorted(self.norms.items())]))

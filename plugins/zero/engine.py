@@ -54,16 +54,14 @@ class ZeroEngine(ShardedEngine):
             for other, other_params in zip(others, others_params, strict=True):
                 other["params"] = other_params
 
-    def set_gradient_sync(self, last: bool) -> None:
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
-
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
         self.deepspeed.backward(loss * (loss_weight * self.run.world_size))
 
     def zero_grad(self) -> None:
         self.deepspeed.optimizer.zero_grad(set_to_none=True)
 
-    def finish(self) -> None:
+    def update(self) -> None:
         self.deepspeed.step()
         skipped = bool(self.deepspeed.optimizer.overflow)
         norm = math.inf if skipped else float(self.deepspeed.get_global_grad_norm() or 0.0)

@@ -85,11 +85,11 @@ class StandIn(Engine):
         if self.stage == 2:  # stage 1 frees it at the update
             self.bucket = None
 
-    def backward(self, loss: Tensor, loss_weight: float) -> None:
-        super().backward(loss, loss_weight)
+    def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
+        super().backward(loss, loss_weight, last)
         self.release_bucket()
 
-    def finish(self) -> None:
+    def update(self) -> None:
         for number, (group, master) in enumerate(zip(self.groups, self.flat_masters, strict=True)):
             for parameter in (p for p in group if p.grad is not None):
                 self.store_gradient(parameter)

@@ -9,20 +9,22 @@ import pytest
 from command_line import hwopt
 
 from hwopt.hardware import doctor
-from hwopt.hardware.doctor import Finding
+from hwopt.hardware.doctor import Diagnosis
 
-FINE = Finding("torch", "ok", "torch 2.13.0")
-WARNING = Finding("shared memory", "warning", "/dev/shm has 0.06 GiB", "docker run --shm-size=8g " + "x" * 200)
-PROBLEM = Finding("driver", "problem", "no driver", "sudo ubuntu-drivers install")
+FINE = Diagnosis("torch", "ok", "torch 2.13.0")
+WARNING = Diagnosis("shared memory", "warning", "/dev/shm has 0.06 GiB", "docker run --shm-size=8g " + "x" * 200)
+PROBLEM = Diagnosis("driver", "problem", "no driver", "sudo ubuntu-drivers install")
 
 
 @pytest.mark.parametrize(("findings", "code"), [([FINE, WARNING], 0), ([FINE, WARNING, PROBLEM], 2)])
-def test_exit_code_tells_of_problems(findings: list[Finding], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_tells_of_problems(
+    findings: list[Diagnosis], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     assert hwopt("doctor", cwd=tmp_path).returncode == code
     found = hwopt("doctor", "--format", "json", cwd=tmp_path)
     assert found.returncode == code
-    assert [Finding(**each) for each in json.loads(found.stdout)] == findings
+    assert [Diagnosis(**each) for each in json.loads(found.stdout)] == findings
 
 
 def test_commands_are_never_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def step(engine: Engine, rows: Tensor) -> None:
     engine.backward(forward(engine, rows), 1 / len(rows))
-    engine.finish()
+    engine.update()
     engine.run.step += 1  # type: ignore[misc]
 
 
@@ -180,6 +180,6 @@ def test_norm_of_bf16_gradients_is_fp32() -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     expected = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm()
-    engine.finish()
+    engine.update()
     assert engine.norm.dtype == torch.float32
     assert float(engine.norm) == pytest.approx(float(expected), rel=1e-6)

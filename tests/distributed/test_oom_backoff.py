@@ -72,12 +72,12 @@ class Steps(Recorder):
 
     def on_start(self, run: Run) -> None:
         super().on_start(run)
-        finish = run.engine.finish
+        finish = run.engine.update
 
         def watched() -> None:
             finish()
 
-        run.engine.finish = watched
+        run.engine.update = watched
 
     def on_log(self, run: Run, row: Any) -> None:
         super().on_log(run, row)

@@ -15,7 +15,7 @@ import torch
 
 from hwopt.hardware import doctor
 from hwopt.hardware.device import GIB
-from hwopt.hardware.doctor import CHECKS, Finding, check_import, examine
+from hwopt.hardware.doctor import CHECKS, Diagnosis, check_import, examine
 from hwopt.hardware.torch_build import Driver
 
 T4 = Driver("580.65", (13, 0), ("Tesla T4",), (7, 5))
@@ -61,7 +61,7 @@ def test_driver_that_reports_no_card_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_driver_is_shown_with_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, T4)
-    assert doctor.check_driver() == Finding("driver", "ok", "NVIDIA 580.65, for CUDA up to 13.0: Tesla T4")
+    assert doctor.check_driver() == Diagnosis("driver", "ok", "NVIDIA 580.65, for CUDA up to 13.0: Tesla T4")
 
 
 def test_torch_problem_is_split_into_text_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +294,10 @@ def test_notebook_service_without_its_gpu_is_a_problem(
 
 
 def test_check_that_raises_is_a_warning_and_hides_no_other() -> None:
-    def check_broken_thing() -> Finding:
+    def check_broken_thing() -> Diagnosis:
         raise RuntimeError("odd machine")
 
-    found = examine([check_broken_thing, lambda: Finding("x", "ok", "fine")])
+    found = examine([check_broken_thing, lambda: Diagnosis("x", "ok", "fine")])
     assert [(each.check, each.status) for each in found] == [("broken thing", "warning"), ("x", "ok")]
     assert "RuntimeError: odd machine" in found[0].text
 

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwopt.cli import COMMANDS, run_command
-from hwopt.config.job import Data, Task
+from hwopt.config.job import Data, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
 from hwopt.errors import InputError
@@ -157,7 +157,7 @@ NO_LIST = ["true", "3", "[1]", "[{}]", "[['a']]", "nan", "2020-01-01"]
 NO_TABLE = ["3", "'bert'", "[]", "true", "nan"]
 LITERALS = [*NO_TEXT, *NO_COUNT, *NO_FLAG, *NO_CHOICE, "[[[1]]]", "{ a = { b = 1 } }", '"\\u0000"', "1_000", "0x10", "-0.0"]
 # fmt: on
-TABLES: dict[str, Any] = {"model": Model, "data": Data, "task": Task, "training": Training}
+TABLES: dict[str, Any] = {"model": Model, "data": Data, "task": TaskOptions, "training": Training}
 FIELDS = {f"{table}.{key}": field.annotation for table, model in TABLES.items() for key, field in model.model_fields.items()}
 KEYS = [
     *FIELDS,

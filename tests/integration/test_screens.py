@@ -20,7 +20,7 @@ from terminals import Screenshot, on_terminal
 
 from hwopt.cli import run_command
 from hwopt.hardware.device import Hardware
-from hwopt.hardware.doctor import Finding
+from hwopt.hardware.doctor import Diagnosis
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "screen"
 MODES = {"80": 80, "120": 120, "pipe": None, "no-colour": 80}
@@ -83,14 +83,14 @@ MACHINE = Hardware(
     "cpu", "AMD EPYC 9654", 64.0, 61.5, cpu_cores=8, cpu_memory_gib=64.0, cpu_features=("avx512_bf16", "avx2"), compiler="g++"
 )
 FINDINGS = [
-    Finding("driver", "ok", "NVIDIA 550.54.14, for CUDA up to 12.4"),
-    Finding(
+    Diagnosis("driver", "ok", "NVIDIA 550.54.14, for CUDA up to 12.4"),
+    Diagnosis(
         "torch",
         "problem",
         "torch 2.15.0 is built for CUDA 13.0, but the driver supports CUDA up to 12.4: torch cannot use the GeForce RTX 3070",
         "pip install --index-url https://download.pytorch.org/whl/cu124 'torch>=2.10,<2.16'",
     ),
-    Finding("shared memory", "warning", "/dev/shm has 0.1 GiB", "docker run --shm-size=8g"),
+    Diagnosis("shared memory", "warning", "/dev/shm has 0.1 GiB", "docker run --shm-size=8g"),
 ]
 
 FIGURES = [

@@ -10,7 +10,7 @@ from typing import Any
 import example_plugins
 import pytest
 
-from hwopt.config.job import Data, Job, Task
+from hwopt.config.job import Data, Job, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
 from hwopt.config.profile_files import profile_files
@@ -76,7 +76,7 @@ def test_docstrings_of_the_keys_are_descriptions() -> None:
     tables = schema("job")["$defs"]
     assert tables["Data"]["properties"]["max_length"]["description"] == "In tokens; longer texts are cut."
     assert tables["Training"]["properties"]["max_grad_norm"]["description"] == "0: no clipping."
-    assert set(tables) >= {model.__name__ for model in (Data, Model, Task, Training)}
+    assert set(tables) >= {model.__name__ for model in (Data, Model, TaskOptions, Training)}
     assert set(Job.model_fields) < set(schema("job")["properties"])
 
 

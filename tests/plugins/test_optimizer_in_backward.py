@@ -96,7 +96,7 @@ def make_engine(clip: bool = False, max_grad_norm: float = 0.0, optimizer: Any =
 def step(engine: InBackwardEngine, inputs: torch.Tensor) -> None:
     engine.in_step = True
     engine.backward(engine.run.model(inputs).sum(), 1.0)
-    engine.finish()
+    engine.update()
 
 
 def weights(engine: InBackwardEngine) -> list[torch.Tensor]:

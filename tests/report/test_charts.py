@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.report import charts
-from hwopt.report.charts import Scale, Series, different_texts, line_chart, linear_axis, number, reduced, step_axis, value_axis
+from hwopt.report.charts import (
+    ChartScale,
+    Series,
+    different_texts,
+    line_chart,
+    linear_axis,
+    number,
+    reduced,
+    step_axis,
+    value_axis,
+)
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -20,8 +30,8 @@ def points_of(path: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) ([\d.]+)", path)]
 
 
-@given(st.lists(FINITE, min_size=1, max_size=20), st.sampled_from(get_args(Scale)))
-def test_every_value_is_between_the_ends_of_its_axis(values: list[float], scale: Scale) -> None:
+@given(st.lists(FINITE, min_size=1, max_size=20), st.sampled_from(get_args(ChartScale)))
+def test_every_value_is_between_the_ends_of_its_axis(values: list[float], scale: ChartScale) -> None:
     axis = value_axis(values, scale)
     texts = different_texts(axis.ticks)
     assert len(set(texts)) == len(texts)

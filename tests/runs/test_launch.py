@@ -11,7 +11,7 @@ import torch
 from hwopt.errors import InputError
 from hwopt.runs import launch as launching
 from hwopt.runs.launch import broadcast_folder, launch_outcome, ranks_to_start, record_outcome
-from hwopt.runs.rank_errors import LAUNCH_FOLDER, Outcome
+from hwopt.runs.rank_errors import LAUNCH_FOLDER, LaunchOutcome
 from hwopt.runs.resume import AlreadyComplete
 from hwopt.runs.status import write_status
 
@@ -21,7 +21,7 @@ def test_launch_of_a_complete_run_exits_with_0(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
     write_status(tmp_path, 0, "done")
     assert broadcast_folder(tmp_path, None, AlreadyComplete.exit_code)[2] == AlreadyComplete.exit_code
-    assert launch_outcome(tmp_path, {}) == Outcome(0, "")
+    assert launch_outcome(tmp_path, {}) == LaunchOutcome(0, "")
 
 
 def test_ranks_to_start_is_limited_by_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_processes_option_is_refused_inside_a_launcher(asked: str) -> None:
 
 
 def test_status_file_holds_the_outcome_of_the_launch(tmp_path: Path) -> None:
-    failure = Outcome(9, "error: gone")
+    failure = LaunchOutcome(9, "error: gone")
     record_outcome(tmp_path, failure)  # the launch folder names no run folder
     (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))
     record_outcome(tmp_path, failure)  # the run folder does not exist

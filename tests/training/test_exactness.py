@@ -59,9 +59,8 @@ def split_step(run: Run, groups: list[list[int]]) -> StepBatch:
 def gradient(run: Run, batch: StepBatch) -> torch.Tensor:
     run.engine.zero_grad()
     for micro_batch, last in batch.micro_batches():
-        run.engine.set_gradient_sync(last)
         loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
-        run.engine.backward(loss, micro_batch.loss_weight)
+        run.engine.backward(loss, micro_batch.loss_weight, last)
     return torch.cat([p.grad.flatten() for p in run.inner_model.parameters() if p.grad is not None])
 
 

@@ -301,4 +301,4 @@ def test_nonfinite_update_applied_by_deepspeed_ends_the_run() -> None:
         step=lambda: None, optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: math.nan
     )
     with pytest.raises(NonFiniteError, match=r"DeepSpeed .* updated the weights with a gradient that is not finite"):
-        engine.finish()
+        engine.update()

@@ -36,7 +36,7 @@ def test_failed_generation_warns_once_and_the_run_continues(tmp_path: Path, monk
     def fail(*_: Any) -> str:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
 
-    monkeypatch.setattr(samples.Samples, "generate", fail)
+    monkeypatch.setattr(samples.GeneratedSamples, "generate", fail)
     recorder = run(tmp_path, ["red"])
     assert len([warning for warning in recorder.warnings if "generation failed" in warning]) == 1
     assert recorder.run.step == 4

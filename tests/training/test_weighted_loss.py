@@ -56,10 +56,9 @@ def first_step(run: Run) -> tuple[Any, torch.Tensor, float]:
     run.inner_model.eval()
     batch, mean = next(iter(run.train_loader)), 0.0
     for micro_batch, last in batch.micro_batches():
-        run.engine.set_gradient_sync(last)
         loss, count = run.loss(run.inner_model(**micro_batch.inputs), micro_batch.targets)
         assert float(count) == pytest.approx(micro_batch.count)
-        run.engine.backward(loss, micro_batch.loss_weight)
+        run.engine.backward(loss, micro_batch.loss_weight, last)
         mean += loss.item() * micro_batch.loss_weight
     gradients = [p.grad.flatten() for p in run.inner_model.parameters() if p.grad is not None]
     run.engine.zero_grad()

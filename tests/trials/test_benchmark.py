@@ -16,10 +16,10 @@ from hwopt.records.throughput import Window
 from hwopt.testing import plan_for, tiny_job
 from hwopt.trials import benchmark
 from hwopt.trials.bench_rows import BenchRow
-from hwopt.trials.benchmark import FIRST_STEPS, LEAST_STEPS, Benchmark, Effort, Progress
+from hwopt.trials.benchmark import FIRST_STEPS, LEAST_STEPS, BenchEffort, BenchListener, Benchmark
 from hwopt.trials.processes import Launch
 from hwopt.trials.trial import Outcome, Variant
-from hwopt.trials.variants import BASELINE, COPY, Candidate
+from hwopt.trials.variants import BASELINE, COPY, PlannedVariant
 
 PROFILE = "mine.toml"
 
@@ -74,9 +74,9 @@ OPTIMIZER, LARGER = "plugins.optimizer={name='adamw_torch_fused'}", "plugins.bat
 
 
 @pytest.fixture
-def candidates(plan: Callable[..., Plan]) -> list[Candidate]:
-    def candidate(name: str, role: str, reference: str, *assignments: str, **more: str) -> Candidate:
-        return Candidate(Variant(name, PROFILE, assignments), role, reference, plan=plan(*assignments), **more)  # type: ignore[arg-type]
+def candidates(plan: Callable[..., Plan]) -> list[PlannedVariant]:
+    def candidate(name: str, role: str, reference: str, *assignments: str, **more: str) -> PlannedVariant:
+        return PlannedVariant(Variant(name, PROFILE, assignments), role, reference, plan=plan(*assignments), **more)  # type: ignore[arg-type]
 
     return [
         candidate(BASELINE, "baseline", ""),
@@ -89,10 +89,10 @@ def candidates(plan: Callable[..., Plan]) -> list[Candidate]:
 
 
 def run(
-    machine: Machine, candidates: list[Candidate], folder: Path, monkeypatch: pytest.MonkeyPatch, **effort: float
+    machine: Machine, candidates: list[PlannedVariant], folder: Path, monkeypatch: pytest.MonkeyPatch, **effort: float
 ) -> tuple[Benchmark, dict[str, BenchRow]]:
     monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
-    made = Benchmark(None, candidates, Effort(**effort), folder, no_process)  # type: ignore[arg-type]
+    made = Benchmark(None, candidates, BenchEffort(**effort), folder, no_process)  # type: ignore[arg-type]
     try:
         made.run()
     except KeyboardInterrupt:
@@ -103,7 +103,9 @@ def run(
 SPEEDS = {BASELINE: 100.0, COPY: 100.0, "+ optimizer": 100.0, "profile": 150.0, "- optimizer": 150.0}
 
 
-def test_rounds_are_interleaved_and_rotated(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_interleaved_and_rotated(
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine(SPEEDS, noise=0.01)
     run(machine, candidates, tmp_path, monkeypatch)
     names = [name for name, _, _ in machine.trials]
@@ -114,7 +116,7 @@ def test_rounds_are_interleaved_and_rotated(candidates: list[Candidate], tmp_pat
 
 
 def test_first_round_is_without_dropout_and_the_others_with(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(SPEEDS)
     run(machine, candidates, tmp_path, monkeypatch)
@@ -123,7 +125,7 @@ def test_first_round_is_without_dropout_and_the_others_with(
 
 
 def test_every_variant_trains_the_rows_that_the_baseline_trains_in_the_time(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(SPEEDS)
     run(machine, candidates, tmp_path, monkeypatch, seconds=20.0)
@@ -139,7 +141,7 @@ def test_every_variant_trains_the_rows_that_the_baseline_trains_in_the_time(
 
 
 def test_clear_variant_stops_after_three_rounds(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(SPEEDS | {"+ optimizer": 130.0}, noise=0.01)
     _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=5)
@@ -151,14 +153,16 @@ def test_clear_variant_stops_after_three_rounds(
     assert not rows["- optimizer"].speedup.clear  # type: ignore[union-attr]
 
 
-def test_bench_ends_once_all_is_clear(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_ends_once_all_is_clear(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(SPEEDS | {"+ optimizer": 130.0, "- optimizer": 120.0}, noise=0.01)
     _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=9)
     assert {row.rounds for row in rows.values()} == {0, 3}
     assert len(machine.trials) == 5 * 4
 
 
-def test_crash_and_out_of_memory_are_rows(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_and_out_of_memory_are_rows(
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing = {"+ optimizer": ("crashed", "ValueError: a bug"), "- optimizer": ("out of memory", "16 rows do not fit")}
     machine = Machine(SPEEDS, failing=failing)
     _, rows = run(machine, candidates, tmp_path, monkeypatch)
@@ -171,7 +175,7 @@ def test_crash_and_out_of_memory_are_rows(candidates: list[Candidate], tmp_path:
 
 
 def test_baseline_that_crashes_leaves_the_other_figures(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = {BASELINE: ("out of memory", "too large"), COPY: ("out of memory", "too large")}
     _, rows = run(Machine(SPEEDS, failing=failing), candidates, tmp_path, monkeypatch)
@@ -180,7 +184,7 @@ def test_baseline_that_crashes_leaves_the_other_figures(
 
 
 def test_interrupted_bench_keeps_what_was_measured(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, rows = run(Machine(SPEEDS, stop_after=8), candidates, tmp_path, monkeypatch)
     assert {name: row.rounds for name, row in rows.items()} == {
@@ -196,7 +200,7 @@ def test_interrupted_bench_keeps_what_was_measured(
     assert rows["profile"].ending == "not measured"
 
 
-def test_row_has_the_medians(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_has_the_medians(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, rows = run(Machine(SPEEDS), candidates, tmp_path, monkeypatch)
     row = rows["profile"]
     assert (row.samples_per_second, row.tokens_per_second, row.peak_gib) == (pytest.approx(150), pytest.approx(1500), 1.5)
@@ -204,7 +208,7 @@ def test_row_has_the_medians(candidates: list[Candidate], tmp_path: Path, monkey
 
 
 def test_losses_are_compared_with_those_of_the_reference(
-    candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = {"+ optimizer": (2.0, 1.001), COPY: (2.0, 1.5)}
     _, rows = run(Machine(SPEEDS, losses=losses), candidates, tmp_path, monkeypatch)
@@ -214,16 +218,16 @@ def test_losses_are_compared_with_those_of_the_reference(
     assert (rows["- optimizer"].loss, rows["- optimizer"].loss_agrees) == ("equal", True)
 
 
-def test_progress_hears_of_every_trial(candidates: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_hears_of_every_trial(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, int]] = []
 
-    class Heard(Progress):
+    class Heard(BenchListener):
         def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
             heard.append((name, number))
             assert (seconds_left is None) == (len(heard) == 1)
 
     machine = Machine(SPEEDS)
     monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
-    Benchmark(None, candidates, Effort(), tmp_path, no_process, Heard()).run()
+    Benchmark(None, candidates, BenchEffort(), tmp_path, no_process, Heard()).run()
     assert [name for name, _ in heard] == [name for name, _, _ in machine.trials]
     assert {number for _, number in heard} == set(range(6))

@@ -15,8 +15,8 @@ from hwopt.trials.trial import Variant
 from hwopt.trials.variants import (
     BASELINE,
     COPY,
-    Candidate,
     Contest,
+    PlannedVariant,
     contest_of,
     effect_between,
     loss_obstacle,
@@ -57,7 +57,7 @@ class Planner:
     def __call__(self, variant: Variant) -> Plan:
         return plan_for(self.inputs.profile(variant.profile, variant.assignments), self.job)
 
-    def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, Candidate]:
+    def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, PlannedVariant]:
         fit_problem = (lambda plan: "") if fit is None else fit
         return {each.name: each for each in planned(self.contest(against, *assignments), self, fit_problem)}  # type: ignore[arg-type]
 

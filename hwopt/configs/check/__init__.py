@@ -7,6 +7,6 @@ A third-party rule imports from here: `from hwopt.configs.check import Facts, Fi
 """
 
 from hwopt.configs.check.contract import Facts, Finding, Level, Rule, rule
-from hwopt.configs.view import Setting, View
+from hwopt.configs.view import ConfigSetting, View
 
-__all__ = ["Facts", "Finding", "Level", "Rule", "Setting", "View", "rule"]
+__all__ = ["ConfigSetting", "Facts", "Finding", "Level", "Rule", "View", "rule"]

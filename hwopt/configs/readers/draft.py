@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.view import Setting, Tool, Unread, View
+from hwopt.configs.view import ConfigSetting, Tool, Unread, View
 from hwopt.configs.words import NotReadable, typed
 
 
@@ -16,7 +16,7 @@ class Draft:
 
     def __init__(self, source: SourceFile) -> None:
         self.source = source
-        self.settings: dict[str, Setting] = {}
+        self.settings: dict[str, ConfigSetting] = {}
         self.unread: list[Unread] = [
             Unread(entry.key, entry.value, self.place(entry), "a later line gives the same key", "replaced", entry.comments)
             for entry in source.replaced
@@ -44,7 +44,7 @@ class Draft:
         if (first := self.settings.get(word)) is not None:
             self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
             return
-        self.settings[word] = Setting(
+        self.settings[word] = ConfigSetting(
             word,
             found,
             entry.key,
@@ -56,7 +56,7 @@ class Draft:
             doubt,
         )
 
-    def imply(self, word: str, value: Any, by: Setting) -> None:
+    def imply(self, word: str, value: Any, by: ConfigSetting) -> None:
         """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""
         self.settings.setdefault(word, replace(by, word=word, value=value, comment="", above=(), below=(), former=()))
 

@@ -14,7 +14,7 @@ from hwopt.config.job import JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.view import Setting, View
+from hwopt.configs.view import ConfigSetting, View
 from hwopt.configs.words import ARGUMENTS
 from hwopt.errors import HwoptError
 from hwopt.planning.inputs import Inputs
@@ -83,7 +83,7 @@ def made(tool: Any, found: Mapping[str, Any], place: Any, source: SourceFile | N
     for word, (value, key) in found.items():
         entry = entries.get(key)
         comments = (entry.comment, entry.above, entry.below) if entry else ("", (), ())
-        settings[word] = Setting(word, value, ".".join(key), place(*key), *comments)
+        settings[word] = ConfigSetting(word, value, ".".join(key), place(*key), *comments)
     return View(name, tool, "its tables", "TOML", settings, spelling=partial(spelled, plugin_aliases()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -16,14 +16,11 @@ from hwopt.memory.trace.dry_run import Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
-from hwopt.planning.plan import Plan
+from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Choice
 from hwopt.plugin.registry import Registry
 
 MIN_SAVING_GIB = 0.01
-
-Replan = Callable[[Sequence[str]], Plan]
-"""Resolves the plan with further `--set` assignments."""
 
 
 class PlanListener:

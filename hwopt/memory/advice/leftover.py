@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hwopt.errors import HwoptError
-from hwopt.memory.advice.changes import Advisor, PlanListener, Replan
+from hwopt.memory.advice.changes import Advisor, PlanListener
 from hwopt.memory.forecast.planner import highest_gib, plan_memory
 from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Gain, MemoryPlan, Prediction
-from hwopt.planning.plan import Plan
+from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Choice
 from hwopt.plugin.registry import Registry
 

@@ -42,7 +42,7 @@ MOST_LENGTH = 1 << 17
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
 
-Replan = Callable[[dict[str, int]], Plan]
+WithChoices = Callable[[dict[str, int]], Plan]
 """Resolves the plan with the given option number of each plugin."""
 
 
@@ -210,7 +210,9 @@ def highest_gib(memory: MemoryPlan) -> float:
     return memory.highest_gib
 
 
-def resolve_choices(plan: Plan, replan: Replan, cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None) -> Plan:
+def resolve_choices(
+    plan: Plan, with_choices: WithChoices, cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None
+) -> Plan:
     """Return `plan` with every choice (`Decision.choose`) at its first option that fits the device, and the reason.
 
     `before` has the options by plugin of the run that is resumed; they are kept. If no option of a plugin fits, the last one is
@@ -222,23 +224,23 @@ def resolve_choices(plan: Plan, replan: Replan, cache: Path, before: Mapping[str
     for entry in plan.entries:
         if entry.choices == 1:
             continue
-        if (number := matching_choice(entry, (before or {}).get(entry.name), chosen, replan)) is not None:
+        if (number := matching_choice(entry, (before or {}).get(entry.name), chosen, with_choices)) is not None:
             chosen[entry.name] = number
-            plan, reasons[entry.name] = replan(chosen), f"{entry.reason}: as in the resumed run"
+            plan, reasons[entry.name] = with_choices(chosen), f"{entry.reason}: as in the resumed run"
         else:
-            plan, reasons[entry.name] = first_fitting_choice(entry, chosen, replan, lengths, cache)
+            plan, reasons[entry.name] = first_fitting_choice(entry, chosen, with_choices, lengths, cache)
     entries = tuple(replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in plan.entries)
     return replace(plan, entries=entries)
 
 
 def first_fitting_choice(
-    entry: PluginDecision, chosen: dict[str, int], replan: Replan, lengths: Lengths, cache: Path
+    entry: PluginDecision, chosen: dict[str, int], with_choices: WithChoices, lengths: Lengths, cache: Path
 ) -> tuple[Plan, str]:
     """Return the plan with the first choice of `entry` that fits, or with the last one, and the reason. Adds it to `chosen`."""
     reason, rejected = entry.reason, ""
     for number in range(entry.choices):
         chosen[entry.name] = number
-        plan = replan(chosen)
+        plan = with_choices(chosen)
         limit = recorded_limit(plan, lengths, cache)
         if limit is not None and plan.batch.train > limit:
             rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
@@ -255,11 +257,11 @@ def first_fitting_choice(
 
 
 def matching_choice(
-    entry: PluginDecision, options: Mapping[str, Any] | None, chosen: dict[str, int], replan: Replan
+    entry: PluginDecision, options: Mapping[str, Any] | None, chosen: dict[str, int], with_choices: WithChoices
 ) -> int | None:
     """Return the number of the choice of `entry` that has these options, or None."""
     for number in range(entry.choices) if options else ():
-        plan = replan(chosen | {entry.name: number})
+        plan = with_choices(chosen | {entry.name: number})
         if next(each for each in plan.entries if each.name == entry.name).options.model_dump(mode="json") == options:
             return number
     return None

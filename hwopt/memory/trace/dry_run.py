@@ -21,7 +21,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Step, StepBatch
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
-from hwopt.memory.trace.tracker import Tracker
+from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
 from hwopt.model.remote_code import is_trusted
@@ -169,18 +169,18 @@ def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1)
     return batch
 
 
-def make_optimizer_state(run: Run, tracker: Tracker | None = None) -> None:
+def make_optimizer_state(run: Run, tracker: MemoryTracker | None = None) -> None:
     """Create the optimizer's state, as after the first step."""
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    run.engine.finish()
+    run.engine.update()
     if tracker is not None:
         state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
         tracker.label(state, "optimizer_state")
 
 
-def label_storages(run: Run, tracker: Tracker) -> None:
+def label_storages(run: Run, tracker: MemoryTracker) -> None:
     """Label weights and masters, and the gradients when they are allocated."""
     own = list(run.inner_model.parameters())
     known = {id(parameter) for parameter in own}
@@ -194,13 +194,13 @@ def label_storages(run: Run, tracker: Tracker) -> None:
     run.engine.on_gradients = [*run.engine.on_gradients, lambda run: tracker.label((p.grad for p in stepped), "gradients")]
 
 
-def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: Tracker | None = None) -> None:
+def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: MemoryTracker | None = None) -> None:
     """Run forward, backward and update with one micro-batch, the first of its step unless `accumulates`."""
     if accumulates:
         add_earlier_gradients(run, tracker)
     run.recipe.events.on_step_begin(run)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
-    run.engine.finish()
+    run.engine.update()
 
 
 def accumulates_gradients(plan: Plan) -> bool:
@@ -208,7 +208,7 @@ def accumulates_gradients(plan: Plan) -> bool:
     return plan.batch.accumulation(plan.world_size) > 1
 
 
-def add_earlier_gradients(run: Run, tracker: Tracker | None) -> None:
+def add_earlier_gradients(run: Run, tracker: MemoryTracker | None) -> None:
     """Create the gradients that exist after the first micro-batch of a step."""
     if create := getattr(run.engine, "earlier_gradients", None):
         create()

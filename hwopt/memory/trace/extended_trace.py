@@ -30,7 +30,7 @@ class NotRepeated(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
+class TraceBlock:
     """A part of a trace: the events and the operations from one mark to the next."""
 
     events: range
@@ -50,7 +50,7 @@ class Marks:
     """Layer -> the storages of its parameters, buffers, gradients and optimizer state before the first layer runs."""
     gradients: dict[int, list[int | None]] = field(default_factory=dict)
     """Layer -> the storages of its gradients after the backward pass."""
-    filled: Block | None = None
+    filled: TraceBlock | None = None
     """Where the gradients of the skipped layers were allocated, after the backward pass."""
 
 
@@ -132,7 +132,7 @@ class Extension:
         self.seen: set[int] = set()
         self.freed: set[int] = set()
 
-    def find_blocks(self) -> dict[tuple[str, int], Block]:
+    def find_blocks(self) -> dict[tuple[str, int], TraceBlock]:
         """Return (pass, layer) -> its block, in order. Raises NotRepeated unless the layers ran in order, each once."""
         starts, run = self.marks.starts, self.layers.run
         order = [(which, number) for which, number, _, _ in starts if which != OUTSIDE]
@@ -145,7 +145,7 @@ class Extension:
         end = (len(self.short.events), len(self.short.ends)) if filled is None else (filled.events.start, filled.operations.start)
         bounds = [*((event, operation) for _, _, event, operation in starts), end]
         return {
-            (which, number): Block(range(one[0], two[0]), range(one[1], two[1]))
+            (which, number): TraceBlock(range(one[0], two[0]), range(one[1], two[1]))
             for (which, number, _, _), (one, two) in zip(starts, pairwise(bounds), strict=True)
             if which != OUTSIDE
         }

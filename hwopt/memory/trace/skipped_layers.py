@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Block, Extension, Marks, NotRepeated, Repetition
+from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Extension, Marks, NotRepeated, Repetition, TraceBlock
 from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracker import Tracker
+from hwopt.memory.trace.tracker import MemoryTracker
 
 
 class SkippedLayers:
     """The layers of a model that a trace skips. `extended` adds them to the timeline of a step."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, tracker: Tracker) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, tracker: MemoryTracker) -> None:
         self.optimizer, self.tracker = optimizer, tracker
         self.layers = repeated_layers(model)
         kinds = layer_kinds(self.layers) if len(self.layers) >= FEWEST_LAYERS else [0] * len(self.layers)
@@ -125,7 +125,7 @@ class SkippedLayers:
         for number, layer in enumerate(self.layers):
             grads = [parameter.grad for parameter in layer.parameters()]
             self.marks.gradients[number] = [None if grad is None else self.tracker.number_of(grad) for grad in grads]
-        self.marks.filled = Block(range(started[0], len(self.tracker.events)), range(started[1], len(self.tracker.ends)))
+        self.marks.filled = TraceBlock(range(started[0], len(self.tracker.events)), range(started[1], len(self.tracker.ends)))
 
     def extended(self, timeline: Timeline) -> Timeline:
         """Return the timeline of a step in which every layer runs. Raises NotRepeated if it cannot be told."""

@@ -32,7 +32,7 @@ from hwopt.memory.trace.dry_run import (
 from hwopt.memory.trace.extended_trace import NotRepeated
 from hwopt.memory.trace.skipped_layers import SkippedLayers
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracker import Tracker
+from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.planning.plan import Plan
 
 StepFunction = Callable[[Shape], Timeline]
@@ -55,7 +55,7 @@ class StepFunctions:
 def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iterator[StepFunctions]:
     """Yield the functions for `plan`. With `whole` every layer is run. Changes torch for the whole process meanwhile."""
     processors = plan.hardware.multiprocessors, threads_per_multiprocessor(plan.hardware)
-    tracker = Tracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware), processors)
+    tracker = MemoryTracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware), processors)
     with (
         card.emulated(plan.hardware),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
@@ -116,9 +116,9 @@ def garbage_collection_off() -> Iterator[None]:
         gc.enable()
 
 
-def label_phases(run: Any, tracker: Tracker, layers: SkippedLayers) -> None:
+def label_phases(run: Any, tracker: MemoryTracker, layers: SkippedLayers) -> None:
     """Label what backward and update allocate as temporary; gradients and state get their own label."""
-    backward, finish = run.engine.backward, run.engine.finish
+    backward, finish = run.engine.backward, run.engine.update
 
     def labelled_backward(*args: Any) -> None:
         tracker.begin_backward()
@@ -132,7 +132,7 @@ def label_phases(run: Any, tracker: Tracker, layers: SkippedLayers) -> None:
         with tracker.new_storages_are("temporary"):
             finish()
 
-    run.engine.backward, run.engine.finish = labelled_backward, labelled_finish
+    run.engine.backward, run.engine.update = labelled_backward, labelled_finish
 
 
 __all__ = ["NotRepeated", "StepFunctions", "fake_step_functions"]

@@ -1,4 +1,4 @@
-"""Tracker: a fake tensor mode that records every storage allocated and freed, and the work of every operation.
+"""MemoryTracker: a fake tensor mode that records every storage allocated and freed, and the work of every operation.
 
 It sees the operations below autograd. A tensor that autograd saves for the backward pass stays alive and so is counted. Memory
 that a kernel allocates internally is not seen; hwopt.memory.trace.cuda_emulation adds the known cases.
@@ -30,7 +30,7 @@ Workspace = Callable[..., "int | ColumnSum"]
 """Takes the arguments of an operator and returns the bytes that its kernel allocates and frees, or the sum that needs them."""
 
 
-class Tracker(FakeTensorMode):
+class MemoryTracker(FakeTensorMode):
     """Records one timeline; `reset` starts a new one."""
 
     def __init__(

@@ -69,7 +69,7 @@ def limit_of(figures: Mapping[str, Any]) -> tuple[Limit, str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerdictInputs:
     """What the advice depends on."""
 
     cuda: bool
@@ -86,7 +86,7 @@ class Settings:
     """The option that sets `rows`."""
 
 
-def advice(limit: Limit, settings: Settings) -> str:
+def advice(limit: Limit, settings: VerdictInputs) -> str:
     """The one setting to change for a run that `limit` bounds."""
     more_rows = f"{settings.batch_option} = {2 * settings.rows} (fewer, larger micro-batches)"
     compiled = f"{option_for('torch_compile')} (fewer kernel launches and less memory traffic)"
@@ -111,11 +111,11 @@ def advice(limit: Limit, settings: Settings) -> str:
     return "nothing: the GPU is used well"
 
 
-def settings_of(run: Run) -> Settings:
+def settings_of(run: Run) -> VerdictInputs:
     plan, recipe = run.plan, run.recipe
     ranks_here = run.world_size if run.device.type == "cpu" else min(run.world_size, plan.hardware.count)
     matmuls = run.observation.matmul_dtypes
-    return Settings(
+    return VerdictInputs(
         cuda=run.device.type == "cuda",
         workers=int(recipe.loader.get("num_workers", 0)),
         cores=max(1, plan.hardware.cpu_cores // max(1, ranks_here)),

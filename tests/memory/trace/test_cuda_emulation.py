@@ -17,7 +17,7 @@ from hwopt.memory.trace.column_sums import ColumnSum, threads_per_multiprocessor
 from hwopt.memory.trace.dry_run import Shape, dry_run_of, fake_recipe
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.traced_step import fake_step_functions
-from hwopt.memory.trace.tracker import Tracker
+from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ class Emulated:
 
     def __init__(self, hardware: Hardware) -> None:
         processors = hardware.multiprocessors, threads_per_multiprocessor(hardware)
-        self.tracker = Tracker(card.workspaces(hardware), card.allocation_granularity(hardware), processors)
+        self.tracker = MemoryTracker(card.workspaces(hardware), card.allocation_granularity(hardware), processors)
 
     def peak(self, function: Callable[[], Any]) -> tuple[int, Any]:
         gc.collect()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.training.telemetry.verdict import DATA_WAIT, SPILLS, THROTTLED, Limit, Settings, Verdict, advice, limit_of
+from hwopt.training.telemetry.verdict import DATA_WAIT, SPILLS, THROTTLED, Limit, Verdict, VerdictInputs, advice, limit_of
 
 LIMITS = get_args(Limit)
 SHARE = st.floats(0, 1)
@@ -27,7 +27,7 @@ FIGURES = st.fixed_dictionaries(
     },
 )
 SETTINGS = st.builds(
-    Settings,
+    VerdictInputs,
     cuda=st.booleans(),
     workers=st.integers(0, 64),
     cores=st.integers(1, 64),
@@ -37,11 +37,13 @@ SETTINGS = st.builds(
     compiled=st.booleans(),
     batch_option=st.just("plugins.batch.train"),
 )
-CARD = Settings(True, 2, 8, 64, 1, True, False, "plugins.batch.train")
+CARD = VerdictInputs(True, 2, 8, 64, 1, True, False, "plugins.batch.train")
 
 
 @given(FIGURES, SETTINGS)
-def test_every_set_of_figures_has_one_verdict_with_a_figure_and_a_next_step(figures: dict[str, Any], settings: Settings) -> None:
+def test_every_set_of_figures_has_one_verdict_with_a_figure_and_a_next_step(
+    figures: dict[str, Any], settings: VerdictInputs
+) -> None:
     limit, figure = limit_of(figures)
     assert limit in LIMITS
     assert any(character.isdigit() for character in figure) or figures.get("gpu_percent") is None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import ceil, sqrt
 
 from hwopt.configs.check.contract import Facts, Finding, rule
-from hwopt.configs.view import Setting, View
+from hwopt.configs.view import ConfigSetting, View
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
 MOST_EVAL_RATIO = 4
@@ -88,7 +88,7 @@ def step_rows_changed(view: View, facts: Facts) -> Iterator[Finding]:
     )
 
 
-def former(setting: Setting) -> int | None:
+def former(setting: ConfigSetting) -> int | None:
     """The value that the setting had before, by an earlier line of the file or by its comment ("instead of 64", "was 192")."""
     if setting.former:
         found = setting.former[-1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hwopt.configs.check.contract import Facts, Finding, rule
 from hwopt.configs.check.rules.batch import ACCUMULATION, EVAL, TRAIN
-from hwopt.configs.view import Setting, View
+from hwopt.configs.view import ConfigSetting, View
 
 CONTRAST = r"(?<!than )(?<!instead of )(?<!from )(?<!was )(?<!not )(?<!old )(?<!with )(?<!for )(?<!previous )"
 CHANGED = re.compile(
@@ -41,7 +41,7 @@ def comment_value(view: View, facts: Facts) -> Iterator[Finding]:
                     )
 
 
-def claims(setting: Setting, comment: str, view: View) -> Iterator[tuple[float, float, str]]:
+def claims(setting: ConfigSetting, comment: str, view: View) -> Iterator[tuple[float, float, str]]:
     """(said, actual, unit) for each value that a comment of `setting` states."""
     if setting.word in (TRAIN, ACCUMULATION, EVAL) and (found := EFFECTIVE.search(comment)):
         if view.effective_rows is not None and ACCUMULATION in view:
