@@ -15,21 +15,21 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hwopt.hardware.device import Capability, Hardware
+from hwopt.hardware.device import Hardware, Support
 from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
 SETTING = "expandable_segments"
 
 
-def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Capability:
+def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Support:
     """Whether the CUDA allocator can grow a segment in place. `release`: the kernel release; default this machine's."""
     if hardware.device_type != "cuda":
-        return Capability(False, "needs the CUDA allocator, found a CPU")
+        return Support(False, "needs the CUDA allocator, found a CPU")
     if hardware.system != "Linux":
-        return Capability(False, f"torch supports expandable segments on Linux only, found {hardware.system}")
+        return Support(False, f"torch supports expandable segments on Linux only, found {hardware.system}")
     if "microsoft" in (platform.release() if release is None else release).lower():
-        return Capability(False, "needs virtual memory management, which the WSL driver lacks")
-    return Capability(True, "the CUDA allocator on Linux grows segments in place")
+        return Support(False, "needs virtual memory management, which the WSL driver lacks")
+    return Support(True, "the CUDA allocator on Linux grows segments in place")
 
 
 def allocator_settings() -> str:

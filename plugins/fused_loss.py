@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
-from hwopt.hardware.device import Capability
+from hwopt.hardware.device import Support
 from hwopt.plugin import (
     OFF,
     Choice,
@@ -220,16 +220,16 @@ class FusedHead:
         return fused(hidden, layer.weight, layer.bias, labels), count
 
 
-def liger_capability(context: Context) -> Capability:
+def liger_capability(context: Context) -> Support:
     """Whether Liger's kernels run on this machine, with the reason."""
     hardware = context.hardware
     if hardware.compute_capability is None:
-        return Capability(False, "needs a CUDA device, found a CPU")
+        return Support(False, "needs a CUDA device, found a CPU")
     if hardware.compute_capability < TRITON_NEEDS:
-        return Capability(False, f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
+        return Support(False, f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
     if not context.has("liger-kernel"):
-        return Capability(False, "liger-kernel is not installed (pip install 'hwopt[kernels]')")
-    return Capability(True, f"liger-kernel {context.software['liger-kernel']}")
+        return Support(False, "liger-kernel is not installed (pip install 'hwopt[kernels]')")
+    return Support(True, f"liger-kernel {context.software['liger-kernel']}")
 
 
 class FusedLoss(Plugin):

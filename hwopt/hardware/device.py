@@ -67,7 +67,7 @@ MULTIPROCESSORS = {  # part of a card's name -> streaming multiprocessors, from 
 
 
 @dataclass(frozen=True)
-class Capability:
+class Support:
     """Whether a feature is supported, with the reason; usable as a bool."""
 
     ok: bool
@@ -119,31 +119,31 @@ class Hardware:
         """The compute capability as "8.6", or "none"."""
         return ".".join(map(str, self.compute_capability)) if self.compute_capability else "none"
 
-    def can(self, feature: Feature) -> Capability:
+    def can(self, feature: Feature) -> Support:
         """Whether the device supports `feature` in hardware; emulation does not count."""
         if self.compute_capability is None:
             return self._cpu_can(feature)
         needed, reason = NEEDED_CAPABILITY[feature]
         found = f"compute capability {self.capability_text} ({self.name})"
         if self.compute_capability >= needed:
-            return Capability(True, found)
-        return Capability(False, f"needs compute capability {needed[0]}.{needed[1]} ({reason}), found {found}")
+            return Support(True, found)
+        return Support(False, f"needs compute capability {needed[0]}.{needed[1]} ({reason}), found {found}")
 
-    def _cpu_can(self, feature: Feature) -> Capability:
+    def _cpu_can(self, feature: Feature) -> Support:
         match feature:
             case "bf16":
                 units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in self.cpu_features]
                 if units:
-                    return Capability(True, f"this CPU has {', '.join(units)}")
-                return Capability(False, "this CPU has neither AMX-BF16 nor AVX512-BF16")
+                    return Support(True, f"this CPU has {', '.join(units)}")
+                return Support(False, "this CPU has neither AMX-BF16 nor AVX512-BF16")
             case "flash_attention" | "fused_optimizer":
-                return Capability(True, "torch has a CPU kernel")
+                return Support(True, "torch has a CPU kernel")
             case "fp16":
-                return Capability(
+                return Support(
                     False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
                 )
             case _:
-                return Capability(
+                return Support(
                     False,
                     f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU",
                 )

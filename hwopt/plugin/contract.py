@@ -23,7 +23,7 @@ from hwopt.plugin.evidence import Evidence, first_names
 from hwopt.plugin.imports import Alias
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.relations import CAPABILITIES, Conflict, Relations, Trait, Traits
+from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
 from hwopt.plugin.run_view import BatchSizes, EngineView, Events, Observation, RunView
 
 API_VERSION = 3
@@ -221,6 +221,7 @@ __all__ = [
     "OFF",
     "Alias",
     "BatchSizes",
+    "Capability",
     "Choice",
     "Conflict",
     "Context",
@@ -242,7 +243,6 @@ __all__ = [
     "Scale",
     "Stage",
     "TaskFacts",
-    "Trait",
     "Traits",
     "first_names",
     "verify",

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from hwopt.text import truncate
 
-Trait = Literal[
+Capability = Literal[
     "whole_gradients",
     "whole_parameters",
     "whole_weights",
@@ -24,7 +24,7 @@ Trait = Literal[
     "accumulation",
     "clipping",
 ]
-CAPABILITIES: dict[Trait, str] = {
+CAPABILITIES: dict[Capability, str] = {
     "whole_gradients": "each rank holds whole gradients between the backward pass and the update",
     "whole_parameters": "the optimizer steps on whole tensors, not on flat partitions or shards",
     "whole_weights": "every weight is whole during the whole step, not only while its module runs",
@@ -51,7 +51,7 @@ class Conflict:
     """The reason, and what the user can do."""
     field: str | None = None
     """Conflicts with every other plugin that writes this recipe field or key ("batch['widths']")."""
-    lacks: Trait | None = None
+    lacks: Capability | None = None
     """Conflicts with every plugin whose engine lacks this capability."""
     plugin: str | None = None
     """Conflicts with the plugin of this name; only for two methods that exclude each other."""
@@ -92,7 +92,7 @@ class Relations:
 class Traits:
     """What the engine or the optimizer that a plugin brings can and cannot do."""
 
-    lacks: tuple[Trait, ...] = ()
+    lacks: tuple[Capability, ...] = ()
     """Of an engine: the capabilities (see CAPABILITIES) that it lacks."""
     elementwise: bool = False
     """Of an optimizer: whether it updates each element independently, as AdamW does.
@@ -106,7 +106,7 @@ class Traits:
     """
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.lacks, tuple) and set(self.lacks) <= set(get_args(Trait))):
+        if not (isinstance(self.lacks, tuple) and set(self.lacks) <= set(get_args(Capability))):
             known = ", ".join(CAPABILITIES)
             raise TypeError(f"Traits(lacks={truncate(self.lacks)}): expected a tuple of {known}")
         if self.elementwise and not self.per_parameter:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.hardware.device import Capability
+from hwopt.hardware.device import Support
 from hwopt.plugin import (
     Alias,
     Choice,
@@ -156,24 +156,24 @@ def import_failure(module: str) -> str:
     return ""
 
 
-def available(name: str, context: Context, last: bool) -> Capability:
+def available(name: str, context: Context, last: bool) -> Support:
     """Whether the optimizer `name` can run on this machine, with the reason. `last`: no other candidate is left."""
     hardware, package = context.hardware, CLASSES[name][0].split(".")[0]
     cuda = hardware.device_type == "cuda"
     if not context.has(package):
         extra = " (pip install 'hwopt[ao]')" if package == "torchao" else ""
-        return Capability(False, f"{package} is not installed{extra}")
+        return Support(False, f"{package} is not installed{extra}")
     if name == "adamw_torch_fused":
         return hardware.can("fused_optimizer")
     if name.startswith("paged") and not cuda:
-        return Capability(False, "paging needs the unified memory of a CUDA device, found a CPU")
+        return Support(False, "paging needs the unified memory of a CUDA device, found a CPU")
     if package == "bitsandbytes" and not cuda and not last:
-        return Capability(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
+        return Support(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
-        return Capability(False, "torchao needs a C++ compiler, found none on PATH")
+        return Support(False, "torchao needs a C++ compiler, found none on PATH")
     if package != "torch" and (failure := import_failure(CLASSES[name][0])):
-        return Capability(False, f"{package} {context.software[package]} cannot be imported ({failure})")
-    return Capability(True, f"{package} {context.software[package]}")
+        return Support(False, f"{package} {context.software[package]} cannot be imported ({failure})")
+    return Support(True, f"{package} {context.software[package]}")
 
 
 class Optimizer(Plugin):

@@ -39,7 +39,7 @@ def test_every_documented_launch_is_listed() -> None:
 
 @pytest.mark.parametrize(
     ("export", "launch"),
-    LAUNCHES,
+    [*LAUNCHES[:1], *(pytest.param(*launch, marks=pytest.mark.soak) for launch in LAUNCHES[1:])],
     ids=["processes", "launcher", "all devices", "config-file"],
 )
 def test_documented_launch_trains(export: str, launch: str, tmp_path: Path) -> None:

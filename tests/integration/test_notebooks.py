@@ -70,7 +70,7 @@ def test_notebook_has_no_output_and_all_steps_in_order(name: str) -> None:
     assert commands == STEPS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:])])
 def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = read(name)
     install_cell(notebook).source = "pass"

@@ -65,6 +65,7 @@ def test_command_prints_what_the_page_shows(block: Any, folder: Path) -> None:
     assert excerpt(block, folder) == block.shown
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")
 def test_runs_of_the_page_print_the_same_lines_with_other_figures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(use, "ENOUGH_SECONDS", 0.0)  # few steps have a verdict too

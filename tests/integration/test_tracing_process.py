@@ -58,6 +58,8 @@ for profile in (tiny_profile(), tiny_profile(copies={})):
     print(memory.tier, round(memory.peak_gib * 2**30), flush=True)
 """
 
+SOAK = pytest.mark.soak
+
 
 def plan_of(folder: Path, registry: Registry | None = None, **plugins: Any) -> Plan:
     return plan_for(tiny_profile(**plugins), tiny_job(folder), registry)
@@ -196,7 +198,11 @@ def test_child_that_dies_is_an_error_and_the_server_goes_on(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server has no children")
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
+@pytest.mark.parametrize(
+    "sent",
+    [pytest.param(signal.SIGTERM, marks=SOAK), signal.SIGINT, pytest.param(signal.SIGKILL, marks=SOAK)],
+    ids=lambda sent: sent.name,
+)
 def test_plan_that_is_ended_by_a_signal_leaves_no_process(sent: signal.Signals, tmp_path: Path) -> None:
     config = "model_type = 'llama', hidden_size = 64, num_hidden_layers = 40, num_attention_heads = 2, intermediate_size = 64"
     job = tmp_path / "job.toml"

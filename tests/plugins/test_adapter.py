@@ -193,6 +193,7 @@ def test_invalid_options_are_refused(text):
 
 
 @pytest.mark.integration
+@pytest.mark.soak
 def test_dora_with_checkpointing_is_compiled_in_one_graph_a_layer(tmp_path):
     in_fork(partial(train_dora_compiled, tmp_path), tmp_path / "output")
 
