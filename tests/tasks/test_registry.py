@@ -78,7 +78,7 @@ def test_task_of_another_package_is_proposed_and_in_the_schema(shouted: Path) ->
     path.write_text(path.read_text().replace('"label"', '"SHOUT"'))
     found = recognise(str(path))
     assert (found.kind, found.why) == ("shouted", "column 'SHOUT' is loud")
-    assert "shouted" in schema("job")["$defs"]["Task"]["properties"]["kind"]["enum"]
+    assert "shouted" in schema("job")["$defs"]["TaskOptions"]["properties"]["kind"]["enum"]
 
 
 @pytest.mark.parametrize(

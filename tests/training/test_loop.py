@@ -267,7 +267,7 @@ def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
                 raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
             return loss(*arguments)
 
-        run.task.loss = dying  # type: ignore[method-assign]
+        run.loss = dying
         loop.update(next(batches))
         before = loop.telemetry.mark()
         left[0] = 2

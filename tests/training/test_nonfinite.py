@@ -125,7 +125,7 @@ def state_without_updates(plan: Plan, folder: Path, steps: tuple[int, ...]) -> l
         run.model.train()
         for batch in loop.batches():
             if run.step + 1 in steps:
-                assert loop.accumulation.attempt(batch) is None
+                loop.accumulation.accumulate(batch, "at a step whose update is skipped")
                 run.engine.zero_grad()
                 run.engine.scheduler.step()
                 run.progress.step += 1
@@ -209,7 +209,7 @@ def test_logged_loss_is_the_mean_of_the_finite_micro_batches(tmp_path: Path) -> 
         run.model.train()
         batches = loop.batches()
         loop.update(next(batches))
-        loop.accumulation.attempt(next(batches))
+        loop.accumulation.accumulate(next(batches), "at step 2")
         losses = loop.telemetry.interval.losses.values(run.device).tolist()
     assert len(losses) == 4
     assert rows[0]["loss"] == pytest.approx(sum(losses[:3]) / 1.5)
