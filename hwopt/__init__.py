@@ -9,18 +9,43 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hwopt.api import execute, plan, resolve
-    from hwopt.report.run_files import optimized, train
+    from hwopt.hosts.evidence_callback import Evidence
+    from hwopt.hosts.forecast import fits
+    from hwopt.hosts.pieces import model_kwargs, optimizer, training_arguments
+    from hwopt.report.run_files import train
+    from hwopt.report.script_hosts import Accelerator, optimized, session
 
 PLACES = {
+    "Accelerator": "hwopt.report.script_hosts",
+    "Evidence": "hwopt.hosts.evidence_callback",
     "execute": "hwopt.api",
-    "optimized": "hwopt.report.run_files",
+    "fits": "hwopt.hosts.forecast",
+    "model_kwargs": "hwopt.hosts.pieces",
+    "optimized": "hwopt.report.script_hosts",
+    "optimizer": "hwopt.hosts.pieces",
     "plan": "hwopt.api",
     "resolve": "hwopt.api",
+    "session": "hwopt.report.script_hosts",
     "train": "hwopt.report.run_files",
+    "training_arguments": "hwopt.hosts.pieces",
 }
-"""Public function -> its module, imported on first use: most import torch."""
+"""Public name -> its module, imported on first use: most import torch."""
 
-__all__ = ["__version__", "execute", "optimized", "plan", "resolve", "train"]
+__all__ = [
+    "Accelerator",
+    "Evidence",
+    "__version__",
+    "execute",
+    "fits",
+    "model_kwargs",
+    "optimized",
+    "optimizer",
+    "plan",
+    "resolve",
+    "session",
+    "train",
+    "training_arguments",
+]
 
 
 def __getattr__(name: str) -> Any:

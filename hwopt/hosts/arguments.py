@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
+from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
 IGNORED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
@@ -41,6 +43,18 @@ def own_words(args: Any) -> dict[str, Any]:
             found.pop("bf16" if args.fp16 else "fp16", None)
         return {word: value for word, value in found.items() if word not in IGNORED}
     return {}
+
+
+def script_of(args: Any, lacks: Mapping[str, str]) -> Script:
+    """What TrainingArguments say of the training. `lacks`: as in `Script`."""
+    return Script(
+        rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        eval_rows=args.per_device_eval_batch_size,
+        training=training_of(args),
+        own=own_words(args),
+        lacks=lacks,
+        world_size=args.world_size,
+    )
 
 
 def plain(value: Any) -> Any:

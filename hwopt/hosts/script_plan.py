@@ -19,6 +19,7 @@ from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
@@ -74,15 +75,22 @@ class ScriptPlan:
         yield from plan.notes
 
 
-def plan_for(model: Any, profile: str, script: Script, tables: Mapping[str, Any], strict: bool = False) -> ScriptPlan:
-    """The plan of `profile` for `model`, a module or a config of transformers.
+def plan_for(
+    model: Any,
+    profile: str,
+    script: Script,
+    tables: Mapping[str, Any],
+    strict: bool = False,
+    hardware: Hardware | None = None,
+) -> ScriptPlan:
+    """The plan of `profile` for `model`, a module or a config of transformers, on `hardware` (default: this machine).
 
     `tables`: plugin -> its options, or False to leave it out; they win over the profile, and `script.own` wins over both.
     Raises InputError and PluginError as `hwopt.api.resolve` does; with `strict` also for every fallback and skip, and for a
     setting of the script that the profile contradicts.
     """
     inputs = Inputs()
-    hardware = detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
+    hardware = hardware or detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
     chosen, why = (profile, "")

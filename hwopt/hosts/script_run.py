@@ -93,12 +93,10 @@ class Loader:
 class ScriptRun:
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
-    def __init__(self, plan: Plan, args: Any, listener: Listener) -> None:
-        """`args`: TrainingArguments, for the device, the ranks and the folder."""
-        self.plan, self.device = plan, args.device
-        self.world_size: int = args.world_size
-        self.rank: int = args.process_index
-        self.folder = self.extras = Path(args.output_dir)
+    def __init__(self, plan: Plan, device: torch.device, folder: Path, listener: Listener, rank: int = 0) -> None:
+        self.plan, self.device = plan, device
+        self.world_size, self.rank = plan.world_size, rank
+        self.folder = self.extras = folder
         self.listener = listener if self.is_main else Listener()
         self.error: BaseException | None = None
         """What ended the training."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import ceil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,9 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import additivity_of, inner
-from hwopt.hosts.arguments import apply_plan, own_words, training_of
+from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
-from hwopt.hosts.script_plan import Script, plan_for
+from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
 from hwopt.training.failure import last_resorts
@@ -55,6 +56,8 @@ LACKS = {
 HARMLESS = ("batch['eval']", "export_steps")
 """What a plugin may write although the host does not read it, because the plugin's other parts work without it."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
+PROBED_ROWS = 8
+"""Rows of the first batch whose losses are compared with the loss of all of them."""
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 """Trainers of TRL that make the samples of a step themselves."""
 
@@ -105,16 +108,9 @@ class OptimizedTrainer:
         if model is None and given.get("model_init") is None:
             raise InputError("optimized() needs model= or model_init=")
         refuse(model, args)
-        script = Script(
-            rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            eval_rows=args.per_device_eval_batch_size,
-            training=training_of(args),
-            own=own_words(args),
-            lacks=self._lacks(given),
-            world_size=args.world_size,
-        )
+        script = script_of(args, self._lacks(given))
         found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
-        self._run = ScriptRun(found.plan, args, settings.listener)
+        self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
         if model is not None and not isinstance(model, str):
@@ -257,12 +253,12 @@ class OptimizedTrainer:
         return found
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
-        """Whether the losses of single rows of `batch` add up to the loss of up to four rows, without dropout and gradients.
+        """Whether the losses of single rows of `batch` add up to the loss of `PROBED_ROWS`, without dropout and gradients.
 
         A difference counts against the spread of the rows' losses: rows of an untrained model have almost the same loss.
         """
-        trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
-        few = {key: value[:4] for key, value in batch.items()}
+        trainer, counters = self._trainer, self._counters()
+        few = {key: value[:PROBED_ROWS] for key, value in batch.items()}
         count = torch.tensor(100, device=trainer.args.device) if self._counted else None
         parent: Any = super()
 
@@ -277,12 +273,11 @@ class OptimizedTrainer:
             rows = self._parts([few], law, 1, 0)
             losses = [loss_of(part.inputs) for part in rows]
         model.train(training)
-        if metrics is not None:
-            self._metrics = metrics
-        half = trainer.accelerator.mixed_precision != "no"
+        vars(self).update(counters)
+        rough = trainer.accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.fp32_precision == "tf32"
         parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))
         spread = max(losses) - min(losses)
-        return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if half else 1e-3 * spread + 1e-5 * abs(whole)) + 1e-6
+        return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if rough else 1e-4 * spread + 4e-6 * abs(whole)) + 1e-7
 
     def _parts(self, batches: list[Batch], law: Any, rows: int, halvings: int) -> list[MicroBatch]:
         processing: Any = getattr(self._trainer, "processing_class", None)
@@ -295,7 +290,7 @@ class OptimizedTrainer:
         finest = max(rows_of(batch) or 1 for batch in self._batches) * len(self._batches)
         while True:
             parts = self._parts(self._batches, self._law.law, run.batch.train, backoff.rung)
-            metrics = copy.deepcopy(getattr(self, "_metrics", None))
+            counters = self._counters()
             try:
                 with kept_random_state(only_on_error=True):
                     total = self._accumulated(model, compute, parts, count)
@@ -307,8 +302,7 @@ class OptimizedTrainer:
             # after the except block: the exception's frames keep tensors alive
             for parameter in inner(model).parameters():
                 parameter.grad = None
-            if metrics is not None:
-                self._metrics = metrics
+            vars(self).update(counters)
             free_memory(run.device)
             backoff.reduce(finest.bit_length(), f"at step {run.step + 1}", reason)
         backoff.step_succeeded()
@@ -318,6 +312,11 @@ class OptimizedTrainer:
                 run.say(f"your logs hold means over these micro-batches, unlike the unmodified script's: {', '.join(means)}")
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
+
+    def _counters(self) -> dict[str, Any]:
+        """What a trainer counts and averages while it computes losses, such as TRL's tokens: a failed attempt must not count."""
+        own = {name: value for name, value in vars(self).items() if type(value) in (int, float)}
+        return own | ({"_metrics": copy.deepcopy(self._metrics)} if hasattr(self, "_metrics") else {})
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[MicroBatch], count: Any) -> Any:
         total: Any = 0.0

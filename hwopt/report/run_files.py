@@ -1,4 +1,4 @@
-"""What a person reads of a run, as listeners: run.log, report.html, lines; and the functions of `hwopt` that pass them in."""
+"""What a person reads of a run, as listeners: run.log, report.html, lines; and `hwopt.train`, which passes them in."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hwopt import api
-from hwopt.hosts import trainer
 from hwopt.report.report_file import ReportFile
 from hwopt.report.run_log import RunLog
-from hwopt.runs.script_journal import ScriptJournal
 from hwopt.text import printable
 from hwopt.training.listener import Listener, Listeners, Summary
 
@@ -39,10 +37,3 @@ class Lines(Listener):
 
     def on_final_evidence(self, run: Any, found: list[Any]) -> None:
         self.on_evidence(run, found)
-
-
-def optimized(trainer_class: type, profile: str = "auto", **settings: Any) -> Any:
-    """`hwopt.hosts.trainer.optimized`, with lines on the terminal, and plan, evidence and report.html in `output_dir`."""
-    listener = settings.pop("listener", None)
-    own = [listener] if listener else []
-    return trainer.optimized(trainer_class, profile, listener=Listeners(*own, Lines(), ScriptJournal(), ReportFile()), **settings)

@@ -104,8 +104,9 @@ def second_shape(width: int) -> Shape:
 
     Its width is close to the first: some models run other operations above a certain length (a sliding window).
     """
-    other = width - max(1, width // 256) * 32 if width >= 64 else max(width // 2, 1)
-    return Shape(7 * ROWS, other if other < width else 2 * width)
+    # kernels of attention pad the width to multiples of 8: both widths must leave the same remainder
+    less = max(1, width // 256) * 32 if width >= 64 else -(-width // 16) * 8
+    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16)
 
 
 def fit_trace(found: dict[str, Timeline], width: int) -> Trace:

@@ -1,0 +1,144 @@
+"""`Accelerator`: Accelerate's, whose `prepare()` also applies a plan to the model and the optimizer.
+
+    from hwopt import Accelerator                             # instead of: from accelerate import Accelerator
+
+    accelerator = Accelerator()                               # or Accelerator(profile="rtx3090_24gb", additive="rows")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+`accumulate()`, `backward()` and checkpoints stay Accelerate's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import accelerate
+import torch
+from torch.utils.data import DataLoader
+
+from hwopt.hosts.collated import Batch, MicroBatch
+from hwopt.hosts.pieces import with_defaults
+from hwopt.hosts.torch import Session, planned
+from hwopt.training.listener import Listener
+
+OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+"""Arguments of Accelerate's class that bring an engine, which owns model, optimizer and step."""
+ROWS = 8
+"""Rows of a batch where no loader says a number."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's Accelerator with a plan of `profile`.
+
+    `additive`: as in `hwopt.session`; needed for `micro_batches`. `plugins`: plugin -> its options, or False to leave it out.
+    `mixed_precision` and engines that the script passes win over the profile. With `strict`, an error for each plugin that is
+    not applied. Raises InputError and PluginError in `prepare()`, as `hwopt.resolve` does.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        profile: str = "auto",
+        additive: str | None = None,
+        strict: bool = False,
+        plugins: Mapping[str, Any] | None = None,
+        listener: Listener | None = None,
+        **named: Any,
+    ) -> None:
+        self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
+        self.hwopt_plugins = dict(plugins or {})
+        self.hwopt_listener = listener or Listener()
+        self.hwopt_session: Session | None = None
+        given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
+        if not self.hwopt_own_precision:
+            # the device decides the precision; the model is not known yet
+            found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False)
+            named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
+        super().__init__(*positional, **named)
+
+    def prepare(self, *objects: Any, **named: Any) -> Any:
+        """Accelerate's `prepare`, after the plan's part for the first model and its optimizer."""
+        model = next((each for each in objects if isinstance(each, torch.nn.Module)), None)
+        if model is None or self.hwopt_session is not None:
+            return super().prepare(*objects, **named)
+        session = self._session_for(model, objects)
+        fitted = session.apply_to(model)
+        optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
+        if optimizer is not None:
+            as_planned(optimizer, session)
+        prepared = super().prepare(*(fitted if each is model else each for each in objects), **named)
+        run = session.run
+        run.accelerator, run.scaler, run.device = self, self.scaler, self.device
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        run.model = next(each for each in found if isinstance(each, torch.nn.Module))
+        run.inner_model = self.unwrap_model(run.model)
+        if optimizer is not None:
+            session.follow(optimizer)
+        return prepared
+
+    def _session_for(self, model: Any, objects: tuple[Any, ...]) -> Session:
+        loaders = [each for each in objects if isinstance(each, DataLoader)]
+        rows = (loaders[0].batch_size if loaders else None) or ROWS
+        lacks = {}
+        if self.hwopt_own_precision:
+            lacks["accelerator['mixed_precision']"] = f"mixed_precision = {self.mixed_precision!r} of your script"
+        if self.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+            why = f"{self.distributed_type.lower()} of your script owns model, optimizer and step"
+            lacks |= dict.fromkeys(("optimizer", "cut", "batch['train']", "model_steps"), why)
+        found = planned(
+            self.hwopt_profile,
+            model,
+            rows * self.gradient_accumulation_steps * self.num_processes,
+            self.hwopt_additive,
+            self.hwopt_plugins,
+            self.hwopt_strict,
+            lacks=lacks,
+            world_size=self.num_processes,
+        )
+        listener = self.hwopt_listener if self.is_main_process else Listener()
+        self.hwopt_session = Session(found, model, self.hwopt_additive, listener, self.process_index)
+        return self.hwopt_session
+
+    def micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+        """The parts of `batch` by length: `accelerator.backward(model(**micro.inputs).loss * micro.weight)` for each."""
+        assert self.hwopt_session is not None, "prepare() comes first"
+        return self.hwopt_session.micro_batches(batch)
+
+    def accumulate_batch(self, batch: Batch, loss: Any) -> torch.Tensor:
+        """The loss of `batch` with its gradients accumulated, repeated in smaller parts if memory runs out.
+
+        `loss`: inputs -> the loss. As `hwopt.Session.accumulate`, with this object's `backward`.
+        """
+        assert self.hwopt_session is not None, "prepare() comes first"
+        return self.hwopt_session.accumulate(batch, loss, self.backward)
+
+    def end_training(self) -> None:
+        """Accelerate's, and the process is as it was before the plan."""
+        super().end_training()
+        if self.hwopt_session is not None:
+            session, self.hwopt_session = self.hwopt_session, None
+            session.close()
+
+
+def as_planned(optimizer: torch.optim.Optimizer, session: Session) -> None:
+    """Let the script's optimizer use the kernels of the plan's one, if both are of one class; else leave that plugin out.
+
+    The object stays the script's: its schedulers hold it.
+    """
+    make = session.run.recipe.optimizer
+    if make is None:
+        return
+    device = session.run.device
+    sample = make(with_defaults([torch.nn.Parameter(torch.zeros(1, device=device))], {}))
+    if type(sample) is type(optimizer) and not optimizer.state:
+        for key in ("fused", "foreach"):
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group[key] = sample.defaults.get(key)
+        if sample.defaults.get("fused"):
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # what the class sets when it is made fused
+        return
+    why = f"your script makes its own {type(optimizer).__name__}; hwopt.optimizer(profile) makes the profile's"
+    session.run.leave_out({"optimizer": why})

@@ -1,0 +1,157 @@
+"""`Evidence`: a callback for any Trainer that says after the first step what really ran, with or without a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hwopt.errors import PluginError
+from hwopt.plugin import Observation
+from hwopt.text import listing
+from hwopt.training import evidence
+
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_flash_attention_forward": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_attention_math": "math",
+    "flash_attn": "flash_attn",
+}
+"""Beginning of an operator's name -> the attention kernel."""
+PRODUCTS = {"bf16": "c10::BFloat16", "fp16": "c10::Half"}
+"""Argument -> the dtype of the matrix products that it asks for, as torch's profiler names it."""
+GRAPHS = ("CompiledFxGraph", "Torch-Compiled Region")
+"""Parts of the names of calls of compiled graphs."""
+
+Finding = tuple[str, str, str]
+"""(what, status, what was seen). Status: "active", "inactive", "off" if nobody asks for it, "unknown"."""
+
+
+class Evidence(TrainerCallback):
+    """Prints after the first step what ran: attention kernel, dtypes, optimizer, checkpointing, compilation, TF32.
+
+    With `strict`, raises PluginError if something that the arguments ask for did not run. `found` has what was seen.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.found: list[Finding] = []
+        self.run = SimpleNamespace(inner_model=None, observation=Observation())
+        self._observing: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._observing is None and not self.found:
+            model = objects["model"]
+            self.run.inner_model = getattr(model, "_orig_mod", model)
+            self._observing = evidence.observing(self.run)
+            self._observing.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._observing is None:
+            return
+        self._stop()
+        optimizer = objects.get("optimizer")
+        self.found = list(findings(args, objects["model"], getattr(optimizer, "optimizer", optimizer), self.run.observation))
+        if state.is_world_process_zero:
+            for what, status, seen in self.found:
+                print(f"hwopt: after step {state.global_step}: {status:8} {what}: {seen}", flush=True)
+        missing = [f"{what} ({seen})" for what, status, seen in self.found if status == "inactive"]
+        if self.strict and missing:
+            raise PluginError(f"asked for, and not active: {'; '.join(missing)}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._observing is not None:
+            observing, self._observing = self._observing, None
+            observing.__exit__(None, None, None)
+
+
+def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[Finding]:
+    """What the first step shows of each optimization. "inactive": the arguments or the model ask for it, and it did not run."""
+    yield attention(model, seen)
+    yield precision(args, seen)
+    yield updates(args, optimizer, seen)
+    yield checkpointing(args, seen)
+    yield compilation(args, model, seen)
+    if getattr(args, "tf32", None) is not None:
+        matmul = torch.backends.cuda.matmul.fp32_precision
+        wrong = args.tf32 and matmul != "tf32"
+        yield "tf32", "inactive" if wrong else "active", f"matmul {matmul}, {seen.matmul_dtypes.get('float', 0)} matmuls in fp32"
+    if getattr(args, "use_liger_kernel", False):
+        own = sorted({type(each).__name__ for each in model.modules() if from_liger(each)})
+        yield "use_liger_kernel", "active" if own else "inactive", f"modules of Liger: {listing(own) if own else 'none'}"
+
+
+def attention(model: Any, seen: Observation) -> Finding:
+    asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    calls: dict[str, int] = {}
+    for name, count in seen.operators.items():
+        kernel = next((kernel for begin, kernel in KERNELS.items() if name.startswith(begin)), None)
+        if kernel is not None and "backward" not in name:
+            calls[kernel] = max(count, calls.get(kernel, 0))
+    ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
+    wanted = asked not in (None, "eager")
+    status = "off" if not wanted else "unknown" if not seen.operators else "active" if calls else "inactive"
+    return "attention", status, f"attn_implementation {asked}; {ran}"
+
+
+def precision(args: Any, seen: Observation) -> Finding:
+    wanted = next((word for word in PRODUCTS if getattr(args, word, False)), None)
+    total = sum(seen.matmul_dtypes.values())
+    shown = ", ".join(f"{count} {name.removeprefix('c10::')}" for name, count in sorted(seen.matmul_dtypes.items())) or "none"
+    said = f"{wanted or 'fp32'} asked; matmuls: {shown}"
+    if wanted is None or not total:
+        return "precision", "unknown" if wanted else "off", said
+    others = [name for name, dtypes in seen.linear_dtypes.items() if dtypes - {PRODUCTS[wanted]}]
+    if others:
+        said += f"; in another dtype: {listing(others)}"
+    return "precision", "inactive" if others or not seen.matmul_dtypes.get(PRODUCTS[wanted]) else "active", said
+
+
+def updates(args: Any, optimizer: Any, seen: Observation) -> Finding:
+    asked = getattr(args.optim, "value", args.optim)
+    fused = seen.calls("_fused_adam", "_fused_sgd", "_fused_adagrad")
+    said = f"optim {asked}: {type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}, {fused} fused update(s)"
+    wrong = ("fused" in asked and not fused) or ("8bit" in asked and "torch." in type(optimizer).__module__)
+    return "optimizer", "inactive" if wrong else "active", said
+
+
+def checkpointing(args: Any, seen: Observation) -> Finding:
+    """The modules inside a layer that is recomputed are called twice for each call of the model."""
+    asked = bool(getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False))
+    calls = seen.forward_calls
+    layers = [name for name in calls if name.rpartition(".")[2].isdigit() and not inside_layer(name)]
+    most = {layer: max(count for name, count in calls.items() if f"{name}.".startswith(f"{layer}.")) for layer in layers}
+    once = [layer for layer in layers if most[layer] <= calls.get("", 0)]
+    if not layers:
+        return "checkpointing", "unknown" if asked else "off", "the layers were not counted"
+    said = f"{len(layers) - len(once)} of {len(layers)} layers recomputed"
+    if asked and once:
+        return "checkpointing", "inactive", f"{said}; not {listing(once)}"
+    return "checkpointing", "active" if asked else "off", said
+
+
+def inside_layer(name: str) -> bool:
+    """Whether the module called `name` is a part of a numbered module."""
+    return any(part.isdigit() for part in name.split(".")[:-1])
+
+
+def compilation(args: Any, model: Any, seen: Observation) -> Finding:
+    asked = bool(getattr(args, "torch_compile", False))
+    graphs = seen.calls(*GRAPHS)
+    compiled = [type(each).__name__ for each in model.modules() if each._compiled_call_impl is not None]
+    said = f"torch_compile = {asked}; {len(compiled)} compiled module(s), {graphs} call(s) of compiled graphs"
+    if not asked:
+        return "compile", "off", said
+    return "compile", "active" if graphs else "inactive", said
+
+
+def from_liger(module: Any) -> bool:
+    return "liger_kernel" in (type(module).__module__ + getattr(module.forward, "__module__", ""))

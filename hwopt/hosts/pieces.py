@@ -1,0 +1,139 @@
+"""Single parts of a plan for a script that wants no more: arguments, keywords of from_pretrained, an optimizer, a forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from hwopt.hardware.detect import detect
+from hwopt.hosts.arguments import IGNORED, LOADER, script_of
+from hwopt.hosts.script_plan import Script, plan_for
+from hwopt.hosts.trainer import HARMLESS, LACKS, described_model
+from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.plan import Plan
+from hwopt.plugin.imports import options_from
+
+ARGUMENTS_LACK = {field: why for field, why in LACKS.items() if field not in HARMLESS} | {
+    "cut": "arguments cannot split a step by length; hwopt.optimized does",
+    "events": "arguments cannot call it in each step; hwopt.optimized does",
+    "optimizer_wraps": "arguments cannot wrap the optimizer; hwopt.optimized does",
+}
+"""Field of the recipe -> why TrainingArguments alone cannot express it."""
+ROWS = 8
+"""Rows of a step for plans that ask only for a model's or an optimizer's part."""
+
+
+def training_arguments(
+    profile: str, model: Any, into: type | None = None, *, plugins: Mapping[str, Any] | None = None, **own: Any
+) -> Any:
+    """`into(**own)` (default: TrainingArguments) with what `profile` sets where `own` leaves it open, for `model`.
+
+    `model`: a name, a config or a module. `plugins`: plugin -> its options, or False to leave it out. The result is a plain
+    object of `into`. Its attribute `decisions` has a line for each plugin: the arguments that express it, or why none do.
+    Rows of an optimizer step stay those of `own`. Raises InputError and PluginError as `hwopt.resolve` does.
+    """
+    from transformers import TrainingArguments
+
+    into = into or TrainingArguments
+    if detect().device_type == "cpu":
+        own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
+    script = script_of(into(**own), ARGUMENTS_LACK)
+    found = plan_for(described_model(model, {}), profile, script, plugins or {})
+    fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(IGNORED)
+    if not own.keys() & sizes_of(found.plan).keys():
+        fields |= sizes_of(found.plan).keys()
+    words: dict[str, Any] = {}
+    lines: list[str] = []
+    for entry in found.plan.entries:
+        mine = {} if entry.decision == "skip" else dict(words_of(entry, found.plan, fields))
+        words |= mine
+        lines.append(decision_line(entry, found.plan, mine))
+    arguments: Any = into(**(own | words))
+    arguments.decisions = (*lines, *found.wins, *found.plan.notes)
+    return arguments
+
+
+def words_of(entry: PluginDecision, plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(argument, value) of each of `fields` that sets options of an applied plugin to what they are; each option once."""
+    options = entry.options.model_dump(mode="json")
+    for key, word in LOADER.items():
+        if word in fields and key in plan.recipe.loader and plan.recipe.author_of(f"loader[{key!r}]") == entry.author:
+            yield word, plan.recipe.loader[key]
+    if plan.recipe.author_of("batch['train']") == entry.author:
+        yield from ((word, rows) for word, rows in sizes_of(plan).items() if word in fields)
+    covered: set[str] = set()
+    for word in (word for word in entry.plugin.aliases if word in fields and word not in (*IGNORED, *LOADER.values())):
+        for value in (True, *options.values()):
+            meant = accepted_options(entry.plugin.aliases[word], value)
+            same = [key for key, each in meant.items() if options.get(key, key == "enabled") is each or options.get(key) == each]
+            if meant and len(same) == len(meant) and not covered & meant.keys():
+                covered |= meant.keys()
+                yield word, value
+                break
+
+
+def accepted_options(alias: Any, value: Any) -> Mapping[str, Any]:
+    """The options that `alias` means with `value`; {} for a value that it does not know."""
+    try:
+        return options_from(alias, value) or {}
+    except (AttributeError, KeyError, TypeError, ValueError):  # a value of another argument
+        return {}
+
+
+def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -> str:
+    """What became of a plugin: its reason to be skipped, or the arguments that express it."""
+    if entry.decision == "skip":
+        return f"skip     {entry.name}: {entry.reason}"
+    said = [f"{word} = {value!r}" for word, value in words.items()]
+    kwargs = plan.recipe.model_kwargs
+    own = [f"{key} = {kwargs[key]!r}" for key in kwargs if plan.recipe.author_of(f"model_kwargs[{key!r}]") == entry.author]
+    if own:
+        said.append(f"for from_pretrained (hwopt.model_kwargs): {', '.join(own)}")
+    status = entry.decision if said else "left out"
+    return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it. hwopt.optimized applies it'}"
+
+
+def sizes_of(plan: Plan) -> dict[str, int]:
+    """Rows of a micro-batch that divide the rows of a step, and the number of micro-batches."""
+    rows = max(1, plan.batch.step // plan.world_size)
+    micro = next(each for each in range(min(plan.batch.train, rows), 0, -1) if rows % each == 0)
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
+
+
+def part_plan(profile: str, model: Any, plugins: Mapping[str, Any], rows: int = ROWS) -> Plan:
+    """The plan of `profile` for a script of which only `model` is known: a name, a config, a module, or None for any."""
+    from transformers import BertConfig
+
+    described = BertConfig() if model is None else described_model(model, {})
+    return plan_for(described, profile, Script(rows, rows, {}), plugins).plan
+
+
+def model_kwargs(profile: str, model: Any, **plugins: Any) -> dict[str, Any]:
+    """What the plan of `profile` passes to `from_pretrained`: dtype, attention kernel, quantization.
+
+    `model`: a name or a config. `plugins`: plugin -> its options, or False to leave it out.
+    """
+    return dict(part_plan(profile, model, plugins).recipe.model_kwargs)
+
+
+def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., Any]:
+    """The profile's optimizer, as a function of (parameters or groups, **defaults) like a class of torch.optim.
+
+    `defaults` are lr, betas, eps and weight_decay of torch's AdamW unless given. `model` (a name, a config or a module) is read
+    by plugins that decide by its size.
+    """
+    import torch
+
+    make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
+
+    return lambda parameters, **defaults: make(with_defaults(parameters, defaults))
+
+
+def with_defaults(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups of an optimizer from parameters or groups; lr, betas, eps and weight_decay are torch's unless given."""
+    groups = list(parameters)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    common = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, **defaults}
+    return [common | group for group in groups]

@@ -1,0 +1,217 @@
+"""`session`: a plan in a bare loop of torch, or of Fabric.
+
+    with hwopt.session("rtx3090_24gb", model, rows=32, additive="rows") as session:
+        optimizer = session.optimizer(model.parameters(), lr=2e-5)
+        for batch in loader:
+            for micro in session.micro_batches(batch):
+                (model(**micro.inputs).loss * micro.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+The step ends with `optimizer.step()`. At the end of the block the process and the model's forward method are as before it; what
+the plan did to the model itself (checkpointing, compilation) stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.errors import InputError
+from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
+from hwopt.hosts.pieces import with_defaults
+from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
+from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
+from hwopt.hosts.trainer import HARMLESS, LACKS, WRAPPERS
+from hwopt.text import first_line
+from hwopt.training.failure import last_resorts
+from hwopt.training.listener import DONE, Listener
+from hwopt.training.memory_pressure import free_memory
+
+SCRIPT_LACKS = {
+    **{field: re.sub("your (Trainer|arguments)", "your script", why) for field, why in LACKS.items()},
+    "loader": "your script makes the DataLoader",
+    "order": "your script's sampler orders the rows",
+    "optimizer_wraps": "your script steps its own optimizer",
+}
+"""Field of the recipe -> why a loop of the user's has no place for it."""
+NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
+LAWS = ("rows", "labels", "sum")
+
+
+class Session:
+    """A plan over the objects of a loop that is not hwopt's. `run` is what plugins and evidence see of it."""
+
+    def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.additive = additive
+        self.run = ScriptRun(found.plan, device, Path(), listener, rank)
+        self.run.train_loader = Loader((), 1)  # the script's own is not seen
+        self.stack = ExitStack()
+        for line in found.lines():
+            self.run.say(line)
+        option = found.plan.batch_option("train")
+        self.backoff = OomBackoff("Training", option, self.run.warn, last_resorts=last_resorts(self.run))
+        self.parts: list[MicroBatch] = []
+        self.in_step = False
+
+    # the objects of the plan
+
+    def apply_to(self, model: Any) -> Any:
+        """`model` after the plan's model steps; the process has the plan's kernels until `close`."""
+        self.stack.enter_context(self.run.process())
+        self.stack.callback(self.run.stop_observing)
+        model = self.run.fitted(model)
+        hook = model.register_forward_pre_hook(lambda *_: self.begin_step())
+        self.stack.callback(hook.remove)
+        return model
+
+    def optimizer(self, parameters: Any, **defaults: Any) -> Any:
+        """The plan's optimizer over parameters or groups. `defaults` (lr, betas, eps, weight_decay): torch's unless given."""
+        made = (self.run.recipe.optimizer or torch.optim.AdamW)(with_defaults(parameters, defaults))
+        self.follow(made)
+        return made
+
+    def follow(self, optimizer: Any) -> None:
+        """Count the steps of `optimizer`."""
+        self.run.optimizer = optimizer
+        for step in self.run.recipe.prepared_steps:
+            step(self.run)
+        self.stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
+
+    # a step
+
+    def micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+        """The parts of `batch` (key -> tensor, one entry a row), by length; each loss is to be multiplied by its `weight`.
+
+        The whole batch, with weight 1, if `additive` was not given.
+        """
+        if not self.additive:
+            parts = [MicroBatch(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
+        else:
+            cut = self.run.recipe.cut or cut_in_order
+            parts = micro_batches([batch], self.additive, cut, self.run.batch.train, self.backoff.rung)  # type: ignore[arg-type]
+        self.parts += parts
+        yield from parts
+
+    def accumulate(
+        self,
+        batch: Batch,
+        loss: Callable[[dict[str, Any]], torch.Tensor],
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ) -> torch.Tensor:
+        """The loss of `batch`, detached, with its gradients accumulated. Repeats it in smaller parts if memory runs out.
+
+        `loss` takes the inputs of a part. Needs `additive`, and gradients that are None at the start of the step.
+        Raises torch.OutOfMemoryError where a step cannot be repeated, DoesNotFitError if single rows do not fit.
+        """
+        trained = [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
+        repeats = bool(self.additive) and self.run.world_size == 1 and all(parameter.grad is None for parameter in trained)
+        before = len(self.parts)
+        while True:
+            total = torch.zeros((), device=self.run.device)
+            try:
+                for part in self.micro_batches(batch):
+                    weighted = loss(part.inputs) * part.weight
+                    backward(weighted)
+                    total = total + weighted.detach()
+                self.backoff.step_succeeded()
+                return total
+            except torch.OutOfMemoryError as error:
+                if not repeats:
+                    raise
+                reason = first_line(error)
+            # after the except block: the exception's frames keep tensors alive
+            for parameter in trained:
+                parameter.grad = None
+            del self.parts[before:]
+            free_memory(self.run.device)
+            self.backoff.reduce((rows_of(batch) or 1).bit_length(), f"at step {self.run.step + 1}", reason)
+
+    def begin_step(self) -> None:
+        """Called in each forward pass of the model. Evaluation is no step."""
+        if not self.in_step and torch.is_grad_enabled() and self.run.inner_model.training:
+            self.in_step = True
+            self.run.begin_step()
+
+    def end_step(self) -> None:
+        """Called after each update of the weights."""
+        sizes, lengths = [part.size for part in self.parts], [length for part in self.parts for length in part.lengths]
+        self.run.last_step_batch = ScriptStep(self.run.step, tuple(lengths), sizes)
+        self.parts, self.in_step = [], False
+        self.run.end_step(skipped=False)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the process as it was before the plan, and say what splitting by length saved."""
+        self.run.error = error
+        self.stack.close()
+        if self.additive and (line := self.run.token_line()):
+            self.run.say(line)
+        self.run.listener.on_end(self.run, DONE if error is None else str(error) or type(error).__name__)
+
+
+def planned(
+    profile: str, model: Any, rows: int, additive: str | None, plugins: Mapping[str, Any], strict: bool, **script: Any
+) -> ScriptPlan:
+    """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
+    if additive not in (None, *LAWS):
+        raise InputError(f"additive = {additive!r}: expected one of {', '.join(LAWS)}")
+    if type(model).__name__ in WRAPPERS:
+        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
+    lacks = {field: why for field, why in SCRIPT_LACKS.items() if field not in HARMLESS}
+    if not additive:
+        lacks |= dict.fromkeys(("cut", "batch['train']"), NOT_ADDITIVE)
+    own = Script(rows, rows, {}, lacks=lacks | script.pop("lacks", {}), **script)
+    return plan_for(model, profile, own, plugins, strict)
+
+
+class session:
+    """A block with the plan of `profile` for `model` and a loop whose steps have `rows` rows. Gives a `Session`.
+
+    `additive`: how the loss of a batch adds up from its rows: "rows" (a mean over rows), "labels" (a mean over labels that are
+    not -100) or "sum"; None: batches stay whole. With `strict`, an error for each plugin that is not applied. `plugins`:
+    plugin -> its options, or False to leave it out. fp16 is left to loops with a loss scaler: see `hwopt.Accelerator`.
+    """
+
+    def __init__(
+        self,
+        profile: str,
+        model: Any,
+        *,
+        rows: int,
+        additive: str | None = None,
+        strict: bool = False,
+        listener: Listener | None = None,
+        **plugins: Any,
+    ) -> None:
+        lacks = {"accelerator['mixed_precision']": FP16} if chooses_fp16(profile, model, rows, plugins) else {}
+        found = planned(profile, model, rows, additive, plugins, strict, lacks=lacks)
+        self.session = Session(found, model, additive, listener or Listener())
+        self.model = model
+
+    def __enter__(self) -> Session:
+        session, model = self.session, self.session.apply_to(self.model)
+        if session.run.recipe.accelerator.get("mixed_precision") == "bf16":
+            session.stack.callback(setattr, model, "forward", model.forward)
+            model.forward = functools.wraps(model.forward)(torch.autocast(session.run.device.type, torch.bfloat16)(model.forward))
+        return session
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.session.close(error)
+
+
+FP16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"
+
+
+def chooses_fp16(profile: str, model: Any, rows: int, plugins: Mapping[str, Any]) -> bool:
+    """Whether the plan would compute in fp16."""
+    found = planned(profile, model, rows, None, plugins, strict=False)
+    return bool(found.plan.recipe.accelerator.get("mixed_precision") == "fp16")

@@ -1,0 +1,34 @@
+"""The hosts of `hwopt.hosts` with a listener that prints: what a script of the user's calls as `hwopt.optimized` and so on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hwopt.hosts import accelerate, torch, trainer
+from hwopt.report.report_file import ReportFile
+from hwopt.report.run_files import Lines
+from hwopt.runs.script_journal import ScriptJournal
+from hwopt.training.listener import Listener, Listeners
+
+
+def optimized(trainer_class: type, profile: str = "auto", *, listener: Listener | None = None, **settings: Any) -> Any:
+    """`hwopt.hosts.trainer.optimized`, with lines on the terminal, and plan, evidence and report.html in `output_dir`."""
+    listeners = with_lines(listener, ScriptJournal(), ReportFile())
+    return trainer.optimized(trainer_class, profile, listener=listeners, **settings)
+
+
+def session(profile: str, model: Any, *, listener: Listener | None = None, **settings: Any) -> torch.session:
+    """`hwopt.hosts.torch.session`, with lines on the terminal."""
+    return torch.session(profile, model, listener=with_lines(listener), **settings)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`hwopt.hosts.accelerate.Accelerator`, with lines on the terminal."""
+
+    def __init__(self, *positional: Any, listener: Listener | None = None, **named: Any) -> None:
+        super().__init__(*positional, listener=with_lines(listener), **named)
+
+
+def with_lines(listener: Listener | None, *files: Listener) -> Listeners:
+    """`listener`, lines on the terminal, and `files`."""
+    return Listeners(*([listener] if listener else []), Lines(), *files)

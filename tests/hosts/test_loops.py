@@ -1,0 +1,160 @@
+"""`hwopt.session` in a bare loop and `hwopt.Accelerator`: the losses and norms of the script without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from hosts.scripts import Steps, bert, farthest, memory_of, padded, reset, rows
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader
+
+import hwopt
+from hwopt.errors import InputError, PluginError
+
+SPLIT: dict[str, Any] = {"precision": False, "batch": {"train": 4}}
+WHOLE: dict[str, Any] = {"precision": False, "batch": {"train": 16}}
+TOKENS = 400
+"""A micro-batch of more of them runs out of memory: every step of 16 rows does."""
+CLOSE = 1e-6
+
+
+def batches(size: int = 16) -> list[dict[str, Any]]:
+    data = rows()
+    return [padded(data[begin : begin + size], classes=True) for begin in range(0, len(data), size)]
+
+
+def bare(limit: int | None = None, session: dict[str, Any] | None = None) -> Steps:
+    """A loop of torch alone; `session`: the arguments of `hwopt.session` around it."""
+    model, found = bert(), []
+
+    def loss_of(inputs: Any) -> Any:
+        return model(**inputs).loss
+
+    def train(optimizer: Any, own: Any) -> None:
+        for batch in batches():
+            if own is None:
+                loss = loss_of(batch)
+                loss.backward()
+            elif limit:
+                loss = own.accumulate(batch, loss_of)
+            else:
+                parts = [(loss_of(micro.inputs) * micro.weight) for micro in own.micro_batches(batch)]
+                for part in parts:
+                    part.backward()
+                loss = sum(parts)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+
+    if limit:
+        model.register_forward_pre_hook(memory_of(limit), with_kwargs=True)
+    if session is None:
+        train(torch.optim.AdamW(model.parameters(), lr=1e-3), None)
+        return found
+    with hwopt.session("cpu", model, rows=16, **session) as own:
+        train(own.optimizer(model.parameters(), lr=1e-3), own)
+    return found
+
+
+def accelerated(cls: type, split: bool = False, limit: int | None = None, **settings: Any) -> Steps:
+    """accelerate's own example in short: a loop with `prepare`, `backward`, `clip_grad_norm_` and a schedule."""
+    reset()
+    accelerator, model, found = cls(cpu=True, **settings), bert(), []
+    if limit:
+        model.register_forward_pre_hook(memory_of(limit), with_kwargs=True)
+    loader: Any = DataLoader(rows(), batch_size=16, collate_fn=lambda features: padded(features, classes=True))  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule: Any = LinearLR(optimizer)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for batch in loader:
+        if limit:
+            total = accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss).item()
+        else:
+            total = 0.0
+            for inputs, weight in (
+                [(micro.inputs, micro.weight) for micro in accelerator.micro_batches(batch)] if split else [(batch, 1.0)]
+            ):
+                loss = model(**inputs).loss * weight
+                accelerator.backward(loss)
+                total += loss.item()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("limit", [None, TOKENS])
+def test_bare_loop_trains_the_same(limit: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
+    assert farthest(bare(limit, {"additive": "rows", **(WHOLE if limit else SPLIT)}), bare()) < CLOSE
+    assert (torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()) == before
+    output = capsys.readouterr().out
+    assert "after step 1: active   length_batching" in output
+    assert "after step 1: active   optimizer" in output
+    assert ("out of memory" in output) == (limit is not None)
+
+
+def test_bare_loop_without_a_law_keeps_its_batches_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert farthest(bare(None, SPLIT), bare()) < CLOSE
+    assert "skip     length_batching: recipe.cut: hwopt does not know how the loss adds up" in capsys.readouterr().out
+
+
+def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() -> None:
+    model, batch = bert(), batches()[0]
+    forward = model.forward
+    with hwopt.session("cpu", model, rows=16):
+        assert model(**batch).logits.dtype == torch.bfloat16
+    assert model.forward == forward
+    assert model(**batch).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"additive": "mean"}, InputError, "additive = 'mean': expected one of rows, labels, sum"),
+        ({"strict": True}, PluginError, "length_batching"),
+    ],
+)
+def test_bad_settings_of_a_session_are_refused(settings: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        hwopt.session("cpu", bert(), rows=16, **settings)
+
+
+def test_wrapped_model_is_refused() -> None:
+    with pytest.raises(InputError, match="wrapped in DataParallel: pass the model itself"):
+        hwopt.session("cpu", torch.nn.DataParallel(bert()), rows=16)
+
+
+@pytest.mark.parametrize(("split", "limit"), [(False, None), (True, None), (False, TOKENS)])
+def test_accelerate_script_trains_the_same(split: bool, limit: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = accelerated(accelerate.Accelerator)
+    additive = "rows" if split or limit else None
+    found = accelerated(hwopt.Accelerator, split, limit, profile="cpu", additive=additive, plugins=WHOLE if limit else SPLIT)
+    assert farthest(found, wanted) < CLOSE
+    output = capsys.readouterr().out
+    assert "1 call(s) of the fused kernel in step 1" in output
+    assert ("out of memory" in output) == (limit is not None)
+
+
+def test_optimizer_of_another_class_stays_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = hwopt.Accelerator(cpu=True, profile="cpu")
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert accelerator.prepare(model, optimizer)[1].optimizer is optimizer
+    accelerator.end_training()
+    assert "skip     optimizer: recipe.optimizer: your script makes its own SGD" in capsys.readouterr().out
+
+
+def test_precision_of_the_script_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = hwopt.Accelerator(cpu=True, profile="cpu", mixed_precision="no")
+    accelerator.prepare(bert())
+    accelerator.end_training()
+    assert accelerator.mixed_precision == "no"
+    assert "mixed_precision = 'no' of your script" in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""Single parts for a script: arguments, keywords of from_pretrained, an optimizer, a forecast, evidence without a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts.scripts import SIZES, arguments, bert, padded, rows
+from transformers import BertConfig, LlamaConfig, Trainer, TrainingArguments
+
+import hwopt
+from hwopt.errors import InputError, PluginError
+
+WIDE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+CONFIG = BertConfig(vocab_size=1000, architectures=["BertForSequenceClassification"], **WIDE)
+SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+DECODER = LlamaConfig(vocab_size=200, architectures=["LlamaForCausalLM"], max_position_embeddings=64, **SIZES)
+
+
+def test_arguments_have_what_the_profile_sets_and_the_script_leaves_open(tmp_path: Path) -> None:
+    found = hwopt.training_arguments("cpu", CONFIG, output_dir=str(tmp_path), learning_rate=3e-4)
+    assert type(found) is TrainingArguments
+    assert (found.bf16, found.optim, found.learning_rate) == (True, "adamw_torch_fused", 3e-4)
+    lines = "\n".join(found.decisions)
+    assert "precision: bf16 = True" in lines
+    assert "length_batching: recipe.cut: arguments cannot split a step by length; hwopt.optimized does" in lines
+
+
+def test_own_arguments_win_and_rows_of_a_step_stay(tmp_path: Path) -> None:
+    own = {"bf16": False, "optim": "adafactor", "per_device_train_batch_size": 6, "gradient_accumulation_steps": 3}
+    found = hwopt.training_arguments("cpu", CONFIG, output_dir=str(tmp_path), **own)
+    assert {name: getattr(found, name) for name in own} == own
+    assert any("optim = 'adafactor' of your arguments wins" in line for line in found.decisions)
+
+
+def test_arguments_of_trl(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    found = hwopt.training_arguments("cpu", DECODER, SFTConfig, output_dir=str(tmp_path), max_length=64, **{SWITCH: False})
+    assert (type(found), found.max_length, found.bf16) == (SFTConfig, 64, True)
+
+
+def test_model_kwargs_and_optimizer() -> None:
+    assert hwopt.model_kwargs("cpu", CONFIG) == {"dtype": "float32", "attn_implementation": "sdpa"}
+    parameter = torch.nn.Parameter(torch.ones(3))
+    found = hwopt.optimizer("cpu")([{"params": [parameter], "weight_decay": 0.0}], lr=0.5)
+    group = found.param_groups[0]
+    assert (type(found), group["fused"], group["lr"], group["weight_decay"]) == (torch.optim.AdamW, True, 0.5, 0.0)
+
+
+def test_forecast_for_a_card_that_is_not_there(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True)
+    found = hwopt.fits(CONFIG, args, [{"input_ids": [1] * 40}], card="RTX 3090")
+    assert found
+    assert found.memory is not None
+    assert (found.memory.tier, found.memory.width) == ("traced", 40)
+    assert "on GeForce RTX 3090, 8 x 40 tokens" in str(found)
+
+
+def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Path) -> None:
+    from trl import DPOConfig
+
+    large = LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2, hidden_size=8192, intermediate_size=32768)
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    found = hwopt.fits(large, args, card="Tesla T4")
+    assert found.fits is False
+    assert str(found).startswith("does not fit: ")
+    unknown = hwopt.fits(DECODER, DPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{SWITCH: False}))
+    assert (unknown.fits, bool(unknown)) == (None, False)
+    assert "DPOConfig may hold a second model" in str(unknown)
+    with pytest.raises(InputError, match="card = 'RTX 9999': no profile describes it. Known cards: "):
+        hwopt.fits(CONFIG, args, card="RTX 9999")
+
+
+def trained(folder: Path, evidence: Any, **changes: Any) -> dict[str, tuple[str, str]]:
+    """What -> (status, seen) after a run of the plain Trainer."""
+    trainer = Trainer(
+        model=bert(),
+        args=arguments(folder, max_steps=1, **changes),
+        train_dataset=rows(),  # type: ignore[arg-type]
+        data_collator=lambda features: padded(features, classes=True),
+        callbacks=[evidence],
+    )
+    trainer.train()
+    return {what: (status, seen) for what, status, seen in evidence.found}
+
+
+def test_evidence_says_what_a_plain_trainer_really_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = trained(tmp_path, hwopt.Evidence(), bf16=True, optim="adamw_torch_fused", **{SWITCH: True})
+    assert found["attention"] == ("active", "attn_implementation sdpa; flash 8")
+    assert found["precision"] == ("active", "bf16 asked; matmuls: 108 BFloat16")
+    assert found["checkpointing"] == ("active", "2 of 2 layers recomputed")
+    assert found["compile"][0] == "off"
+    assert "hwopt: after step 1: active   optimizer: optim adamw_torch_fused: torch's AdamW" in capsys.readouterr().out
+
+
+def test_strict_evidence_names_the_layers_that_fell_out(tmp_path: Path) -> None:
+    class Sabotage(hwopt.Evidence):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            linear = objects["model"].classifier
+            linear.forward = torch.autocast("cpu", enabled=False)(lambda x: torch.nn.functional.linear(x.float(), linear.weight))
+            super().on_step_begin(args, state, control, **objects)
+
+    with pytest.raises(PluginError, match=r"precision \(bf16 asked; .*in another dtype: classifier"):
+        trained(tmp_path, Sabotage(strict=True), bf16=True)
