@@ -124,6 +124,13 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
     return ""
 
 
+def shifts_labels(model: Any) -> bool:
+    """Whether the loss of `model` compares the output of each token with the label of the next one."""
+    model = inner(model)
+    decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
 def inner(model: Any) -> Any:
     """The model of transformers inside wrappers of peft and of torch."""
     while True:

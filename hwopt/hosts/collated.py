@@ -78,9 +78,12 @@ def labels_in(batch: Batch, shifted: bool) -> int:
     return int((labels[:, 1:] if shifted else labels).ne(-100).sum())
 
 
-def micro_batches(batches: Sequence[Batch], law: Law, cut: Cut, rows: int, halvings: int, pad_id: int = 0) -> list[MicroBatch]:
+def micro_batches(
+    batches: Sequence[Batch], law: Law, cut: Cut, rows: int, halvings: int, *, pad_id: int = 0, shifted: bool = False
+) -> list[MicroBatch]:
     """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
 
+    `shifted`: the label of a row's first column does not count, as in a causal language model.
     Batches are joined where that leaves every weight as it is. Batches with values that are not one per row stay whole.
     """
     found: list[MicroBatch] = []
@@ -90,10 +93,10 @@ def micro_batches(batches: Sequence[Batch], law: Law, cut: Cut, rows: int, halvi
             found.append(MicroBatch(dict(batch), 1.0, (width_of(batch),)))
             continue
         lengths = lengths_of(batch)
-        total = labels_in(batch, shifted=False) if law == "labels" else mean_over
+        total = labels_in(batch, shifted) if law == "labels" else mean_over
         for group in halved(cut(lengths, rows), halvings):
             inputs = sliced(batch, list(group), max(lengths[row] for row in group))
-            part = labels_in(inputs, shifted=False) if law == "labels" else len(group)
+            part = labels_in(inputs, shifted) if law == "labels" else len(group)
             weight = 1.0 if law == "sum" else part / max(1, total)
             found.append(MicroBatch(inputs, weight, tuple(lengths[row] for row in group)))
     return found

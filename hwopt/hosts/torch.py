@@ -26,12 +26,13 @@ import torch
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
+from hwopt.hosts.additivity import LAWS, shifts_labels
 from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.hosts.trainer import HARMLESS, LACKS, WRAPPERS
-from hwopt.text import first_line
+from hwopt.text import first_line, listing
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 from hwopt.training.memory_pressure import free_memory
@@ -44,7 +45,6 @@ SCRIPT_LACKS = {
 }
 """Field of the recipe -> why a loop of the user's has no place for it."""
 NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
-LAWS = ("rows", "labels", "sum")
 
 
 class Session:
@@ -98,7 +98,9 @@ class Session:
             parts = [MicroBatch(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
         else:
             cut = self.run.recipe.cut or cut_in_order
-            parts = micro_batches([batch], self.additive, cut, self.run.batch.train, self.backoff.rung)  # type: ignore[arg-type]
+            law: Any = self.additive
+            shifted = shifts_labels(self.run.inner_model)
+            parts = micro_batches([batch], law, cut, self.run.batch.train, self.backoff.rung, shifted=shifted)
         self.parts += parts
         yield from parts
 
@@ -163,7 +165,7 @@ def planned(
 ) -> ScriptPlan:
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     if additive not in (None, *LAWS):
-        raise InputError(f"additive = {additive!r}: expected one of {', '.join(LAWS)}")
+        raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
     if type(model).__name__ in WRAPPERS:
         raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
     lacks = {field: why for field, why in SCRIPT_LACKS.items() if field not in HARMLESS}

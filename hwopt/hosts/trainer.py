@@ -25,7 +25,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.hosts.additivity import additivity_of, inner
+from hwopt.hosts.additivity import additivity_of, inner, shifts_labels
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
 from hwopt.hosts.script_plan import plan_for
@@ -282,7 +282,8 @@ class OptimizedTrainer:
     def _parts(self, batches: list[Batch], law: Any, rows: int, halvings: int) -> list[MicroBatch]:
         processing: Any = getattr(self._trainer, "processing_class", None)
         pad_id = getattr(processing, "pad_token_id", None) or 0
-        return micro_batches(batches, law, self._run.recipe.cut or cut_in_order, rows, halvings, pad_id)
+        shifted = shifts_labels(self._trainer.model)
+        return micro_batches(batches, law, self._run.recipe.cut or cut_in_order, rows, halvings, pad_id=pad_id, shifted=shifted)
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-from hosts.scripts import Steps, bert, farthest, memory_of, padded, reset, rows
+from hosts.scripts import Steps, bert, farthest, llama, memory_of, padded, reset, rows
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
@@ -21,20 +22,20 @@ TOKENS = 400
 CLOSE = 1e-6
 
 
-def batches(size: int = 16) -> list[dict[str, Any]]:
+def batches(size: int = 16, classes: bool = True) -> list[dict[str, Any]]:
     data = rows()
-    return [padded(data[begin : begin + size], classes=True) for begin in range(0, len(data), size)]
+    return [padded(data[begin : begin + size], classes) for begin in range(0, len(data), size)]
 
 
-def bare(limit: int | None = None, session: dict[str, Any] | None = None) -> Steps:
+def bare(limit: int | None = None, session: dict[str, Any] | None = None, make: Callable[[], Any] = bert) -> Steps:
     """A loop of torch alone; `session`: the arguments of `hwopt.session` around it."""
-    model, found = bert(), []
+    model, found = make(), []
 
     def loss_of(inputs: Any) -> Any:
         return model(**inputs).loss
 
     def train(optimizer: Any, own: Any) -> None:
-        for batch in batches():
+        for batch in batches(classes=make is bert):
             if own is None:
                 loss = loss_of(batch)
                 loss.backward()
@@ -101,6 +102,12 @@ def test_bare_loop_trains_the_same(limit: int | None, capsys: pytest.CaptureFixt
     assert ("out of memory" in output) == (limit is not None)
 
 
+def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them() -> None:
+    """The first token of a row has a label, and nothing predicts it."""
+    settings = {"additive": "labels", "length_batching": {"overhead_tokens": 1}, **SPLIT}
+    assert farthest(bare(None, settings, llama), bare(None, None, llama)) < CLOSE
+
+
 def test_bare_loop_without_a_law_keeps_its_batches_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert farthest(bare(None, SPLIT), bare()) < CLOSE
     assert "skip     length_batching: recipe.cut: hwopt does not know how the loss adds up" in capsys.readouterr().out
@@ -118,7 +125,7 @@ def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"additive": "mean"}, InputError, "additive = 'mean': expected one of rows, labels, sum"),
+        ({"additive": "mean"}, InputError, "additive = 'mean': expected one of sum, rows"),
         ({"strict": True}, PluginError, "length_batching"),
     ],
 )
