@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
+from hwopt.config.profile import DataDefaults, Profile
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -105,7 +106,7 @@ def plan_for(
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     plan = resolve(
-        inputs.profile(chosen, [*asked, *own, *sizes_of(script)]),
+        without_data(inputs.profile(chosen, [*asked, *own, *sizes_of(script)])),
         hardware,
         job,
         inputs.registry,
@@ -116,6 +117,11 @@ def plan_for(
         lacking=script.lacks,
     )
     return ScriptPlan(plan, (*((f"profile auto: {why}",) if why else ()), *wins))
+
+
+def without_data(profile: Profile) -> Profile:
+    """`profile` without its defaults for data, such as `max_length`: the script's data are the script's."""
+    return replace(profile, content=profile.content.model_copy(update={"data": DataDefaults()}))
 
 
 def task_of(model: Any) -> str:

@@ -139,8 +139,8 @@ class Session:
             self.backoff.reduce((rows_of(batch) or 1).bit_length(), f"at step {self.run.step + 1}", reason)
 
     def begin_step(self) -> None:
-        """Called in each forward pass of the model. Evaluation is no step."""
-        if not self.in_step and torch.is_grad_enabled() and self.run.inner_model.training:
+        """Called in each forward pass of the model. One without gradients is evaluation."""
+        if not self.in_step and torch.is_grad_enabled():
             self.in_step = True
             self.run.begin_step()
 

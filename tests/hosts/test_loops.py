@@ -35,7 +35,7 @@ def bare(limit: int | None = None, session: dict[str, Any] | None = None, make: 
         return model(**inputs).loss
 
     def train(optimizer: Any, own: Any) -> None:
-        for batch in batches(classes=make is bert):
+        for batch in batches(classes=type(model).__name__.startswith("Bert")):
             if own is None:
                 loss = loss_of(batch)
                 loss.backward()
@@ -106,6 +106,11 @@ def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them() -> No
     """The first token of a row has a label, and nothing predicts it."""
     settings = {"additive": "labels", "length_batching": {"overhead_tokens": 1}, **SPLIT}
     assert farthest(bare(None, settings, llama), bare(None, None, llama)) < CLOSE
+
+
+def test_model_that_from_pretrained_left_in_evaluation_mode_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
+    bare(None, {"additive": "labels", **SPLIT}, lambda: llama().eval())
+    assert "after step 1: active   optimizer" in capsys.readouterr().out
 
 
 def test_bare_loop_without_a_law_keeps_its_batches_whole(capsys: pytest.CaptureFixture[str]) -> None:
