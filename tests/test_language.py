@@ -25,3 +25,9 @@ def test_words_that_are_not_used(pattern: str, instead: str) -> None:
         if re.search(pattern, line)
     ]
     assert found == [], instead
+
+
+def test_glossary_names_places_that_exist() -> None:
+    rows = re.findall(r"^\| .+ \| `(.+)` \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 20
+    assert [place for place in rows if not (ROOT / place).exists()] == []
