@@ -73,6 +73,12 @@ def connected(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def without(spans: Sequence[tuple[int, int]], cut: tuple[int, int]) -> list[tuple[int, int]]:
+    """The spans without what lies in `cut`."""
+    parts = [part for start, end in spans for part in ((start, min(end, cut[0])), (max(start, cut[1]), end))]
+    return [(start, end) for start, end in parts if end > start]
+
+
 def training_template(tokenizer: Any) -> str | None:
     """TRL's training template for the tokenizer's chat template; None if TRL does not know that.
 
@@ -121,8 +127,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans of the assistant's turns in characters)."""
-        messages, tools = conversation.messages, conversation.tools
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        messages, tools, answers = conversation.messages, conversation.tools, conversation.answers
         if self.turns == "last":
             answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
         if self.replaced is None and not self._has_markers:
@@ -131,9 +136,20 @@ class ChatTemplate:
         if self.turns == "last":
             before = common_length(text, self.marked(messages[:-1], tools)[0])
             spans = [(max(start, before), end) for start, end in spans if end > before]
+        else:
+            for number in conversation.untrained:
+                spans = without(spans, self.turn(text, messages, tools, number))
         trained = [text[start:end] for start, end in spans]
         check_marked(trained, [messages[number] for number in answers])
         return text, spans
+
+    def turn(self, text: str, messages: list[Message], tools: Any, number: int) -> tuple[int, int]:
+        """The span in `text` of message `number`. Raises DataError if `text` writes it differently."""
+        start = common_length(text, self.marked(messages[:number], tools)[0]) if number else 0
+        alone = self.marked(messages[: number + 1], tools)[0]
+        if not text.startswith(alone):
+            raise rewritten(number + 1)
+        return start, len(alone)
 
     @property
     def _has_markers(self) -> bool:

@@ -37,6 +37,8 @@ SHAREGPT_ROLES = {
 }
 """The name of the speaker in ShareGPT's format -> role."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TRAIN_MARKS = ("weight", "train", "training")
+"""Keys of a message that say whether it is trained: OpenAI's (0 or 1), and those of axolotl."""
 
 
 class BadConversation(Exception):
@@ -47,11 +49,20 @@ class BadConversation(Exception):
 class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    untrained: tuple[int, ...] = ()
+    """Indices of answers that the data marks as not to be trained."""
+
+    @property
+    def answers(self) -> list[int]:
+        """Indices of the messages to train."""
+        assistant = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [number for number in assistant if number not in self.untrained]
 
     @property
     def key(self) -> str:
         """A text that is equal for equal conversations."""
-        return json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        parts = [self.messages, self.tools, *([self.untrained] if self.untrained else [])]
+        return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
 def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
@@ -142,6 +153,8 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
     found = listed_messages(cells, columns[0])
     if not any(message["role"] == "assistant" for message in found.messages):
         raise BadConversation("has no message of the assistant")
+    if not found.answers:
+        raise BadConversation("marks every message of the assistant as not to be trained")
     return found
 
 
@@ -155,7 +168,8 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     messages = [message_of(one, number) for number, one in enumerate(value, 1)]
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
-    return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None)
+    untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
+    return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None, tuple(untrained))
 
 
 def parsed(text: str, what: str) -> Any:
@@ -186,7 +200,17 @@ def message_of(value: Any, number: int) -> Message:
         raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
     if not content.strip() and role == "user":
         raise BadConversation(f"message {number} ({role}) is empty")
+    for name in TRAIN_MARKS:
+        if name in message:
+            message["weight"] = is_trained(message.pop(name), f"message {number}: {name}")
     return {**message, "content": content}
+
+
+def is_trained(mark: Any, what: str) -> bool:
+    """Whether a message with this mark is trained. Raises BadConversation if the mark is not 0, 1, true or false."""
+    if mark not in (0, 1):
+        raise BadConversation(f"{what} is {truncate(mark)}; expected 0, 1, true or false")
+    return bool(mark)
 
 
 def without_nulls(value: Any) -> Any:

@@ -139,6 +139,8 @@ def test_alpaca_input_is_part_of_the_question() -> None:
         ([{"role": "user", "content": 3}, MESSAGES[1]], "content that is not text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "parts that are not text"),
         (["hello"], "message 1 is not an object"),
+        ([MESSAGES[0], {**MESSAGES[1], "weight": 0.5}], "message 2: weight is 0.5; expected 0, 1, true or false"),
+        ([MESSAGES[0], {**MESSAGES[1], "train": False}], "marks every message of the assistant as not to be trained"),
     ],
 )
 def test_bad_conversations_are_named(messages: Any, message: str) -> None:
@@ -203,6 +205,29 @@ def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
     assert "four" not in trained
     assert prepared.tokenizer.chat_template == template.read_text("utf-8")
     assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize("template", [CHATML, without_markers(CHATML)])
+@pytest.mark.parametrize(("turns", "trained"), [("all", "4<|im_end|>"), ("last", "4<|im_end|>")])
+def test_answer_that_the_data_marks_as_not_to_be_trained_is_not(
+    mark: dict[str, Any], template: str, turns: Any, trained: str, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = template
+    cells = {"messages": [MESSAGES[0], {**MESSAGES[1], **mark}, MESSAGES[2], {**MESSAGES[3], "weight": 1}]}
+    found = conversation_of(cells, ("messages",))
+    assert found.messages == MESSAGES
+    tokens, mask = ChatTemplate(tokenizer, turns).encode(found)
+    answers = [token for token, answer in zip(tokens, mask, strict=True) if answer]
+    assert tokenizer.decode(answers) == trained
+
+
+def test_conversation_may_end_with_an_answer_that_is_not_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    found = conversation_of({"messages": [*MESSAGES[:3], {**MESSAGES[3], "weight": 0}]}, ("messages",))
+    tokens, mask = ChatTemplate(tokenizer, "all").encode(found)
+    assert tokenizer.decode([t for t, answer in zip(tokens, mask, strict=True) if answer]) == "Hi.<|im_end|>"
+    assert "4<|im_end|>" in tokenizer.decode(tokens)
 
 
 def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
