@@ -92,9 +92,6 @@ class Batch(Plugin):
     stage = Stage.DATA
     effect = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
     aliases: ClassVar[Mapping[str, str]] = {
-        "batch_size": "train",
-        "train_batch_size": "train",
-        "eval_batch_size": "eval",
         "per_device_train_batch_size": "train",
         "per_device_eval_batch_size": "eval",
         "gradient_accumulation_steps": "gradient_accumulation_steps",

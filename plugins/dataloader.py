@@ -41,7 +41,6 @@ class Dataloader(Plugin):
     effect = "bits"
     aliases: ClassVar[Mapping[str, str]] = {
         "dataloader_num_workers": "num_workers",
-        "num_workers": "num_workers",
         "dataloader_pin_memory": "pin_memory",
         "dataloader_prefetch_factor": "prefetch_factor",
         "dataloader_persistent_workers": "persistent_workers",

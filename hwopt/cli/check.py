@@ -21,8 +21,9 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
 
 
 @click.command(
-    help="Report what is wrong in a profile, a job, or a configuration of another tool (Hugging Face TrainingArguments, axolotl, "
-    "LLaMA-Factory, accelerate, DeepSpeed), why, and the setting that fixes it. Exits with 2 if there is an error."
+    help="Report what is wrong in a profile, a job, a training script, or a configuration of another tool (Hugging Face "
+    "TrainingArguments, axolotl, LLaMA-Factory, accelerate, DeepSpeed), why, and the setting "
+    "that fixes it. Exits with 2 if there is an error."
 )
 @click.option(
     "--schema",

@@ -1,7 +1,7 @@
 """Words of transformers' TrainingArguments and of common scripts that are not keys of hwopt, and the key to give instead.
 
-Words for keys of jobs and for options of the command line stand here. Plugins declare the words for their own options
-(`Plugin.aliases`). Read only for messages, so a missing word costs no more than a hint.
+Words for keys of jobs and for options of the command line stand here. Plugins declare the words
+for their own options (`Plugin.aliases`). Messages and the readers of `hwopt.configs` use both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,42 @@ from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib import metadata
 
+SYNONYMS = {
+    name: word
+    for word, others in {
+        "per_device_train_batch_size": "batch_size train_batch_size micro_batch_size per_gpu_train_batch_size",
+        "per_device_eval_batch_size": "eval_batch_size per_gpu_eval_batch_size val_batch_size",
+        "gradient_accumulation_steps": "grad_accum gradient_accumulation accumulate_grad_batches",
+        "learning_rate": "lr",
+        "num_train_epochs": "epochs num_epochs n_epochs max_epochs",
+        "optim": "optimizer optimizer_name optimizer.name optim.name",
+        "lr_scheduler_type": "scheduler lr_scheduler scheduler.name",
+        "max_grad_norm": "gradient_clipping clip_grad_norm clip_norm grad_clip gradient_clip_val",
+        "dataloader_num_workers": "num_workers workers",
+        "dataloader_pin_memory": "pin_memory",
+        "dataloader_prefetch_factor": "prefetch_factor",
+        "dataloader_persistent_workers": "persistent_workers",
+        "torch_compile": "use_torch_compile compile",
+        "gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing",
+        "gradient_checkpointing_kwargs.use_reentrant": "activation_checkpointing_kwargs.use_reentrant",
+        "max_length": "max_seq_length max_seq_len max_len block_size model_max_length",
+        "eval_strategy": "evaluation_strategy",
+        "label_smoothing_factor": "label_smoothing",
+        "torch_dtype": "dtype",
+        "model_name_or_path": "model_name pretrained_model_name_or_path",
+        "model_revision": "revision",
+        "train_file": "dataset_name train_path",
+        "validation_file": "eval_file eval_path val_file",
+        "text_column": "text_column_name dataset_text_field",
+        "label_column": "label_column_name",
+        "use_cpu": "no_cuda",
+        "lora_r": "LoraConfig.r",
+        "lora_target_modules": "LoraConfig.target_modules",
+    }.items()
+    for name in others.split()
+}
+"""A name of common scripts, or a former name -> the word of TrainingArguments for the same thing."""
+
 INSTEAD = {
     # options of the command line
     "output_dir": "--output-dir",
@@ -20,16 +56,25 @@ INSTEAD = {
     "overwrite_output_dir": "--fresh",
     "trust_remote_code": "--trust-remote-code MODEL_NAME",
     "use_cpu": "--profile cpu",
-    "no_cuda": "--profile cpu",
     # keys of a job
-    "model_name": "model.name",
     "model_name_or_path": "model.name",
-    "pretrained_model_name_or_path": "model.name",
     "tokenizer_name": "model.tokenizer",
+    "model_revision": "model.revision",
     "train_file": "data.train",
-    "train_path": "data.train",
+    "validation_file": "data.eval",
+    "test_file": "data.test",
+    "text_column": "data.text",
+    "label_column": "data.label",
+    "messages_column": "data.messages",
+    "prompt_column": "data.prompt",
+    "completion_column": "data.completion",
+    "max_length": "data.max_length",
+    "max_train_samples": "data.max_rows",
+    "eval_fraction": "data.eval_fraction",
+    "task": "task.kind",
+    "label_smoothing_factor": "task.label_smoothing",
+    # words for messages alone, which no configuration of another tool has with the same meaning
     "dataset": "data.train",
-    "dataset_name": "data.train",
     "data_files": "data.train, a glob or a list of files",
     "dataset_config": 'data.train = "NAME:CONFIGURATION"',
     "dataset_config_name": 'data.train = "NAME:CONFIGURATION"',
@@ -38,32 +83,15 @@ INSTEAD = {
     "mixture": "data.train = [{ path = …, weight = … }, …]",
     "datasets": "data.train = [{ path = …, weight = … }, …]",
     "probabilities": "data.train = [{ path = …, weight = … }, …]",
-    "max_train_samples": "data.max_rows",
     "max_eval_samples": "data.max_rows",
     "max_samples": "data.max_rows",
-    "eval_file": "data.eval",
-    "validation_file": "data.eval",
-    "eval_path": "data.eval",
-    "text_column": "data.text",
-    "text_column_name": "data.text",
-    "label_column": "data.label",
-    "label_column_name": "data.label",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "block_size": "data.max_length",
-    "task": "task.kind",
-    "lr": "training.learning_rate",
-    "epochs": "training.num_train_epochs",
-    "num_epochs": "training.num_train_epochs",
     "steps": "training.max_steps",
-    "scheduler": "training.lr_scheduler_type",
-    "gradient_clipping": "training.max_grad_norm",
     "eval_strategy": "training.eval_steps (default: at the end of each epoch)",
-    "evaluation_strategy": "training.eval_steps (default: at the end of each epoch)",
     "save_strategy": "training.save_steps or training.save_minutes",
-    "logging_strategy": "training.logging_steps",
+    "logging_strategy": "training.logging_steps (a number of steps)",
     "load_best_model_at_end": "training.metric_for_best_model (the best model is always what final/ holds)",
 }
+"""Word -> the option of the command line or the key of a job to give instead."""
 
 PLUGIN_GROUP = "hwopt.plugins"
 
@@ -79,14 +107,23 @@ def plugin_aliases() -> Mapping[str, str]:
     return found
 
 
-def instead_of(word: str) -> str:
-    """The key to give for a `word` that is unknown in its table; "" for an unknown word."""
-    if word in INSTEAD:
-        return INSTEAD[word]
-    option = plugin_aliases().get(word, "")
-    return f"{option} (in a profile, or with --set)" if option else ""
+def instead_of(name: str) -> str:
+    """The key to give for a `name` that is unknown in its table; "" for an unknown name."""
+    word = SYNONYMS.get(name, name)
+    if found := INSTEAD.get(name) or INSTEAD.get(word):
+        return found
+    if option := plugin_aliases().get(name) or plugin_aliases().get(word):
+        return f"{option} (in a profile, or with --set)"
+    return f"training.{word}" if word != name else ""
+
+
+def job_key(word: str) -> tuple[str, str] | None:
+    """The table and the key of a job that have the same values as `word`; None without one."""
+    table, _, key = INSTEAD.get(word, "").partition(".")
+    return (table, key) if key.isidentifier() else None
 
 
 def option_for(word: str) -> str:
     """The plugin option that an installed plugin declares for `word`, to be named in a message; `word` itself if none does."""
-    return plugin_aliases().get(word, word)
+    aliases = plugin_aliases()
+    return aliases.get(word) or aliases.get(SYNONYMS.get(word, word), word)

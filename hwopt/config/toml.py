@@ -57,15 +57,20 @@ def read_toml(path: Path) -> Document:
     return parse_toml(read_regular_file(path, MAX_BYTES), str(path))
 
 
-def parse_toml(raw: bytes, name: str) -> Document:
+def decoded(raw: bytes, name: str) -> str:
+    """The text of a file. Raises InputError with file and line if it is not UTF-8."""
     raw = raw.removeprefix(codecs.BOM_UTF8)  # as Notepad saves it
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InputError(f"{name}:1: is UTF-16; save it as UTF-8")
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(f"{name}:{line}: is not UTF-8 (byte {raw[error.start]:#04x}); save it as UTF-8") from error
+
+
+def parse_toml(raw: bytes, name: str) -> Document:
+    text = decoded(raw, name)
     if nested(text) > MAX_DEPTH:
         raise InputError(f"{name}: is nested deeper than the {MAX_DEPTH} levels that a profile or job may have")
     try:

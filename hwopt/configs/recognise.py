@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from hwopt.configs.readers import axolotl, hwopt_files, launchers, llama_factory, trainer
-from hwopt.configs.source_file import SourceFile, read_source
-from hwopt.configs.view import TOOL_NAMES, Tool, View
+from hwopt.config.aliases import SYNONYMS
+from hwopt.config.toml import MAX_BYTES, decoded
+from hwopt.configs import hwopt_files
+from hwopt.configs.dialects import DIALECTS
+from hwopt.configs.draft import Draft
+from hwopt.configs.python_file import from_python
+from hwopt.configs.source_file import Entry, SourceFile, from_json, from_toml, from_yaml
+from hwopt.configs.view import TOOL_NAMES, View
+from hwopt.configs.words import ARGUMENTS, FORMER_NAMES, word_of
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
+from hwopt.system.paths import read_regular_file
 from hwopt.text import listing
 
-
-@dataclass(frozen=True)
-class Reader:
-    tool: Tool
-    keys: frozenset[str]
-    """Keys of the outermost table that the tool has."""
-    telling: frozenset[str]
-    """Of these, the ones that no other tool has. One of them decides."""
-    read: Callable[[SourceFile, str], View]
-
-
-READERS = (
-    Reader("deepspeed", launchers.DEEPSPEED_SIGNATURE, launchers.DEEPSPEED_TELLING, launchers.read_deepspeed),
-    Reader("accelerate", launchers.ACCELERATE_SIGNATURE, launchers.ACCELERATE_TELLING, launchers.read_accelerate),
-    Reader("axolotl", axolotl.SIGNATURE, axolotl.TELLING, axolotl.read),
-    Reader("llama-factory", llama_factory.SIGNATURE, llama_factory.TELLING, llama_factory.read),
-)
 HWOPT_TABLES = {"plugins", "card", "tuned_for"}
+EVALUATION_TABLES = ("eval", "evaluation", "validation", "valid", "val", "test")
+EVALUATION_WORDS = {"per_device_train_batch_size": "per_device_eval_batch_size"}
+"""Word -> the word for the same name in a table about evaluation."""
+OTHER_LISTS = {
+    "defaults": "Hydra's list of further files; only this file is read",
+    "hydra": "a setting of Hydra itself",
+}
+
+
+def read_source(path: Path) -> SourceFile:
+    """The entries of a YAML, JSON, TOML or Python file. Raises InputError with file and line."""
+    text, name = decoded(read_regular_file(path, MAX_BYTES), str(path)), str(path)
+    if not text.strip():
+        raise InputError(f"{path}: is empty; expected a configuration in YAML, JSON, TOML or Python")
+    if path.suffix == ".py":
+        return from_python(text, name)
+    if path.suffix == ".toml":
+        return from_toml(text, name)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return from_json(text, name)
+    return from_yaml(text, name)
 
 
 def read_view(path: Path, inputs: Inputs) -> View:
-    """The view of a configuration file. Raises InputError if it is of no known tool, or not valid."""
+    """The view of a configuration file. Raises InputError if it belongs to no known tool, or is not valid."""
     return view_of(read_source(path), inputs)
 
 
 def view_of(source: SourceFile, inputs: Inputs) -> View:
     if source.language == "TOML":
         return hwopt_view(source, inputs)
-    scores = {reader: source.top & reader.keys for reader in READERS if source.top & reader.telling}
-    if scores:
-        reader = max(scores, key=lambda each: len(scores[each] & each.telling))
-        return reader.read(source, listing(sorted(scores[reader]), 4))
-    if found := trainer.signature(source):
-        return trainer.read(source, listing(sorted(found), 4))
+    if source.language == "Python":
+        return trainer_view(source, listing(source.calls, 4))
+    dialect = max(DIALECTS, key=lambda each: len(source.top & each.telling))
+    if found := source.top & dialect.telling:
+        return dialect.read(source, listing(sorted(found), 4))
+    if found := source.leaves & (ARGUMENTS | FORMER_NAMES.keys()) or source.leaves & SYNONYMS.keys():
+        return trainer_view(source, listing(sorted(found), 4))
     raise InputError(
         f"{source.name}: not recognised; none of its keys ({listing(sorted(source.top), 5)}) is known. "
         f"Expected a file of: {', '.join(TOOL_NAMES.values())}"
@@ -62,3 +72,40 @@ def hwopt_view(source: SourceFile, inputs: Inputs) -> View:
         f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
         "hwopt reads configurations of other tools as YAML or JSON"
     )
+
+
+def trainer_view(source: SourceFile, recognised_by: str) -> View:
+    """TrainingArguments of any version of transformers, flat, nested by Hydra, or of a script; and names of common scripts."""
+    draft = Draft(source)
+    for entry in source.entries:
+        word = word_at(entry)
+        if entry.path[0] in OTHER_LISTS:
+            draft.leave(entry, OTHER_LISTS[entry.path[0]], "other")
+        elif word is None:
+            draft.leave(entry, "no name of TrainingArguments")
+        elif word == "train_sampling_strategy":
+            draft.add("group_by_length", entry, entry.value == "group_by_length")
+        else:
+            draft.add(word, entry)
+    return draft.view("transformers", recognised_by, lambda word: spelled(word, source))
+
+
+def word_at(entry: Entry) -> str | None:
+    """The word for an entry: of its last part, or of the part that has a word with the parts below it."""
+    for depth, part in enumerate(entry.path):
+        below = ".".join(entry.path[depth + 1 :])
+        full = f"{part}.{below}" if below else part
+        if (word := word_of(full)) is not None:
+            in_evaluation = any(table in EVALUATION_TABLES for table in entry.path[:depth])
+            return EVALUATION_WORDS.get(word, word) if in_evaluation else word
+        if below and part in ARGUMENTS and word_of(entry.path[-1]) is None:
+            return full
+    return None
+
+
+def spelled(word: str, source: SourceFile) -> str:
+    """`word` in the table in which the file has most of its arguments."""
+    arguments = [entry for entry in source.entries if entry.path[-1] in ARGUMENTS]
+    tables = [entry.path[:-1] for entry in arguments or source.entries if word_at(entry)]
+    usual = max(dict.fromkeys(tables), key=tables.count, default=())
+    return ".".join((*usual, word))

@@ -1,28 +1,30 @@
-"""A configuration file of any tool as a list of entries, each with its line and its comments. Reads YAML, JSON and TOML.
+"""A configuration file of any tool as entries, each with its line and its comments.
 
-YAML and JSON are read as nodes of PyYAML, which know their lines. No tag is executed and no `${…}` is resolved.
+YAML and JSON are read as nodes of PyYAML, which know their lines. No tag is executed and no `${…}`
+is resolved. Python scripts are read by `python_file`.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
 from typing import Any, Literal
 
 import yaml
 
-from hwopt.config.toml import MAX_BYTES, MAX_DEPTH, Document, parse_toml
+from hwopt.config.toml import MAX_DEPTH, Document, parse_toml
 from hwopt.errors import InputError
-from hwopt.system.paths import read_regular_file
 from hwopt.text import cut, first_line
 
-Language = Literal["YAML", "JSON", "TOML"]
-MAX_ENTRIES = 5_000
-"""Far more than any configuration has; a YAML file can make more of a few anchors."""
+Language = Literal["YAML", "JSON", "TOML", "Python"]
+MAX_NODES = 50_000
+"""Keys and values of a file, those of aliases counted each time that they are used. Aliases of
+aliases make billions of a few lines."""
+MERGE = "tag:yaml.org,2002:merge"
+TEXT = "tag:yaml.org,2002:str"
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 """Numbers of JSON and YAML 1.2, some of which PyYAML (YAML 1.1) reads as text, such as 2e-5."""
 
@@ -40,6 +42,8 @@ class Entry:
     """The comment lines directly above."""
     below: tuple[str, ...] = ()
     """The comment lines directly below, if no other key follows them."""
+    interpolated: bool = False
+    """The value refers to another value, as Hydra's `${model.name}` and a script's `args.lr` do."""
 
     @property
     def key(self) -> str:
@@ -51,24 +55,20 @@ class Entry:
         """All comments that belong to the entry, from top to bottom."""
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
-    @property
-    def interpolated(self) -> bool:
-        """Whether the value refers to another value, as Hydra's `${model.name}` does."""
-        return isinstance(self.value, str) and "${" in self.value
-
 
 @dataclass(frozen=True)
 class SourceFile:
     name: str
     language: Language
     entries: tuple[Entry, ...]
-    """In the order of the file. Of a key that is given twice, only the last one, which is what YAML and JSON readers take."""
+    """In the order of the file. Of a key that is given twice only the last one, as YAML and JSON
+    readers take it."""
     replaced: tuple[Entry, ...] = ()
     """Entries that a later line with the same key replaces."""
     loose: tuple[str, ...] = ()
     """Comment lines that belong to no entry."""
-    document: Document | None = None
-    """Of a TOML file."""
+    calls: tuple[str, ...] = ()
+    """Of a script: the calls that were read, such as "TrainingArguments"."""
 
     @property
     def top(self) -> frozenset[str]:
@@ -81,39 +81,16 @@ class SourceFile:
         return frozenset(entry.path[-1] for entry in self.entries)
 
 
-def read_source(path: Path) -> SourceFile:
-    """The entries of a YAML, JSON or TOML file. Raises InputError with file and line if it is none."""
-    text = decoded(read_regular_file(path, MAX_BYTES), str(path))
-    if path.suffix == ".py":
-        raise InputError(f"{path}: is a Python script; save its arguments as JSON or YAML, as by args.to_json_string()")
-    if not text.strip():
-        raise InputError(f"{path}: is empty; expected a configuration in YAML, JSON or TOML")
-    if path.suffix == ".toml":
-        return from_toml(text, str(path))
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return from_json(text, str(path))
-    return from_yaml(text, str(path), "YAML")
-
-
-def decoded(raw: bytes, name: str) -> str:
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise InputError(f"{name}:1: is UTF-16; save it as UTF-8")
-    try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise InputError(f"{name}:{line}: is not UTF-8 (byte {raw[error.start]:#04x}); save it as UTF-8") from error
-
-
 def from_toml(text: str, name: str) -> SourceFile:
     document = parse_toml(text.encode(), name)
     entries = [Entry(path, value, line_of(document, path)) for path, value in toml_leaves(document.data, ())]
-    return with_comments(SourceFile(name, "TOML", tuple(entries), document=document), text, dict(toml_comments(text)))
+    return with_comments(SourceFile(name, "TOML", tuple(entries)), text, dict(toml_comments(text)))
 
 
 def line_of(document: Document, path: tuple[str, ...]) -> int:
     """The line of the key, or of the inline table that holds it; 1 if it is unknown."""
-    return next((document.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in document.lines), 1)
+    parts = (path[:end] for end in range(len(path), 0, -1))
+    return next((document.lines[part] for part in parts if part in document.lines), 1)
 
 
 def toml_leaves(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -136,44 +113,36 @@ def from_json(text: str, name: str) -> SourceFile:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"{name}:{error.lineno}: is not valid JSON: {error.msg} (column {error.colno})") from error
+        where = f"{name}:{error.lineno}"
+        problem = f"is not valid JSON: {error.msg} (column {error.colno})"
+        raise InputError(f"{where}: {problem}") from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{name}: expected keys and values, found a JSON {type(found).__name__}")
-    text = text.replace("\t", " ")  # in JSON a tab is white space between values only
-    return from_yaml(SURROGATES.sub(joined, text), name, "JSON")
+        kind = type(found).__name__
+        raise InputError(f"{name}: expected keys and values, found a JSON {kind}")
+    # in JSON a tab is white space between values only
+    return from_yaml(text.replace("\t", " "), name, "JSON")
 
 
-SURROGATES = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89abAB]\w\w)\\u([dD][c-fC-F]\w\w)")
-"""A character outside of the basic plane, which JSON escapes as two and YAML reads as two."""
-
-
-def joined(found: re.Match[str]) -> str:
-    high, low = int(found[2], 16), int(found[3], 16)
-    return found[1] + chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
-
-
-def from_yaml(text: str, name: str, language: Language) -> SourceFile:
+def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         comments = dict(yaml_comments(text)) if language == "YAML" else {}
     except yaml.YAMLError as error:
-        raise InputError(not_yaml(name, language, error)) from error
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark is not None else name
+        problem = cut(str(getattr(error, "problem", None) or first_line(error)), 200)
+        raise InputError(f"{where}: is not valid {language}: {problem}") from error
     except RecursionError as error:
         raise InputError(f"{name}: cannot be read as {language}: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
+        expected = "expected keys and values, such as `learning_rate: 2.0e-5`"
+        raise InputError(f"{name}: {expected}; found none")
     walk = Walk(name)
     walk.mapping(node, ())
-    return with_comments(SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced)), text, comments)
-
-
-def not_yaml(name: str, language: Language, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    where = f"{name}:{mark.line + 1}" if mark is not None else name
-    problem = getattr(error, "problem", None) or first_line(error)
-    return f"{where}: is not valid {language}: {cut(str(problem), 200)}"
+    entries = SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced))
+    return with_comments(entries, text, comments)
 
 
 def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
@@ -197,41 +166,34 @@ def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
 
 
 def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) -> SourceFile:
-    """`source` with each comment at its entry: behind the value, in the lines directly above, or in those directly below."""
+    """`source` with each comment at the entry behind, below or directly above which it stands."""
     lines = text.splitlines()
     alone = [number for number in comments if lines[number - 1].lstrip().startswith("#")]
     at = {entry.line for entry in (*source.entries, *source.replaced)}
     above: dict[int, list[str]] = {}
     below: dict[int, list[str]] = {}
     loose: list[str] = []
-    for run in runs(alone):
-        words = [comments[number].strip("=*# ") for number in run if comments[number].strip("=-*#~ ")]  # without rules
-        if run[-1] + 1 in at:
-            above[run[-1] + 1] = words
-        elif run[0] - 1 in at:
-            below[run[0] - 1] = words
+    for _, group in groupby(enumerate(sorted(alone)), lambda each: each[1] - each[0]):
+        block = [number for _, number in group]  # consecutive lines
+        words = [comments[n].strip("=*# ") for n in block if comments[n].strip("=-*#~ ")]
+        if block[-1] + 1 in at:
+            above[block[-1] + 1] = words
+        elif block[0] - 1 in at:
+            below[block[0] - 1] = words
         else:
             loose += words
 
     def full(entry: Entry) -> Entry:
-        line = entry.line
-        found = (above.pop(line, ()), below.pop(line, ()))  # the first entry of a line has them
-        return replace(entry, comment=comments.get(line, ""), above=tuple(found[0]), below=tuple(found[1]))
+        """`entry` with its comments; of several entries of a line the first one has the block."""
+        before, after = tuple(above.pop(entry.line, ())), tuple(below.pop(entry.line, ()))
+        return replace(entry, comment=comments.get(entry.line, ""), above=before, below=after)
 
     return replace(
-        source, entries=tuple(map(full, source.entries)), replaced=tuple(map(full, source.replaced)), loose=tuple(loose)
+        source,
+        entries=tuple(map(full, source.entries)),
+        replaced=tuple(map(full, source.replaced)),
+        loose=tuple(loose),
     )
-
-
-def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Consecutive numbers in one list each."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
 
 
 class Walk:
@@ -242,45 +204,64 @@ class Walk:
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.replaced: list[Entry] = []
         self.constructor = yaml.SafeLoader("")
+        self.nodes = 0
+
+    def enter(self, node: yaml.Node, depth: int) -> None:
+        """Count `node`. Raises InputError if it is nested too deeply or is one too many."""
+        self.nodes += 1
+        where = f"{self.name}:{node.start_mark.line + 1}"
+        if depth > MAX_DEPTH:
+            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
+        if self.nodes > MAX_NODES:
+            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
 
     def mapping(self, node: yaml.MappingNode, above: tuple[str, ...]) -> None:
-        if len(above) > MAX_DEPTH:
-            raise InputError(f"{self.name}:{node.start_mark.line + 1}: is nested deeper than {MAX_DEPTH} levels")
-        merged = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
-        for value in (part for each in merged for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])):
-            if isinstance(value, yaml.MappingNode):
-                self.mapping(value, above)
+        self.enter(node, len(above))
+        merged = [value for key, value in node.value if key.tag == MERGE]
+        for each in merged:
+            for part in each.value if isinstance(each, yaml.SequenceNode) else [each]:
+                if isinstance(part, yaml.MappingNode):
+                    self.mapping(part, above)
         inherited = set(self.entries) if merged else set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise InputError(f"{self.name}:{key.start_mark.line + 1}: a key is a {key.id}; expected a name")
-            if key.tag != "tag:yaml.org,2002:merge":
-                self.pair((*above, str(key.value)), key, value, inherited)
-
-    def pair(self, path: tuple[str, ...], key: yaml.Node, value: yaml.Node, inherited: set[tuple[str, ...]]) -> None:
-        if isinstance(value, yaml.MappingNode) and value.value:
-            self.mapping(value, path)
-            return
-        line = key.start_mark.line + 1
-        entry = Entry(path, self.plain(value, 0), line)
-        if (before := self.entries.pop(path, None)) is not None and path not in inherited:
-            self.replaced.append(before)
-        self.entries[path] = entry
-        if len(self.entries) + len(self.replaced) > MAX_ENTRIES:
-            raise InputError(f"{self.name}:{line}: more than {MAX_ENTRIES:,} keys; no configuration has as many")
+                where = f"{self.name}:{key.start_mark.line + 1}"
+                raise InputError(f"{where}: a key is a {key.id}; expected a name")
+            if key.tag == MERGE:
+                continue
+            path = (*above, whole(key.value))
+            if isinstance(value, yaml.MappingNode) and value.value:
+                self.mapping(value, path)
+                continue
+            found = self.plain(value, 0)
+            before = self.entries.pop(path, None)
+            if before is not None and path not in inherited:
+                self.replaced.append(before)
+            refers = isinstance(found, str) and "${" in found
+            line = key.start_mark.line + 1
+            self.entries[path] = Entry(path, found, line, interpolated=refers)
 
     def plain(self, node: yaml.Node, depth: int) -> Any:
-        """The value of `node` in Python's types. The text of a tag that YAML does not define is kept as it is."""
-        if depth > MAX_DEPTH:
-            raise InputError(f"{self.name}:{node.start_mark.line + 1}: is nested deeper than {MAX_DEPTH} levels")
+        """The value of `node` in Python's types; for a tag that YAML does not define, its text."""
+        self.enter(node, depth)
         if isinstance(node, yaml.SequenceNode):
-            return [self.plain(each, depth + 1) for each in node.value[:MAX_ENTRIES]]
+            return [self.plain(each, depth + 1) for each in node.value]
         if isinstance(node, yaml.MappingNode):
-            return {str(key.value): self.plain(value, depth + 1) for key, value in node.value}
-        if node.style is None and NUMBER.fullmatch(node.value) and node.tag == "tag:yaml.org,2002:str":
+            scalars = [key.value if isinstance(key, yaml.ScalarNode) else key.id for key, _ in node.value]
+            names = map(whole, scalars)
+            values = [self.plain(value, depth + 1) for _, value in node.value]
+            return dict(zip(names, values, strict=True))
+        if node.style is None and NUMBER.fullmatch(node.value) and node.tag == TEXT:
             return float(node.value)
         try:
             found = self.constructor.construct_object(node)
         except (yaml.YAMLError, ValueError):
-            return str(node.value)
-        return found if isinstance(found, str | int | float | bool | None) else str(node.value)
+            return whole(node.value)
+        if isinstance(found, int | float | bool | None):
+            return found
+        return whole(found if isinstance(found, str) else node.value)
+
+
+def whole(text: str) -> str:
+    """`text` with the two halves of a character as one: JSON escapes some characters as two."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

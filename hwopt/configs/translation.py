@@ -17,7 +17,7 @@ from hwopt.config.job import Data, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
-from hwopt.configs.job_words import JOB_KEYS, JOB_WORDS, REASONS, NothingToSet, WithoutEquivalent, plain_key
+from hwopt.configs.job_words import Omitted, job_setting
 from hwopt.configs.view import ConfigSetting, Unread, View
 from hwopt.errors import HwoptError
 from hwopt.plugin.imports import options_from
@@ -62,8 +62,6 @@ class Translation:
         return {each.key: each for each in self.taken if (each.key[0] == "plugins") == (kind == "profile")}
 
 
-DEFAULT = "what hwopt does without the setting"
-"""Why a setting is left out that changes nothing."""
 NOTES = {
     (
         "fp16_opt_level",
@@ -82,13 +80,9 @@ def translate(view: View, registry: Registry) -> Translation:
     for word, setting in view.settings.items():
         if setting.doubt:  # listed with what could not be read
             continue
-        if word in ("use_cpu", "trust_remote_code") and not setting.value:
-            found.leave(setting, "ignored", DEFAULT)
-        elif word in REASONS:
-            found.leave(setting, "ignored", REASONS[word])
-        elif word in JOB_WORDS or word in JOB_KEYS or word in Training.model_fields:
-            to_job(found, setting)
-        elif word in plugin_aliases():
+        if to_job(found, setting):
+            continue
+        if word in plugin_aliases():
             options.ask(setting)
         else:
             found.leave(setting, "no equivalent", INSTEAD.get(word, "hwopt has no such setting"))
@@ -120,20 +114,25 @@ TABLES: Mapping[str, tuple[type[Table], dict[str, Any]]] = {
 """Table of a job -> its class, and the keys that it needs besides the one to check."""
 
 
-def to_job(found: Translation, setting: ConfigSetting) -> None:
-    word = setting.word
+def to_job(found: Translation, setting: ConfigSetting) -> bool:
+    """Take a setting into the job, or list why not. Returns False for a word of plugins, or of nobody."""
     try:
-        key, value = JOB_WORDS[word](found.view, setting.value) if word in JOB_WORDS else (plain_key(word), setting.value)
+        result = job_setting(found.view, setting.word, setting.value)
+        if result is None:
+            return False
+        if isinstance(result, Omitted):
+            found.leave(setting, *result)
+            return True
+        key, value = result
         model, others = TABLES[key[0]]
         model.model_validate({**others, key[1]: value})
-    except NothingToSet as reason:
-        found.leave(setting, "ignored", str(reason))
-    except (WithoutEquivalent, TypeError) as reason:
+    except TypeError as reason:
         found.leave(setting, "no equivalent", str(reason))
     except ValidationError as error:
         found.leave(setting, "no equivalent", f"{'.'.join(key)}: {error.errors()[0]['msg'].lower()}")
     else:
         found.taken.append(Taken(setting, key, value))
+    return True
 
 
 class Options:
@@ -157,7 +156,7 @@ class Options:
         if options is None:
             self.found.leave(setting, "no equivalent", f"{alias.split(' ')[0]} has no such value")
         elif not options:
-            self.found.leave(setting, "ignored", DEFAULT)
+            self.found.leave(setting, "ignored", "what hwopt does without the setting")
         else:
             self.asked.append((setting, plugin, dict(options)))
 

@@ -48,6 +48,9 @@ class ConfigSetting:
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
+UnreadKind = Literal["unknown", "interpolation", "unreadable", "replaced", "other"]
+
+
 @dataclass(frozen=True)
 class Unread:
     """A key of the file that has no word, with the reason."""
@@ -56,8 +59,10 @@ class Unread:
     value: Any
     place: str
     reason: str
-    kind: Literal["unknown", "interpolation", "unreadable", "replaced", "other"] = "unknown"
+    kind: UnreadKind = "unknown"
     comments: tuple[str, ...] = ()
+    word: str = ""
+    """Its word, if only the value could not be read."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,11 @@ class View:
         found = self.value(word)
         return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
+    def lacks(self, *words: str) -> bool:
+        """Whether the file gives none of `words`, not even with a value that cannot be read."""
+        given = self.settings.keys() | {each.word for each in self.unread}
+        return not given & set(words)
+
     def is_on(self, word: str) -> bool:
         """Whether the file sets the flag `word`; "auto" counts as not set."""
         return self.value(word) is True
@@ -105,11 +115,13 @@ class View:
 
     def line(self, word: str, value: Any) -> str:
         """The setting `word` = `value` as a line of this file."""
-        shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+        key = self.spelled(word)
+        if self.language == "Python":
+            return f"{key}={value!r}"
+        shown = str(value).lower() if isinstance(value, bool) else value
         shown = f'"{shown}"' if isinstance(value, str) and self.language != "YAML" else shown
         if isinstance(value, float):
             shown = f"{value:g}"
-        key = self.spelled(word)
         return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.language]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from hwopt.config.aliases import SYNONYMS
 from hwopt.text import truncate
 
 
@@ -65,39 +66,6 @@ OTHER_ARGUMENTS = names(
     """
 )
 """Names of TrainingArguments that no rule reads."""
-
-SYNONYMS = {
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "micro_batch_size", "per_gpu_train_batch_size"), "per_device_train_batch_size"
-    ),
-    **dict.fromkeys(("eval_batch_size", "per_gpu_eval_batch_size", "val_batch_size"), "per_device_eval_batch_size"),
-    **dict.fromkeys(("grad_accum", "gradient_accumulation", "accumulate_grad_batches"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("lr",), "learning_rate"),
-    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs"), "num_train_epochs"),
-    **dict.fromkeys(("optimizer", "optimizer_name", "optimizer.name", "optim.name"), "optim"),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler.name"), "lr_scheduler_type"),
-    **dict.fromkeys(("gradient_clipping", "clip_grad_norm", "grad_clip", "gradient_clip_val"), "max_grad_norm"),
-    **dict.fromkeys(("num_workers", "workers"), "dataloader_num_workers"),
-    **dict.fromkeys(("pin_memory",), "dataloader_pin_memory"),
-    **dict.fromkeys(("prefetch_factor",), "dataloader_prefetch_factor"),
-    **dict.fromkeys(("persistent_workers",), "dataloader_persistent_workers"),
-    **dict.fromkeys(("use_torch_compile", "compile"), "torch_compile"),
-    **dict.fromkeys(("use_gradient_checkpointing", "activation_checkpointing"), "gradient_checkpointing"),
-    "activation_checkpointing_kwargs.use_reentrant": "gradient_checkpointing_kwargs.use_reentrant",
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_len", "block_size", "model_max_length"), "max_length"),
-    **dict.fromkeys(("evaluation_strategy",), "eval_strategy"),
-    **dict.fromkeys(("label_smoothing",), "label_smoothing_factor"),
-    **dict.fromkeys(("dtype",), "torch_dtype"),
-    **dict.fromkeys(("model_name", "pretrained_model_name_or_path"), "model_name_or_path"),
-    **dict.fromkeys(("revision",), "model_revision"),
-    **dict.fromkeys(("dataset_name", "train_path"), "train_file"),
-    **dict.fromkeys(("eval_file", "eval_path", "val_file"), "validation_file"),
-    **dict.fromkeys(("text_column_name",), "text_column"),
-    **dict.fromkeys(("label_column_name",), "label_column"),
-    **dict.fromkeys(("no_cuda",), "use_cpu"),
-    **dict.fromkeys(("clip_norm",), "max_grad_norm"),
-}
-"""Names of common scripts, and former names, for the same thing."""
 
 
 class Former(NamedTuple):

@@ -103,7 +103,7 @@ def inline(table: dict[str, object]) -> str:
 
 
 def every_key(path: Path) -> set[str]:
-    from hwopt.configs.source_file import read_source
+    from hwopt.configs.recognise import read_source
 
     source = read_source(path)
     return {entry.key for entry in (*source.entries, *source.replaced)}

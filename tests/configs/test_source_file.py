@@ -124,7 +124,10 @@ def test_any_text_has_the_keys_that_yaml_reads_or_is_refused(text: str) -> None:
         assert {entry.path for entry in source.entries} == flat(expected).keys()
 
 
+BOMB = "".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '1'] * 9)}]\n" for n in range(9))
 ODD = {
+    BOMB: "f:1: more than 50,000 keys and values",
+    "k0: &a0 {b: 1}\n" + "".join(f"k{n}: &a{n} {{b: *a{n - 1}, c: *a{n - 1}}}\n" for n in range(1, 16)) + "": "more than 50,000",
     "a: &x {b: *x}\n": "nested deeper",
     "a: &x [*x]\n": "nested deeper",
     "a: *no\n": "undefined alias",

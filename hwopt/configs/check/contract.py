@@ -9,6 +9,8 @@ from typing import Literal
 from hwopt.configs.view import Tool, View
 from hwopt.hardware.device import Hardware
 
+TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
+"""The tools that train with transformers' Trainer."""
 Level = Literal["error", "warning", "information"]
 Need = Literal["card", "cores", "size"]
 NEEDS: dict[Need, str] = {

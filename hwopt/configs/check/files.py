@@ -9,9 +9,9 @@ from hwopt.config.card import Card
 from hwopt.configs.check.checker import CheckReport, check, invalid
 from hwopt.configs.check.facts import Given, facts_of
 from hwopt.configs.check.registry import installed_rules
-from hwopt.configs.readers.hwopt_files import profile_view
-from hwopt.configs.recognise import view_of
-from hwopt.configs.source_file import SourceFile, read_source
+from hwopt.configs.hwopt_files import profile_view
+from hwopt.configs.recognise import read_source, view_of
+from hwopt.configs.source_file import SourceFile
 from hwopt.configs.view import TOOL_NAMES, View
 from hwopt.errors import InputError
 from hwopt.planning.decisions import given_options

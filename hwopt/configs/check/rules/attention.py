@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, rule
+from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.precision import missing
-from hwopt.configs.view import Tool, View
+from hwopt.configs.view import View
 
 FLASH = ("flash_attention_2", "flash_attention_3")
+HALF, FP32 = ("fp16", "bf16", "mixed_precision", "pure_bf16"), ("float32", "fp32", "float")
 REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
-TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
 
 
 @rule(
@@ -22,6 +22,29 @@ def flash_card(view: View, facts: Facts) -> Iterator[Finding]:
     if name in FLASH and (reason := missing("flash_attention", facts)):
         fix = view.line("attn_implementation", "sdpa")
         yield Finding("attn_implementation", f"{name} {reason}.", "The first step stops.", fix)
+
+
+@rule(
+    "flash-fp32",
+    "error",
+    words=("attn_implementation",),
+    source="transformers: Flash Attention supports fp16 and bf16 alone",
+    tools=TRAINERS,
+)
+def flash_fp32(view: View, facts: Facts) -> Iterator[Finding]:
+    """Flash attention on weights in fp32 without mixed precision."""
+    given = [word for word in HALF if view.value(word) not in (False, "no") and not view.lacks(word)]
+    weights = str(view.value("torch_dtype")).removeprefix("torch.")
+    unsaid = view.tool == "transformers" and view.lacks("torch_dtype")
+    if view.value("attn_implementation") in FLASH and not given and (weights in FP32 or unsaid):
+        kind = "fp32" if weights in FP32 else "no given type"
+        yield Finding(
+            "attn_implementation",
+            f"{view.value('attn_implementation')} with weights in {kind}, and neither fp16 nor bf16.",
+            "Flash attention takes tensors in half precision only: with weights in fp32 the first step stops.",
+            view.line("bf16", True),
+            None if weights in FP32 else "warning",
+        )
 
 
 @rule("packing-leak", "warning", words=("packing",), source="transformers#46634, axolotl#3796", tools=TRAINERS)
@@ -47,6 +70,46 @@ def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
             "Checkpointing is reentrant, and the adapter freezes the weights below it.",
             "Without enable_input_require_grads() the layers get no gradient: the adapter does not train, with a warning only.",
             view.line(REENTRANT, False),
+        )
+
+
+@rule(
+    "cache-checkpointing",
+    "warning",
+    words=("use_cache",),
+    source="transformers: use_cache is incompatible with gradient checkpointing",
+    tools=TRAINERS,
+)
+def cache_checkpointing(view: View, facts: Facts) -> Iterator[Finding]:
+    """A cache of keys and values beside activation checkpointing."""
+    if view.is_on("use_cache") and view.is_on("gradient_checkpointing"):
+        yield Finding(
+            "use_cache",
+            f"{view.spelled('use_cache')} is true with activation checkpointing.",
+            "Most models turn the cache off with a message; others keep it, which costs memory. Training needs none.",
+            view.line("use_cache", False),
+        )
+
+
+@rule(
+    "unused-checkpointing",
+    "error",
+    words=("ddp_find_unused_parameters",),
+    source="transformers#4659; torch, DistributedDataParallel and reentrant checkpointing",
+    tools=TRAINERS,
+)
+def unused_checkpointing(view: View, facts: Facts) -> Iterator[Finding]:
+    """A search for unused parameters beside reentrant checkpointing."""
+    word = "ddp_find_unused_parameters"
+    reentrant = view.value(REENTRANT, not view.lacks(REENTRANT) or None)
+    if view.is_on(word) and view.is_on("gradient_checkpointing") and reentrant is not False:
+        unsaid = " (the default of transformers 4)" if REENTRANT not in view else ""
+        yield Finding(
+            word,
+            f"{view.spelled(word)} is true with reentrant checkpointing{unsaid}.",
+            'On several ranks the first backward pass stops: "Expected to mark a variable ready only once".',
+            f"{view.line(word, False)}, or {view.line(REENTRANT, False)}",
+            "warning" if unsaid else None,
         )
 
 

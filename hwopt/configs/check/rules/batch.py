@@ -151,7 +151,8 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows = view.number("learning_rate"), view.effective_rows
     adamw = "adam" in str(view.value("optim", "adamw"))
-    if rate is None or rows is None or not adamw:
+    adapter_unknown = not view.is_on("use_peft") and not view.lacks("use_peft") and view.language == "Python"
+    if rate is None or rows is None or not adamw or adapter_unknown:
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if view.is_on("use_peft") else 1.0)
     if usual / FAR <= rate <= usual * FAR:

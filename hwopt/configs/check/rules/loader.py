@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, rule
-from hwopt.configs.view import Tool, View
+from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
+from hwopt.configs.view import View
 
 WORKERS, PIN, PREFETCH = "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"
 PERSISTENT = "dataloader_persistent_workers"
-TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
 
 
 def without_workers(view: View) -> bool:

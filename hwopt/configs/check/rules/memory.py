@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, rule
+from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.batch import TRAIN
 from hwopt.configs.view import View
 from hwopt.hardware.device import GIB
@@ -19,6 +20,7 @@ arXiv:2205.05198, equation 2)."""
 VOCABULARY, LOGIT_BYTES = 128_000, 10
 """Logits of a causal language model, in half precision and in fp32, with their gradient."""
 EIGHT_BIT = ("8bit", "4bit", "paged")
+OFFLOADS = ("zero_offload", "deepspeed.zero_optimization.offload_optimizer.device")
 
 
 def estimate_gib(view: View, parameters: float, max_length: int) -> float:
@@ -84,4 +86,81 @@ def states_needless(view: View, facts: Facts) -> Iterator[Finding]:
             f"{name} saves memory that the card has to spare. {sizes}",
             "Quantized states round each update, and the optimizer waits for the host once a step.",
             view.line("optim", "adamw_torch_fused"),
+        )
+
+
+ADAPTER_NAMES = ("lora", "peft", "adapter", "dora")
+
+
+@rule(
+    "quantized-training",
+    "error",
+    words=("load_in_4bit", "load_in_8bit"),
+    source="transformers, Trainer: purely quantized models cannot be fine-tuned",
+    tools=TRAINERS,
+)
+def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
+    """Quantized weights without an adapter, which leaves nothing to train."""
+    word = next((word for word in ("load_in_4bit", "load_in_8bit") if view.is_on(word)), None)
+    keys = [setting.key for setting in view.settings.values()] + [each.key for each in view.unread]
+    full = "finetuning_type" in keys  # LLaMA-Factory trains an adapter unless the file says otherwise
+    named = any(part in key for key in keys for part in ADAPTER_NAMES)
+    if word and view.lacks("use_peft") and (full if view.tool == "llama-factory" else not named):
+        yield Finding(
+            word,
+            f"{view.spelled(word)} is true, and the file has no adapter.",
+            "transformers stops: quantized weights get no gradients, so that there is nothing to train.",
+            view.line("use_peft", True) if view.tool == "transformers" else f"{view.spelled(word)}: false, or train LoRA",
+        )
+
+
+@rule(
+    "states-offload",
+    "error",
+    words=("optim",),
+    source="DeepSpeed#7524: ZeRO-Offload with a client provided optimizer",
+    tools=TRAINERS,
+)
+def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
+    """An optimizer with states in 8 bit under ZeRO's offload."""
+    name = str(view.value("optim"))
+    offload = next((word for word in OFFLOADS if view.value(word) not in (None, "none", False)), None)
+    if offload is None and "offload" in str(view.value("deepspeed")).lower():
+        offload = "deepspeed"
+    if offload and any(part in name for part in EIGHT_BIT):
+        yield Finding(
+            "optim",
+            f"{name} with {view.spelled(offload)} = {view.value(offload)}.",
+            "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of another optimizer.",
+            view.line("optim", "adamw_torch"),
+        )
+
+
+VOCABULARIES = {r"llama-?3": 128_256, r"qwen-?(1\.5|2|3)": 151_936, r"gemma": 256_000, r"mistral-nemo|pixtral": 131_072}
+"""Model name -> size of its vocabulary, by the config.json of the models."""
+
+
+@rule(
+    "eval-logits",
+    "warning",
+    words=("model_name_or_path",),
+    source="transformers, eval_accumulation_steps; transformers#15466",
+    tools=("transformers",),
+)
+def eval_logits(view: View, facts: Facts) -> Iterator[Finding]:
+    """Metrics of a language model whose logits are all kept on the GPU."""
+    name = str(view.value("model_name_or_path"))
+    size = next((size for part, size in VOCABULARIES.items() if re.search(part, name, re.IGNORECASE)), 0)
+    metric = str(view.value("metric_for_best_model", "loss")).removeprefix("eval_")
+    metrics = metric != "loss" or view.value("prediction_loss_only") is False or "include_for_metrics" in view
+    task = view.value("task", "causal-lm")
+    if size and metrics and task == "causal-lm" and view.lacks("eval_accumulation_steps", "batch_eval_metrics"):
+        if view.value("eval_strategy", "no") == "no" or view.is_on("prediction_loss_only"):
+            return
+        mib = size * 4 * (int(view.number("max_length") or 0) or facts.max_length or 512) / 2**20
+        yield Finding(
+            "model_name_or_path",
+            f"Metrics are computed, the vocabulary has {size:,} words, and {view.spelled('eval_accumulation_steps')} is not set.",
+            f"The GPU keeps the logits of all evaluation rows, about {mib:,.0f} MiB each, until the end of the evaluation.",
+            f"{view.line('eval_accumulation_steps', 1)}, and preprocess_logits_for_metrics that keeps the arg max",
         )

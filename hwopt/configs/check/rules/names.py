@@ -10,7 +10,7 @@ from hwopt.configs.view import Tool, Unread, View
 from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
 from hwopt.text import truncate
 
-TRAINERS: tuple[Tool, ...] = ("transformers", "llama-factory")
+NAMED: tuple[Tool, ...] = ("transformers", "llama-factory")
 ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
@@ -24,7 +24,7 @@ def about(unread: Unread, what: str, why: str, fix: str = "") -> Finding:
     return Finding("", what, why, fix, place=unread.place, key=unread.key)
 
 
-@rule("former-name", "warning", source="release notes of transformers", tools=TRAINERS)
+@rule("former-name", "warning", source="release notes of transformers", tools=NAMED)
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A name that transformers no longer has."""
     found = [(each.key, each.place) for each in view.settings.values()] + [(each.key, each.place) for each in view.unread]
@@ -42,7 +42,7 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
             )
 
 
-@rule("deprecated-name", "information", source="transformers 5.23, TrainingArguments", tools=TRAINERS)
+@rule("deprecated-name", "information", source="transformers 5.23, TrainingArguments", tools=NAMED)
 def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A name that the next version of transformers will not have."""
     for setting in view.settings.values():
@@ -57,13 +57,13 @@ def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
             )
 
 
-@rule("misspelled-name", "warning", source="unsloth#10452: a key that no program reads", tools=TRAINERS)
+@rule("misspelled-name", "warning", source="unsloth#10452: a key that no program reads", tools=NAMED)
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a name of TrainingArguments."""
     for each in unread_as(view, "unknown"):
         name = each.key.rsplit(".", 1)[-1]
         near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
-        if near and name not in FORMER_NAMES:
+        if near and name not in FORMER_NAMES and not (view.language == "Python" and "." in each.key):
             yield about(
                 each,
                 f"TrainingArguments has no {name}.",
@@ -96,8 +96,10 @@ def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("interpolation", "information", source="Hydra and OmegaConf")
+@rule("interpolation", "information", source="Hydra and OmegaConf; names of a script")
 def interpolation(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that refers to another one, which no rule can read."""
+    why = "Only a run of the script knows the value." if view.language == "Python" else "Only Hydra knows the value."
     for each in unread_as(view, "interpolation"):
-        yield about(each, f"{each.key} = {truncate(each.value)} is not resolved, and not checked.", "Only Hydra knows the value.")
+        if each.word != "use_peft":  # known from an import, not a line that the user could change
+            yield about(each, f"{each.key} = {truncate(each.value)} is not resolved, and not checked.", why)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, Level, rule
-from hwopt.configs.view import Tool, View
+from hwopt.configs.check.contract import TRAINERS, Facts, Finding, Level, rule
+from hwopt.configs.view import View
 from hwopt.hardware.device import Feature
-
-TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
 
 
 def on_card(view: View) -> Level:
@@ -118,4 +117,33 @@ def fp16_weights(view: View, facts: Facts) -> Iterator[Finding]:
             f"{view.spelled('torch_dtype')} is {view.value('torch_dtype')} beside fp16 = true.",
             'The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
             view.line("torch_dtype", "float32"),
+        )
+
+
+BF16_MODELS = re.compile(r"gemma(?!-?4)|t5[\w.-]*-(large|xl|xxl|3b|11b)", re.IGNORECASE)
+"""Models trained in bf16 whose activations exceed the range of fp16."""
+
+
+@rule(
+    "fp16-model",
+    "warning",
+    words=("model_name_or_path",),
+    source="transformers#36822 and gemma_pytorch#24 (Gemma), transformers#9295 (T5)",
+)
+def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
+    """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
+    name = str(view.value("model_name_or_path"))
+    on = view.is_on("fp16") or view.value("mixed_precision") == "fp16"
+    if on and BF16_MODELS.search(name):
+        word = "fp16" if "fp16" in view else "mixed_precision"
+        fix = (
+            view.line("mixed_precision", "bf16")
+            if word != "fp16"
+            else f"{view.line('fp16', False)} and {view.line('bf16', True)}"
+        )
+        yield Finding(
+            word,
+            f"{name.rsplit('/', 1)[-1]} with fp16.",
+            "The model was trained in bf16. Its activations can exceed 65,504, the largest number of fp16: the loss becomes NaN.",
+            f"{fix}; without bf16 on the card train in fp32",
         )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, rule
-from hwopt.configs.view import Tool, View
+from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
+from hwopt.configs.view import View
 
 BEST = "load_best_model_at_end"
-TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
 
 
 def strategies(view: View) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hwopt.config.aliases import plugin_aliases
+from hwopt.config.aliases import job_key, plugin_aliases
 from hwopt.config.job import JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
@@ -20,17 +20,8 @@ from hwopt.errors import HwoptError
 from hwopt.planning.inputs import Inputs
 from hwopt.plugin.registry import Registry
 
-JOB_WORDS = {
-    "model.name": "model_name_or_path",
-    "model.tokenizer": "tokenizer_name",
-    "model.revision": "model_revision",
-    "data.train": "train_file",
-    "data.eval": "validation_file",
-    "data.eval_fraction": "eval_fraction",
-    "data.max_length": "max_length",
-    "task.kind": "task",
-    "task.label_smoothing": "label_smoothing_factor",
-}
+JOB_WORDS = {key: word for word in ARGUMENTS if (key := job_key(word))}
+"""(table, key) of a job -> its word."""
 ALIAS = re.compile(r"plugins\.([\w-]+)\.(\w+)(?: = (.+))?")
 
 
@@ -41,7 +32,7 @@ def read_profile(source: SourceFile, inputs: Inputs) -> View:
 
 def profile_view(profile: Profile, source: SourceFile | None, registry: Registry) -> View:
     content = profile.content
-    found = dict(plugin_settings(profile, registry))
+    found = dict(words_of_options(dict(profile.plugin_tables()), registry))
     for word in content.training.model_fields_set:
         found[word] = (getattr(content.training, word), ("training", word))
     if content.data.max_length is not None:
@@ -63,8 +54,7 @@ def read_job(source: SourceFile, inputs: Inputs) -> View:
 def job_view(job: JobFile, source: SourceFile, registry: Registry) -> View:
     tables = job.job.model_dump(exclude_unset=True)
     found: dict[str, tuple[Any, tuple[str, ...]]] = {}
-    for key, word in JOB_WORDS.items():
-        table, name = key.split(".")
+    for (table, name), word in JOB_WORDS.items():
         if (value := tables.get(table, {}).get(name)) is not None:
             found[word] = (value, (table, name))
     for word, value in tables.get("training", {}).items():
@@ -85,10 +75,6 @@ def made(tool: Any, found: Mapping[str, Any], place: Any, source: SourceFile | N
         comments = (entry.comment, entry.above, entry.below) if entry else ("", (), ())
         settings[word] = ConfigSetting(word, value, ".".join(key), place(*key), *comments)
     return View(name, tool, "its tables", "TOML", settings, spelling=partial(spelled, plugin_aliases()))
-
-
-def plugin_settings(profile: Profile, registry: Registry) -> Iterator[tuple[str, tuple[Any, tuple[str, ...]]]]:
-    yield from words_of_options(dict(profile.plugin_tables()), registry)
 
 
 def words_of_options(
@@ -121,5 +107,6 @@ def spelled(aliases: Mapping[str, str], word: str) -> str:
     """The key of hwopt for `word`."""
     if word in aliases:
         return aliases[word].split(" ")[0]
-    job = next((key for key, found in JOB_WORDS.items() if found == word), "")
-    return job or (f"training.{word}" if word in Training.model_fields else word)
+    if (key := job_key(word)) is not None:
+        return ".".join(key)
+    return f"training.{word}" if word in Training.model_fields else word

@@ -1,0 +1,229 @@
+"""The keys of axolotl, LLaMA-Factory, accelerate and DeepSpeed.
+
+https://docs.axolotl.ai/docs/config-reference.html
+https://github.com/hiyouga/LLaMA-Factory/tree/main/examples
+https://huggingface.co/docs/accelerate/package_reference/cli
+https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hwopt.configs.draft import Dialect, Draft, Left
+from hwopt.configs.source_file import Entry
+from hwopt.configs.words import names
+
+IS_OFF = {False: Left("is off")}
+ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
+
+
+def dataset(word: str) -> Callable[[Draft, Entry], None]:
+    """Take the path of the first data set; list the other keys and the other sets."""
+
+    def take(draft: Draft, entry: Entry) -> None:
+        for number, each in enumerate(entry.value if isinstance(entry.value, list) else [entry.value]):
+            for key, value in (each if isinstance(each, dict) else {"path": each}).items():
+                part = replace(entry, path=(*entry.path, str(number), str(key)), value=value)
+                taken = {"path": word, "field_messages": "messages_column"}.get(key)
+                if taken and number == 0:
+                    draft.add(taken, part)
+                else:
+                    draft.leave(part, ONE_SET)
+
+    return take
+
+
+def causal_lm(draft: Draft) -> None:
+    """Set the task that axolotl has unless the file says another."""
+    model = draft.settings.get("model_name_or_path")
+    if model is not None and not {"rl", "reward_model"} & draft.source.top:
+        draft.imply("task", "causal-lm", model)
+
+
+AXOLOTL = Dialect(
+    "axolotl",
+    names("base_model micro_batch_size sequence_len sample_packing dataset_prepared_path evals_per_epoch"),
+    {
+        "base_model": "model_name_or_path",
+        "revision_of_model": "model_revision",
+        "tokenizer_config": "tokenizer_name",
+        "optimizer": "optim",
+        "sequence_len": "max_length",
+        "sample_packing": "packing",
+        "val_set_size": "eval_fraction",
+        "adapter": ("use_peft", {"lora": True, "qlora": True}),
+        "peft_use_dora": "use_dora",
+        "lora_target_linear": ("lora_target_modules", {True: "all-linear", False: None}),
+        "liger_fused_linear_cross_entropy": "use_liger_kernel",
+        "flash_attention": ("attn_implementation", {True: "flash_attention_2", **IS_OFF}),
+        "xformers_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
+        "sdp_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
+        "eager_attention": ("attn_implementation", {True: "eager", **IS_OFF}),
+    },
+    {
+        "evals_per_epoch": "hwopt evaluates at the end of each epoch; training.eval_steps sets another interval",
+        "saves_per_epoch": "hwopt saves by time and keeps the best weights; training.save_steps adds a checkpoint every N steps",
+        "dataset_prepared_path": "hwopt keeps tokenized data in its own cache",
+        "dataset_processes": "hwopt tokenizes once and keeps the result in its cache",
+        "eval_sample_packing": "hwopt packs training batches only",
+        "strict": "hwopt refuses unknown keys always",
+        "save_first_step": "a check of axolotl's own",
+        "loss_watchdog_threshold": "training.loss_spike watches the loss",
+        "loss_watchdog_patience": "training.loss_spike watches the loss",
+    },
+    "a key of axolotl without a counterpart",
+    {"datasets": dataset("train_file"), "test_datasets": dataset("validation_file")},
+    arguments=True,
+    finish=causal_lm,
+)
+
+
+def bits(draft: Draft, entry: Entry) -> None:
+    if entry.value in (4, 8):
+        draft.add(f"load_in_{entry.value}bit", entry, True)
+    else:
+        draft.leave(entry, "hwopt quantizes to 4 or 8 bits")
+
+
+def first_set(word: str) -> Callable[[Draft, Entry], None]:
+    """Take the first of several data sets that commas separate."""
+
+    def take(draft: Draft, entry: Entry) -> None:
+        first, comma, others = str(entry.value).partition(",")
+        draft.add(word, entry, first.strip())
+        if comma:
+            rest = Entry((*entry.path, "others"), others.strip(), entry.line)
+            draft.leave(rest, "one data set is taken over")
+
+    return take
+
+
+SUPERVISED = Left("hwopt has supervised training only", "unknown")
+ADAPTERS = Left("hwopt trains all weights, or LoRA and DoRA adapters", "unknown")
+FULL = Left("hwopt trains all weights unless a profile has an adapter")
+LLAMA_FACTORY = Dialect(
+    "llama-factory",
+    names("finetuning_type cutoff_len lora_target dataset_dir plot_loss"),
+    {
+        "cutoff_len": "max_length",
+        "val_size": "eval_fraction",
+        "max_samples": "max_train_samples",
+        "lora_rank": "lora_r",
+        "lora_target": ("lora_target_modules", {"all": "all-linear"}),
+        "enable_liger_kernel": "use_liger_kernel",
+        "double_quantization": "bnb_4bit_use_double_quant",
+        "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
+        "stage": (
+            "task",
+            {"sft": "causal-lm", "pt": "causal-lm"} | dict.fromkeys(("rm", "ppo", "dpo", "kto"), SUPERVISED),
+        ),
+        "flash_attn": (
+            "attn_implementation",
+            {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None},
+        ),
+    },
+    {
+        "preprocessing_num_workers": "hwopt tokenizes once and keeps the result in its cache",
+        "overwrite_cache": "hwopt finds tokenized data by its content",
+        "plot_loss": "the report of a run shows the loss",
+        "template": "hwopt takes the tokenizer's chat template; data.chat_template names another one",
+        "dataset_dir": "hwopt takes a file or a hub name in data.train",
+    },
+    "a key of LLaMA-Factory without a counterpart",
+    {"quantization_bit": bits, "dataset": first_set("train_file"), "eval_dataset": first_set("validation_file")},
+    arguments=True,
+)
+
+
+def offload(what: str, by: str = "") -> Callable[[Draft, Entry], None]:
+    """`zero_offload` from the device of the entry; the parameters (device in `by`) include the optimizer."""
+
+    def take(draft: Draft, entry: Entry) -> None:
+        others = [each for each in draft.source.entries if each.key == by]
+        if entry.value in (None, "none", "None", False):
+            draft.leave(entry, "nothing is offloaded", "other")
+        elif any(each.value not in (None, "none", "None", False) for each in others):
+            draft.leave(entry, "offloaded with the parameters", "other")
+        else:
+            draft.add("zero_offload", entry, what)
+
+    return take
+
+
+def fsdp(draft: Draft) -> None:
+    kind = draft.settings.get("distributed_type")
+    if kind is not None and kind.value == "FSDP" and "fsdp_config" in draft.source.top:
+        draft.imply("fsdp", "FSDP", kind)
+
+
+OWN = "the launcher's own"
+SECTION = "deepspeed_config"
+ACCELERATE = Dialect(
+    "accelerate",
+    names("compute_environment distributed_type machine_rank main_training_function"),
+    {
+        **{
+            word: word
+            for word in names("num_processes num_machines mixed_precision use_cpu distributed_type gradient_accumulation_steps")
+        },
+        f"{SECTION}.zero_stage": "zero_stage",
+        f"{SECTION}.gradient_accumulation_steps": "gradient_accumulation_steps",
+        f"{SECTION}.gradient_clipping": "max_grad_norm",
+        f"{SECTION}.deepspeed_config_file": "deepspeed",
+    },
+    {
+        "compute_environment": "hwopt runs on this machine; docs/clusters.md has launchers",
+        "debug": "a check of the launcher itself",
+        "main_training_function": "hwopt has its own",
+        "machine_rank": "the launcher's command line says it",
+        **dict.fromkeys(("rdzv_backend", "same_network", "main_process_port", "main_process_ip"), OWN),
+        "gpu_ids": "CUDA_VISIBLE_DEVICES chooses the cards",
+        **dict.fromkeys(("downcast_bf16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "for TPUs"),
+    },
+    "a key of the launcher without a counterpart",
+    {
+        f"{SECTION}.offload_param_device": offload("parameters"),
+        f"{SECTION}.offload_optimizer_device": offload("optimizer", f"{SECTION}.offload_param_device"),
+    },
+    finish=fsdp,
+)
+
+
+def betas(draft: Draft, entry: Entry) -> None:
+    if isinstance(entry.value, list) and len(entry.value) == 2:
+        for word, value in zip(("adam_beta1", "adam_beta2"), entry.value, strict=True):
+            draft.add(word, entry, value)
+    else:
+        draft.leave(entry, "expected two numbers", "unreadable")
+
+
+ZERO = "zero_optimization"
+ADAMW = dict.fromkeys(("AdamW", "Adam", "adamw", "adam"), "adamw_torch")
+DEEPSPEED = Dialect(
+    "deepspeed",
+    names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer"),
+    {
+        "train_batch_size": "effective_batch_size",
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "fp16.enabled": "fp16",
+        "bf16.enabled": "bf16",
+        f"{ZERO}.stage": "zero_stage",
+        "optimizer.type": ("optim", ADAMW),
+        "optimizer.params.lr": "learning_rate",
+        "optimizer.params.eps": "adam_epsilon",
+        "optimizer.params.weight_decay": "weight_decay",
+        "scheduler.params.warmup_num_steps": "warmup_steps",
+    },
+    {},
+    "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan",
+    {
+        "optimizer.params.betas": betas,
+        f"{ZERO}.offload_param.device": offload("parameters"),
+        f"{ZERO}.offload_optimizer.device": offload("optimizer", f"{ZERO}.offload_param.device"),
+    },
+)
+DIALECTS = (DEEPSPEED, ACCELERATE, AXOLOTL, LLAMA_FACTORY)

@@ -1,0 +1,215 @@
+"""The arguments in a Python script as entries: read from its syntax tree, never executed.
+
+Read are the keywords of the first TrainingArguments, SFTConfig or similar, of LoraConfig and of
+BitsAndBytesConfig, of a model's `from_pretrained`, and `model.config.use_cache = …`. Values are
+literals, names that the script assigns a literal once, and `**{…}`. Others are listed as not read.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import operator
+import re
+import tokenize
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from hwopt.configs.source_file import Entry, SourceFile, with_comments
+from hwopt.errors import InputError
+from hwopt.text import cut, first_line
+
+TRL = "BCO|CPO|DPO|GKD|GRPO|KTO|NashMD|OnlineDPO|ORPO|PPO|PRM|Reward|RLOO|SFT|XPO"
+ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
+PARTS = ("LoraConfig", "BitsAndBytesConfig")
+MODEL = re.compile(r"AutoModel|\w*Model|\w+For[A-Z]\w+")
+"""Classes whose `from_pretrained` loads a model."""
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames")
+
+
+class Unresolved(Exception):
+    """The value is known only when the script runs."""
+
+
+def from_python(text: str, name: str) -> SourceFile:
+    """The entries of a script. Raises InputError if it is not valid, or makes no arguments."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except SyntaxError as error:
+        where = f"{name}:{error.lineno or 1}"
+        raise InputError(f"{where}: is not valid Python: {error.msg}") from error
+    except (MemoryError, RecursionError, ValueError) as error:
+        raise InputError(f"{name}: cannot be read as Python: {first_line(error)}") from error
+    script = Script(tree)
+    made = [call for call in script.calls if ARGUMENTS.fullmatch(called(call))]
+    if not made:
+        raise InputError(
+            f"{name}: has no call of TrainingArguments, SFTConfig or another class of arguments; "
+            "check the YAML or JSON file that the script reads its arguments from"
+        )
+    first: dict[tuple[str, ...], Entry] = {}
+    for entry in (*script.assigned(), *chain(*map(script.entries, script.read(made[0])))):
+        first.setdefault(entry.path, entry)
+    several = f" (the first of {len(made)} calls)" if len(made) > 1 else ""
+    names = dict.fromkeys(called(call) for call in script.read(made[0])[1:])
+    calls = (called(made[0]) + several, *names)
+    source = SourceFile(name, "Python", tuple(first.values()), calls=calls)
+    return with_comments(source, text, dict(comments(text)))
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Line -> comment."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#").strip()
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name of the function that `call` calls."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+class Script:
+    """A syntax tree with the names that it assigns once."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        nodes = list(ast.walk(tree))
+        found = [node for node in nodes if isinstance(node, ast.Call)]
+        self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        bound = Counter(name for node in nodes if (name := binds(node)))
+        self.values: dict[str, ast.expr] = {}
+        for node in nodes:
+            match node:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ) if bound[name] == 1:
+                    self.values[name] = value
+
+    def read(self, arguments: ast.Call) -> list[ast.Call]:
+        """The calls whose keywords are read."""
+        others = [
+            call
+            for call in self.calls
+            if called(call) in PARTS or (called(call) == "from_pretrained" and MODEL.match(owner(call)))
+        ]
+        return [arguments, *others]
+
+    def entries(self, call: ast.Call) -> Iterator[Entry]:
+        """The arguments of `call`; those of other calls than the main one with its name in front."""
+        name = called(call)
+        above = () if ARGUMENTS.fullmatch(name) else (name,)
+        if name == "LoraConfig":
+            yield Entry(("use_peft",), True, call.lineno)
+        first = "model_name_or_path" if name == "from_pretrained" else "output_dir"
+        for argument in call.args[: name not in PARTS]:
+            yield from self.entry((*above, first), argument, argument.lineno)
+        for keyword in call.keywords:
+            yield from self.keyword(above, keyword.arg, keyword.value, keyword.lineno)
+
+    def keyword(self, above: tuple[str, ...], name: str | None, value: ast.expr, line: int) -> Iterator[Entry]:
+        if name is not None:
+            yield from self.entry((*above, name), value, line)
+            return
+        table = self.behind(value)
+        if isinstance(table, ast.Dict):
+            for key, part in zip(table.keys, table.values, strict=True):
+                named = str(key.value) if isinstance(key, ast.Constant) else None
+                yield from self.keyword(above, named, part, (key or part).lineno)
+        elif isinstance(table, ast.Call) and called(table) == "dict":
+            for each in table.keywords:
+                yield from self.keyword(above, each.arg, each.value, each.lineno)
+        else:
+            yield Entry((*above, "**"), cut(ast.unparse(value)), line, interpolated=True)
+
+    def entry(self, path: tuple[str, ...], value: ast.expr, line: int) -> Iterator[Entry]:
+        behind = self.behind(value)
+        if isinstance(behind, ast.Call) and called(behind) in PARTS:
+            return  # read on its own
+        try:
+            found = self.value(value, 0)
+        except (Unresolved, ArithmeticError, TypeError, ValueError):
+            yield Entry(path, cut(ast.unparse(value)), line, interpolated=True)
+            return
+        if isinstance(found, dict) and found:
+            for key, part in found.items():
+                yield Entry((*path, str(key)), part, line)
+        else:
+            yield Entry(path, found, line)
+
+    def behind(self, node: ast.expr) -> ast.expr:
+        """`node`, or what the script assigns to it if it is a name."""
+        return (self.values.get(node.id) if isinstance(node, ast.Name) else None) or node
+
+    def value(self, node: ast.expr, depth: int) -> Any:
+        """The value of `node`. Raises Unresolved if only a run of the script knows it."""
+        if depth > 20:
+            raise Unresolved
+        match self.behind(node):
+            case ast.Constant(value=value) if not isinstance(value, bytes | complex):
+                return None if value is ... else value
+            case ast.Name(id=name):
+                raise Unresolved(name)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+                return [self.value(part, depth + 1) for part in parts]
+            case ast.Dict(keys=keys, values=values):
+                names = [self.value(key, depth + 1) if key else None for key in keys]
+                if None in names:
+                    raise Unresolved
+                parts = [self.value(part, depth + 1) for part in values]
+                return dict(zip(map(str, names), parts, strict=True))
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs):
+                return {str(each.arg): self.value(each.value, depth + 1) for each in pairs}
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                return -self.value(inner, depth + 1)
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                return not self.value(inner, depth + 1)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                numbers = self.value(left, depth + 1), self.value(right, depth + 1)
+                if not all(isinstance(each, int | float) for each in numbers):
+                    raise Unresolved
+                return OPERATORS[type(op)](*numbers)
+            case ast.Attribute(value=ast.Name(id=base), attr=name) if base in ENUMERATIONS:
+                return name.lower()
+        raise Unresolved
+
+    def assigned(self) -> Iterator[Entry]:
+        """`model.config.use_cache = …`; and that an adapter may be there, if peft is named."""
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
+                    yield from self.entry(("use_cache",), value, target.lineno)
+        imported = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.Import | ast.ImportFrom) and "peft" in ast.unparse(node)
+        ]
+        peft = [call for call in self.calls if "peft" in called(call).lower()] or imported
+        if peft and not any(called(call) == "LoraConfig" for call in self.calls):
+            yield Entry(("use_peft",), "peft", peft[0].lineno, interpolated=True)
+
+
+def owner(call: ast.Call) -> str:
+    """What stands before the last dot of the function that `call` calls."""
+    return ast.unparse(call.func.value).split(".")[-1] if isinstance(call.func, ast.Attribute) else ""
+
+
+def binds(node: ast.AST) -> str:
+    """The name to which `node` gives a value; "" for other nodes."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+    return ""

@@ -1,0 +1,138 @@
+"""Scripts as entries: what is read from the syntax tree, and what only a run of the script knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwopt.configs.check.facts import Given
+from hwopt.configs.check.files import check_file
+from hwopt.configs.python_file import from_python
+from hwopt.configs.recognise import view_of
+from hwopt.configs.view import View
+from hwopt.errors import InputError
+from hwopt.planning.inputs import Inputs
+
+INPUTS = Inputs()
+SCRIPT = """\
+import os
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig
+
+ROWS, LR = 4, 1e-4
+STEPS = 2 * 4
+rate: float = 2e-3
+common = dict(warmup_steps=10, **{"seed": 7})
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(
+    os.environ["MODEL"], attn_implementation="sdpa", torch_dtype=torch.float32, quantization_config=quantized
+)
+model.config.use_cache = False
+args = SFTConfig(
+    "out",
+    gradient_accumulation_steps=STEPS,
+    learning_rate=rate,  # not 1e-4
+    bf16=torch.cuda.is_bf16_supported(),
+    gradient_checkpointing_kwargs={"use_reentrant": False},
+    report_to=["none"],
+    max_steps=-1,
+    **common,
+)
+for seed in range(3):
+    other = SFTConfig("other", seed=seed, max_steps=9)
+"""
+
+
+def view(text: str) -> View:
+    return view_of(from_python(text, "train.py"), INPUTS)
+
+
+def values(found: View) -> dict[str, Any]:
+    return {word: setting.value for word, setting in found.settings.items()}
+
+
+def test_arguments_of_a_script_are_read_with_their_lines_and_comments() -> None:
+    found = view(SCRIPT)
+    assert values(found) == {
+        "use_cache": False,
+        "output_dir": "out",
+        "gradient_accumulation_steps": 8,
+        "learning_rate": 2e-3,
+        "gradient_checkpointing_kwargs.use_reentrant": False,
+        "report_to": ["none"],
+        "max_steps": -1,
+        "warmup_steps": 10,
+        "seed": 7,
+        "load_in_4bit": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "attn_implementation": "sdpa",
+        "torch_dtype": "float32",
+    }
+    assert found.recognised_by == "SFTConfig (the first of 2 calls), BitsAndBytesConfig, from_pretrained"
+    assert (found.settings["learning_rate"].place, found.settings["learning_rate"].comment) == ("train.py:18", "not 1e-4")
+    assert found.settings["seed"].place == "train.py:9"
+    assert {each.key: each.place for each in found.unread if each.kind == "interpolation"} == {
+        "bf16": "train.py:19",
+        "from_pretrained.model_name_or_path": "train.py:12",
+    }
+    assert found.line("bf16", True) == "bf16=True"
+
+
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ("x = 1\nx = 2", "x"),  # assigned twice
+        ("def f(x):\n    pass", "x"),
+        ("x = x", "x"),  # refers to itself
+        ("for x in range(3): pass", "x"),
+        ("", "2 ** 9 ** 9"),
+        ("", "1 / 0"),
+        ("", "'a' * 10**9"),
+        ("", "args.seed"),
+        ("", "0 if debug else 1"),
+    ],
+)
+def test_value_that_only_a_run_knows_is_listed_and_not_guessed(before: str, value: str) -> None:
+    found = view(f"{before}\nTrainingArguments('out', seed={value}, fp16=True)\n")
+    assert "seed" not in found
+    assert [each.key for each in found.unread if each.kind == "interpolation"] == ["seed"]
+    assert not found.lacks("seed")
+
+
+def test_unknown_keywords_and_an_adapter_of_the_script_silence_rules_about_absence(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("args = TrainingArguments('out', load_in_4bit=True)\n")
+    assert "quantized-training" in {each.rule for each in check_file(path, Given(), INPUTS).findings}
+    path.write_text("from peft import get_peft_model\n" + path.read_text())
+    assert "quantized-training" not in {each.rule for each in check_file(path, Given(), INPUTS).findings}
+    assert view("TrainingArguments('out', **options, fp16=True)").unread[0].key == "**"
+
+
+def test_script_is_checked_as_a_file_of_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "SIZE = 16\nargs = TrainingArguments(\n    'out',\n    per_device_train_batch_size=SIZE,\n"
+        "    per_device_eval_batch_size=12 * SIZE,\n    fp16=True,\n    bf16=True,\n)\n"
+    )
+    found = {each.rule: each for each in check_file(path, Given(card="RTX 3090"), INPUTS).findings}
+    assert found["eval-batch"].place == f"{path}:5"
+    assert found["eval-batch"].fix == "per_device_eval_batch_size=32"
+    assert found["fp16-and-bf16"].fix == "fp16=False"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = (\n", "train.py:1: is not valid Python"),
+        ("print('hello')\n", "has no call of TrainingArguments"),
+        ("x = 1\0\n", "is not valid Python|cannot be read as Python"),
+        ("(" * 3000 + ")" * 3000, "Python"),
+    ],
+    ids=["syntax", "no arguments", "zero byte", "nested"],
+)
+def test_script_without_arguments_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        from_python(text, "train.py")
