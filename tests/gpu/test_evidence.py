@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from mutations import Mutation, check
-from mutations.model import no_fused_attention
-from mutations.process import ON_CUDA, release_memory
-from mutations.update import states_are_not_paged, unfused_adamw
+from plugin_cases import Mutation, cases, check_mutation, mutations, release_memory
 from pretend_cuda.counters import counting
 
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 FLASH, EFFICIENT, FUSED_ADAM = "pytorch_flash::flash_bwd", "fmha_cutlassB", "FusedOptimizerTensorListMetadata"
 HALF: dict[str, Any] = {"precision": {"dtype": "bf16"}}
-KERNELS = {  # kernel -> plugin, task, options, and a mutation of torch after which the kernel does not run
-    FLASH: ("sdpa", "causal-lm", {"prefer": ("flash", "math")}, no_fused_attention),
-    EFFICIENT: ("sdpa", "text-classification", {"prefer": ("efficient", "math")}, no_fused_attention),
-    FUSED_ADAM: ("optimizer", "text-classification", {"name": "adamw_torch_fused"}, unfused_adamw),
+KERNELS = {  # kernel -> plugin, task, options, and the mutation of torch after which it does not run
+    FLASH: ("sdpa", "causal-lm", {"prefer": ("flash", "math")}, "torch has no fused attention"),
+    EFFICIENT: ("sdpa", "text-classification", {"prefer": ("efficient", "math")}, "torch has no fused attention"),
+    FUSED_ADAM: ("optimizer", "text-classification", {"name": "adamw_torch_fused"}, "AdamW is not fused"),
 }
 
 
@@ -29,7 +25,7 @@ KERNELS = {  # kernel -> plugin, task, options, and a mutation of torch after wh
 def test_evidence_agrees_with_the_kernels_that_were_launched(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, kind, options, mutate = KERNELS[kernel]
+    name, kind, options, what = KERNELS[kernel]
 
     def evidence_and_launches(folder: Path) -> tuple[str, int]:
         plan = plan_for(tiny_profile(**HALF, **{name: options}), tiny_job(folder / "data", kind, max_steps=1))
@@ -40,7 +36,7 @@ def test_evidence_agrees_with_the_kernels_that_were_launched(
 
     status, launches = evidence_and_launches(tmp_path / "before")
     assert (status, launches > 0) == ("active", True)
-    mutate(monkeypatch)
+    next(mutation.patch for mutation in cases(name).mutations if mutation.what == what)(monkeypatch)
     assert evidence_and_launches(tmp_path / "after") == ("inactive", 0)
 
 
@@ -50,33 +46,15 @@ def no_cached_memory() -> None:
     release_memory()
 
 
-def never_pinned(patch: pytest.MonkeyPatch) -> None:
-    """torch leaves tensors in pageable memory."""
-    patch.setattr(torch.Tensor, "pin_memory", lambda self, *device: self)
+@pytest.mark.device("any")
+@pytest.mark.parametrize(("name", "mutation"), mutations(on_cuda=True))
+def test_evidence_of_an_optimization_without_effect_is_inactive(
+    name: str, mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_mutation(name, mutation, tmp_path, monkeypatch)
 
 
 WIDE = {"model_type": "bert", "vocab_size": 64, "hidden_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
-"""bitsandbytes pages states of at least 100,000 elements."""
-ON_ANY_CARD = (
-    *ON_CUDA,
-    Mutation("dataloader", "memory is not pinned", never_pinned, "expected pinned True", {"num_workers": 0, "pin_memory": True}),
-    Mutation(
-        "optimizer",
-        "states are not paged",
-        states_are_not_paged,
-        "expected paged True",
-        {"name": "paged_adamw_32bit"},
-        job={"config": WIDE},
-    ),
-)
-
-
-@pytest.mark.device("any")
-@pytest.mark.parametrize("mutation", ON_ANY_CARD, ids=str)
-def test_evidence_of_an_optimization_without_effect_is_inactive(
-    mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(mutation, tmp_path, monkeypatch)
 
 
 @pytest.mark.device("any")

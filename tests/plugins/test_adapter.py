@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from integration.forks import in_fork
+from plugin_cases import Cases, Mutation
 from pydantic import ValidationError
 from transformers import (
     BertConfig,
@@ -26,15 +27,6 @@ from hwopt_plugins.adapter import Adapter, classification_heads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def context(kind="text-classification", parameters=1_000_000_000, software=("peft",)):
@@ -207,3 +199,17 @@ def train_dora_compiled(tmp_path):
     evidence = {entry.name: evidence for entry, evidence in recorder.found}
     assert evidence["compile"].status == "active", evidence["compile"].seen
     assert not counters["graph_break"]
+
+
+def adapters_without_effect(patch):
+    """PEFT's layers compute the frozen layer alone."""
+    from peft.tuners.lora.layer import Linear
+
+    patch.setattr(Linear, "forward", lambda self, x, *args, **kwargs: self.base_layer(x))
+
+
+ALWAYS = {"always": True, "r": 4}
+CASES = Cases(
+    options=ALWAYS,
+    mutations=(Mutation("the adapter adds nothing", adapters_without_effect, "tensors in the optimizer received", ALWAYS),),
+)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, release_memory
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, verify
@@ -48,3 +49,17 @@ def test_cpu_is_skipped():
 def test_evidence_reads_the_allocator_segments(monkeypatch, segments, status):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)  # no CUDA device here
     assert verify(Allocator(Allocator.Options()), SimpleNamespace()).status == status
+
+
+def no_expandable_segments(patch):
+    """torch's allocator ignores its settings, and gives back what it has cached."""
+    release_memory()
+    patch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+
+
+CASES = Cases(
+    hardware=described("a card", (8, 6), 24.0),
+    mutations=(
+        Mutation("the allocator ignores its settings", no_expandable_segments, "allocator segments are expandable", on_cuda=True),
+    ),
+)

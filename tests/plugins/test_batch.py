@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from plugin_cases import Cases, Mutation
 from pydantic import ValidationError
 
+from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe, verify
@@ -90,3 +92,22 @@ def test_effective_overrides_accumulation_with_a_reason():
     plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2, effective=64))
     assert "instead of gradient_accumulation_steps = 2" in plugin.probe(context()).reason
     assert written(train=16, gradient_accumulation_steps=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}
+
+
+def half_of_each_step(patch):
+    """The sampler yields only the first half of the samples of a step."""
+    real = StepSampler.__iter__
+
+    def halved(self):
+        for step in real(self):
+            yield type(step)(step.index, step.epoch, step.samples[: len(step.samples) // 2], step.count)
+
+    patch.setattr(StepSampler, "__iter__", halved)
+
+
+CASES = Cases(
+    options={"train": 4, "gradient_accumulation_steps": 2},
+    mutations=(
+        Mutation("steps have half of their rows", half_of_each_step, "expected rows_per_step 8", {"train": 4, "effective": 8}),
+    ),
+)

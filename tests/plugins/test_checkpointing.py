@@ -1,10 +1,12 @@
 """Checkpointing gives equal gradients, also with dropout and PEFT, and each layer runs twice."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Part, Refused
 from pydantic import ValidationError
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -21,15 +23,6 @@ from hwopt_plugins.checkpointing import Checkpointing, repeated_layers
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 4, 32, 100, 512, False, True, True, True, 0.0)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(24).reshape(3, 8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def context(**facts):
@@ -219,3 +212,37 @@ def test_forecast_of_offload_counts_device_and_host(tmp_path):
     assert offloaded.host_bytes() == layers * 2**18  # inputs of 4 x 250 x 96 x 2 bytes, rounded up to a power of two
     activations = [timeline.peak().parts["activations"] for timeline in (plain, offloaded)]
     assert activations[1] < 0.5 * activations[0]
+
+
+def no_recomputation(patch):
+    import torch.utils.checkpoint
+
+    patch.setattr(torch.utils.checkpoint, "checkpoint", lambda function, *inputs, **_: function(*inputs))
+
+
+def layers_not_recomputed(patch, chosen):
+    """torch's `checkpoint` stores the activations of the chosen layers."""
+    import torch.utils.checkpoint
+
+    numbers, real = {}, torch.utils.checkpoint.checkpoint
+
+    def checkpoint(function, *inputs, **options):
+        layer = getattr(getattr(function, "func", function), "__self__", function)
+        return (function if chosen(numbers.setdefault(id(layer), len(numbers))) else partial(real, function, **options))(*inputs)
+
+    patch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+
+
+def half_stops(model):
+    for layer in model.model.layers[::2]:  # `checkpoint` is bound already
+        layer.gradient_checkpointing = False
+
+
+CASES = Cases(
+    conflicts=(Refused("compile", "[plugins.checkpointing]\noffload = true\n[plugins.compile]", on_card=True),),
+    mutations=(
+        Mutation("layers are not recomputed", no_recomputation, "without recomputation"),
+        Mutation("layers are not recomputed (selective)", no_recomputation, "without recomputation", {"layers": "selective"}),
+    ),
+    parts=(Part("layers not recomputed", layers_not_recomputed, later=half_stops),),
+)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.utils
+from plugin_cases import Cases, Mutation, Refused
 from pydantic import ValidationError
 
 from hwopt.hardware.device import described
@@ -23,15 +24,6 @@ OWN_WARNINGS = (
         "ignore::UserWarning:torch._dynamo",
     )
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def context(hardware, max_length=128, positions=512, software=()):
@@ -211,3 +203,35 @@ def test_error_of_the_model_is_raised():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Compile.Options.model_validate_json(text)
+
+
+def never_compiled(patch):
+    patch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def graphs_run_eagerly(patch):
+    """inductor returns the graph as it is, without code of its own."""
+    import torch._inductor.compile_fx
+
+    def as_it_is(graph, inputs, **_):
+        return graph.forward
+
+    torch._dynamo.reset()  # forgets the code that is compiled already
+    patch.setattr(torch._inductor.compile_fx, "compile_fx", as_it_is)
+
+
+BLOCKS, NO_CALL = {"scope": "block", "widths": (32,)}, "0 call(s) of compiled graphs"
+CASES = Cases(
+    options=BLOCKS,
+    writes=frozenset({"batch", "process", "prepared_steps"}),
+    hardware=described("a card", (8, 6), 24.0),
+    pretend=False,
+    conflicts=(
+        Refused("zero", '[plugins.compile]\nscope = "model"\n[plugins.zero]\nstage = 3', on_card=True),
+        Refused("fsdp", '[plugins.compile]\nscope = "model"\n[plugins.fsdp]', on_card=True),
+    ),
+    mutations=(
+        Mutation("torch.compile returns the function", never_compiled, NO_CALL, BLOCKS, compiles=True),
+        Mutation("inductor compiles nothing", graphs_run_eagerly, NO_CALL, BLOCKS, compiles=True),
+    ),
+)

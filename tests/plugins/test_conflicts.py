@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from event_calls import calling
+from plugin_cases import Refused, all_cases
 
 from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
@@ -18,89 +18,36 @@ from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 REGISTRY = Registry()
-DOCS = Path(__file__).parents[2] / "docs" / "conflicts.md"
-TABLES: list[tuple[str, str, str]] = [  # (tables of a profile, the plugin that declares the conflict, the other plugin)
-    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.zero]\nstage = 2', "precision", "zero"),
-    ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.zero]\nstage = 2\noffload = "optimizer"', "optimizer", "zero"),
-    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.zero]\nstage = 1\noffload = "none"', "optimizer", "zero"),
-    ('[plugins.compile]\nscope = "model"\n[plugins.zero]\nstage = 3', "compile", "zero"),
-    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.zero]\nstage = 2", "quantize", "zero"),
-    ('[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"', "fused_loss", "zero"),
-    ("[plugins.pack]\n[plugins.length_batching]", "pack", "length_batching"),
-    ("[plugins.pack]\n[plugins.compile]", "pack", "compile"),
-    ('[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"', "pack", "sdpa"),
-    ('[plugins.adapter]\nalways = true\nkind = "dora"\n[plugins.quantize]\nbits = 8', "quantize", "adapter"),
-    ("[plugins.zero]\nstage = 2\n[plugins.fsdp]", "zero", "fsdp"),
-    ('[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n[plugins.fsdp]', "precision", "fsdp"),
-    ('[plugins.optimizer]\nname = "adamw_bnb_8bit"\n[plugins.fsdp]', "optimizer", "fsdp"),
-    ('[plugins.optimizer]\nname = "paged_adamw_8bit"\n[plugins.fsdp]', "optimizer", "fsdp"),
-    ('[plugins.compile]\nscope = "model"\n[plugins.fsdp]', "compile", "fsdp"),
-    ("[plugins.adapter]\nalways = true\n[plugins.quantize]\n[plugins.fsdp]", "quantize", "fsdp"),
-    ("[plugins.fused_loss]\n[plugins.fsdp]", "fused_loss", "fsdp"),
-    ('[plugins.precision]\ndtype = "bf16"\nlevel = "pure"\n[plugins.zero]\nstage = 2', "precision", "zero"),
-    ("[plugins.checkpointing]\noffload = true\n[plugins.compile]", "checkpointing", "compile"),
-    (
-        '[plugins.precision]\ndtype = "fp16"\n[plugins.optimizer_in_backward]\nclipping = "off"',
-        "optimizer_in_backward",
-        "precision",
-    ),
-    ('[plugins.length_batching]\n[plugins.optimizer_in_backward]\nclipping = "off"', "optimizer_in_backward", "length_batching"),
-]
-ONE_RANK = "plugins.optimizer_in_backward"
-"""Skipped with several ranks."""
-FOR_A_CARD = {"paged_adamw_8bit", "plugins.compile", "plugins.fsdp", 'dtype = "fp16"'}
-"""What would be skipped or replaced on a CPU."""
+REFUSED = [(name, each) for name, its in all_cases().items() for each in its.conflicts]
 
 
 def declared() -> list[tuple[str, Conflict]]:
     return [(name, conflict) for name in REGISTRY.names for conflict in REGISTRY.plugin(name).relations.conflicts]
 
 
-def refusal(tables: str, folder: Path) -> tuple[str, Path]:
-    """The error message for a profile with these tables, and the path of the profile."""
+def refusal(case: Refused, folder: Path) -> tuple[str, Path]:
+    """The error message for a profile with the tables of `case`, and the path of the profile."""
     profile = folder / "mine.toml"
-    profile.write_text(f'name = "mine"\n{tables}\n')
-    hardware = described("a card", (8, 6), 24.0, detect_host()) if any(word in tables for word in FOR_A_CARD) else None
+    profile.write_text(f'name = "mine"\n{case.tables}\n')
+    hardware = described("a card", (8, 6), 24.0, detect_host()) if case.on_card else None
+    job = tiny_job(folder, "causal-lm")
     with pytest.raises(PluginError, match="cannot be used together") as caught:
-        plan_for(
-            load_profile(str(profile), {}),
-            tiny_job(folder, "causal-lm"),
-            hardware=hardware,
-            world_size=1 if ONE_RANK in tables else 2,
-        )
+        plan_for(load_profile(str(profile), {}), job, hardware=hardware, world_size=case.world_size)
     return str(caught.value), profile
 
 
-@pytest.mark.parametrize(("tables", "name", "other"), TABLES)
-def test_conflict_names_both_lines_of_the_profile(tables: str, name: str, other: str, tmp_path: Path) -> None:
-    message, profile = refusal(tables, tmp_path)
+@pytest.mark.parametrize(("name", "case"), REFUSED, ids=lambda value: value if isinstance(value, str) else value.other)
+def test_conflict_names_both_lines_of_the_profile(name: str, case: Refused, tmp_path: Path) -> None:
+    message, profile = refusal(case, tmp_path)
     lines = profile.read_text().splitlines()
-    for plugin in (name, other):
+    for plugin in (name, case.other):
         assert f"plugin {plugin!r} ({profile}:{lines.index(f'[plugins.{plugin}]') + 1})" in message
     assert any(conflict.why in message for conflict in REGISTRY.plugin(name).relations.conflicts)
 
 
 def test_every_declared_conflict_is_refused(tmp_path: Path) -> None:
-    messages = [refusal(tables, tmp_path)[0] for tables, _, _ in TABLES]
+    messages = [refusal(case, tmp_path)[0] for _, case in REFUSED]
     assert [conflict.why for _, conflict in declared() if not any(conflict.why in message for message in messages)] == []
-
-
-def target(conflict: Conflict) -> str:
-    """The target of a conflict as written in docs/conflicts.md."""
-    if conflict.lacks is not None:
-        return f"an engine without `{conflict.lacks}`"
-    return f"`recipe.{conflict.field}`" if conflict.field is not None else f"`{conflict.plugin}`"
-
-
-def test_every_conflict_has_a_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \| (.+) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(rows) == sorted((name, target(conflict), conflict.why) for name, conflict in declared())
-
-
-def test_every_capability_has_a_row_with_the_engines_that_lack_it() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    for capability, meaning in CAPABILITIES.items():
-        assert f"| `{capability}` | {meaning} |" in text
 
 
 @pytest.mark.parametrize(

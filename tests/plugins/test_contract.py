@@ -6,57 +6,46 @@ A plugin that this machine cannot run is checked for described hardware instead:
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from event_calls import calling
+from plugin_cases import cases
 from pretend_cuda.counters import on_pretend_card
 from torch.nn.functional import cross_entropy
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.plugin.written import written_by
 from hwopt.testing import check_contract_of, entry_of, plan_for, tiny_job, tiny_profile
 
-OPTIONS = {  # for plugins whose defaults have no visible effect
-    "adapter": {"always": True, "r": 4},
-    "batch": {"train": 4, "gradient_accumulation_steps": 2},
-    "compile": {"scope": "block", "widths": [32]},
-    "optimizer_in_backward": {"clipping": "off"},
-    "precision": {"dtype": "bf16"},
-    "quantize": {"dtype": "fp32"},
-    "schedule": {"warmup_ratio": 0.5},
-    "zero": {"stage": 2, "offload": "none"},
-}
-KINDS = {"fused_loss": "causal-lm", "quantize": "causal-lm"}  # for plugins that skip a classification
-BESIDE: dict[str, dict[str, dict[str, object]]] = {
-    "optimizer_in_backward": {"batch": {"train": 8}},
-    "quantize": {"adapter": {"always": True, "r": 4}},
-}  # for plugins that need another plugin
 CARD = described("a card", (8, 6), 24.0)
-NEEDS_REAL_CARD = {"compile": "a pretend card does not run triton's kernels, so the losses differ"}
-DESCRIBED = {"tf32": CARD, "allocator": CARD, "compile": CARD, "fsdp": replace(CARD, count=2)}
-"""Plugins that some machines cannot run -> hardware on which they apply."""
 
 
 # bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
 @pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
 @pytest.mark.parametrize("name", Registry().names)
 def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = KINDS.get(name, "text-classification")
-    hardware = None
-    if name in DESCRIBED:
-        here = plan_for(tiny_profile(**{name: OPTIONS.get(name, {})}), tiny_job(tmp_path / "here", kind))
-        if entry_of(name, here).decision == "skip" or (name in NEEDS_REAL_CARD and on_pretend_card()):
-            hardware = DESCRIBED[name]
+    its, hardware = cases(name), None
+    if its.hardware is not None:
+        here = plan_for(tiny_profile(**{name: its.options}), tiny_job(tmp_path / "here", its.kind))
+        if entry_of(name, here).decision == "skip" or (on_pretend_card() and not its.pretend):
+            hardware = its.hardware
             monkeypatch.setattr(platform, "release", lambda: "6.1.0")  # the described card is not in WSL
-    report = check_contract_of(name, tmp_path, OPTIONS.get(name), kind=kind, beside=BESIDE.get(name), hardware=hardware)
+    report = check_contract_of(name, tmp_path, its.options, kind=its.kind, beside=its.beside, hardware=hardware)
     assert ("evidence" in report.checked) == (hardware is None)
     assert set(report.checked) | set(report.not_checked) == {
         "decision", "recipe", "memory", "evidence", "effect", "resume"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Registry().names)
+def test_every_plugin_writes_what_its_cases_say(name: str) -> None:
+    written = written_by(Registry().plugin(name), f"plugin {name!r}")
+    assert written.fields, written.why
+    assert cases(name).writes in (None, set(written.fields))
 
 
 class Good(Plugin):

@@ -4,6 +4,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from plugin_cases import Cases, Mutation
 from pydantic import ValidationError
 from torch.utils.data import DataLoader
 
@@ -114,3 +116,29 @@ def test_evidence_is_inactive_for_another_loader():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Dataloader.Options.model_validate_json(text)
+
+
+def no_workers(patch):
+    """torch's DataLoader ignores `num_workers`."""
+    real = torch.utils.data.DataLoader.__init__
+
+    def init(self, *args, num_workers=0, **kwargs):
+        for key in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+            kwargs.pop(key, None)
+        real(self, *args, **kwargs)
+
+    patch.setattr(torch.utils.data.DataLoader, "__init__", init)
+
+
+def never_pinned(patch):
+    """torch leaves tensors in pageable memory."""
+    patch.setattr(torch.Tensor, "pin_memory", lambda self, *device: self)
+
+
+PINNED = {"num_workers": 0, "pin_memory": True}
+CASES = Cases(
+    mutations=(
+        Mutation("the loader starts no workers", no_workers, "expected num_workers 1, found 0", {"num_workers": 1}),
+        Mutation("memory is not pinned", never_pinned, "expected pinned True", PINNED, on_cuda=True),
+    )
+)

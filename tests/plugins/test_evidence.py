@@ -8,20 +8,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from mutations.data import DATA
-from mutations.model import MODEL
-from mutations.process import PROCESS
-from mutations.ranks import ZERO
-from mutations.update import UPDATE
+from plugin_cases import LAYERS, Chosen, Mutation, Part, all_cases, cases, check_mutation, mutations
 
+from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Evidence, Plugin, RunView, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.testing import TINY_LLAMA, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.testing.observed_run import NOT_OBSERVED, observed_evidence
+from hwopt.training.evidence import worst_of_ranks
 
-IN_INTEGRATION = {"fsdp": "tests/integration/test_fsdp.py"}
-"""Plugins whose mutation needs several ranks -> the file with it, in `test_evidence_of_NAME_...`."""
 ASKED_FOR = {"options", *NOT_OBSERVED} - {"batch", "loss"}
 """Attributes that hold what was asked for; the other two are no others' names in these modules."""
 
@@ -72,14 +70,67 @@ def test_rule_finds_what_evidence_may_not_read(line: str) -> None:
 
 @pytest.mark.parametrize("name", Registry().names)
 def test_every_plugin_has_a_mutation_that_turns_its_evidence_inactive(name: str) -> None:
-    if name in IN_INTEGRATION:
-        text = (Path(__file__).parents[2] / IN_INTEGRATION[name]).read_text(encoding="utf-8")
-        assert f"def test_evidence_of_{name}_" in text
+    if file := cases(name).mutations_in:
+        assert f"def test_evidence_of_{name}_" in (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
         return
-    assert name in {mutation.plugin for mutation in (*DATA, *MODEL, *PROCESS, *UPDATE, *ZERO)}, (
-        f"Add a Mutation for {name!r} to a table of tests/mutations: a change to the library that it uses, after which it has no "
-        "effect. Its evidence must then be inactive"
+    assert cases(name).mutations, (
+        f"Add a Mutation to the CASES of {name!r}: a change to the library that it uses, after which it has no effect. "
+        "Its evidence must then be inactive"
     )
+
+
+# bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
+@pytest.mark.parametrize(("name", "mutation"), mutations())
+def test_evidence_of_an_optimization_without_effect_is_inactive(
+    name: str, mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_mutation(name, mutation, tmp_path, monkeypatch)
+
+
+PART = [pytest.param(name, part, id=part.what) for name, its in all_cases().items() for part in its.parts]
+CHOSEN: dict[str, Chosen] = {
+    "one": lambda number: number == 0,
+    "half": lambda number: number % 2 == 0,
+    "all but one": lambda number: number > 0,
+}
+FOUR_LAYERS = TINY_LLAMA | {"num_hidden_layers": LAYERS}
+
+
+def plan_of(folder: Path, name: str, part: Part, steps: int = 1) -> Plan:
+    job = tiny_job(folder / "data", "causal-lm", config=FOUR_LAYERS, max_steps=steps)
+    return plan_for(tiny_profile(**{name: part.options}), job)
+
+
+def of(found: list[Any], name: str) -> Evidence:
+    return next(each for entry, each in found if entry.name == name)
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize(("name", "part"), PART)
+def test_evidence_of_an_optimization_of_a_part_is_inactive(
+    name: str, part: Part, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path, name, part)
+    part.patch(monkeypatch, CHOSEN[chosen])
+    found = of(train_tiny(plan, tmp_path).found, name)
+    assert found.status == "inactive", found.seen
+
+
+@pytest.mark.parametrize(("name", "part"), PART)
+def test_evidence_of_an_optimization_that_ends_after_the_first_step_is_inactive(
+    name: str, part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Recorder):
+        def on_evidence(self, run: Any, found: list[Any]) -> None:
+            super().on_evidence(run, found)
+            part.patch(monkeypatch, CHOSEN["half"])
+            part.later(run.inner_model)
+
+    recorder = train_tiny(plan_of(tmp_path, name, part, steps=2), tmp_path, Late())
+    assert of(recorder.found, name).status == "active", "with the whole model"
+    assert of(recorder.found_at_end, name).status == "inactive"
+    assert any(f"plugin '{name}' was active after the first step and is not any more" in text for text in recorder.warnings)
 
 
 class Trusting(Plugin):
@@ -102,3 +153,15 @@ class Planned(Trusting):
 def test_contract_test_refuses_evidence_from_what_was_asked_for(plugin: type[Plugin], why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         observed_evidence(plugin(SimpleNamespace(on=True)), SimpleNamespace(plan=SimpleNamespace(batch=8)))
+
+
+def test_evidence_that_is_inactive_on_another_rank_is_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.utils
+
+    entry: Any = SimpleNamespace(name="a")
+    ranks = [[Evidence.active("on")], [Evidence.inactive("2 of 8 layers")]]
+    monkeypatch.setattr(accelerate.utils, "gather_object", lambda own: ranks)
+    (_, found), *_ = worst_of_ranks([(entry, Evidence.active("on"))], 0)
+    assert (found.status, found.seen) == ("inactive", "on rank 1: 2 of 8 layers")
+    (_, found), *_ = worst_of_ranks([(entry, ranks[1][0])], 1)
+    assert found.seen == "2 of 8 layers"

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plugin_cases import Cases
 
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host
@@ -169,3 +171,10 @@ def test_error_without_ranks_shows_the_command() -> None:
             shard_model(SimpleNamespace(accelerator=accelerator))
     finally:
         reset_accelerate(accelerator)
+
+
+CASES = Cases(
+    writes=frozenset({"process", "accelerator", "engine"}),
+    hardware=replace(described("a card", (8, 6), 24.0), count=2),
+    mutations_in="tests/integration/test_fsdp.py",
+)

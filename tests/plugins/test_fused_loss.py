@@ -2,12 +2,14 @@
 
 import math
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plugin_cases import Cases, Mutation, Refused
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, linear
@@ -33,15 +35,6 @@ PHI = SIZES | {"model_type": "phi"}  # the output layer has a bias
 T4, P100, CPU = described("T4", (7, 5), 16.0), described("P100", (6, 0), 16.0), described("CPU", None, 32.0)
 LORA = {"adapter": {"always": True, "r": 4}}
 BF16, O2 = {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "bf16", "level": "O2"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def samples(tokens, size, words, bias, dtype, seed=0, kept=0.7):
@@ -469,3 +462,44 @@ def test_invalid_options_are_refused(text):
 def test_message_about_chunks_names_the_option_to_omit():
     with pytest.raises(ValidationError, match="liger chooses its own. Remove chunks, or the backend"):
         FusedLoss.Options.model_validate_json('{"backend": "liger", "chunks": 4}')
+
+
+def loss_of_whole_logits(patch):
+    import hwopt_plugins.fused_loss as fused_loss
+
+    def plain(hidden, weight, bias, targets, **_):
+        return cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")
+
+    patch.setattr(fused_loss, "linear_cross_entropy", plain)
+
+
+def head_computes_logits(patch):
+    """The output layer keeps its own forward method: assigning an attribute of that name has no effect."""
+    import hwopt_plugins.fused_loss as fused_loss
+
+    def loss(self, outputs, targets):
+        flat = cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return flat, (targets != -100).sum()
+
+    def attach(self, model, run):
+        layer = model.get_output_embeddings()
+        vars(layer)["forward"] = layer.forward
+        self.layer = weakref.ref(layer)
+        return model
+
+    patch.setattr(fused_loss.FusedHead, "attach", attach)
+    patch.setattr(fused_loss.FusedHead, "loss", loss)
+
+
+CASES = Cases(
+    kind="causal-lm",
+    writes=frozenset({"model_steps", "loss", "final_steps"}),
+    conflicts=(
+        Refused("zero", '[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"'),
+        Refused("fsdp", "[plugins.fused_loss]\n[plugins.fsdp]", on_card=True),
+    ),
+    mutations=(
+        Mutation("the loss takes whole logits", loss_of_whole_logits, "on whole logits"),
+        Mutation("the output layer computes logits", head_computes_logits, "still computes the logits"),
+    ),
+)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plugin_cases import Cases, Mutation
 
 from hwopt.errors import InputError
 from hwopt.plugin.registry import Registry
@@ -89,3 +90,11 @@ def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
 def test_invalid_options_are_refused(noise, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"plugins\.group_lengths\.noise"):
         plan_for(tiny_profile(group_lengths={"noise": noise}), tiny_job(tmp_path))
+
+
+def no_sorting(patch: pytest.MonkeyPatch) -> None:
+    """numpy returns the indexes of a sort in the order in which they are."""
+    patch.setattr(np, "argsort", lambda values, **_: np.arange(len(values)))
+
+
+CASES = Cases(mutations=(Mutation("lengths are not sorted", no_sorting, "standard deviation of lengths"),))

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plugin_cases import Cases, Mutation
 from pydantic import ValidationError
 
+import hwopt_plugins.length_batching
 from hwopt.config.job import Data, Job, Model
+from hwopt.data.batches.collate import cut_in_order
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, Recipe, verify
@@ -179,3 +182,14 @@ def test_evidence_compares_computed_tokens_with_the_plain_cut():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         LengthBatching.Options.model_validate_json(text)
+
+
+def cut_by_position(lengths, rows, **_):
+    return cut_in_order(lengths, rows)
+
+
+def no_cut(patch):
+    patch.setattr(hwopt_plugins.length_batching, "cut_by_length", cut_by_position)
+
+
+CASES = Cases(mutations=(Mutation("rows are cut in order", no_cut, "with rows at random", {"overhead_tokens": 0}),))

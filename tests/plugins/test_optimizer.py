@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Refused
 from pydantic import ValidationError
 from torch.profiler import profile
 
@@ -24,15 +25,6 @@ T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
 SOFTWARE = {"torch": "2.13.0", "bitsandbytes": "0.50.2", "torchao": "0.18.0"}
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def decided(hardware, name, *fallback, software=SOFTWARE):
@@ -348,3 +340,63 @@ def test_reserved_state_is_as_large_as_torchaos(name, dtype, shape):
     reserved = states_of(partial(reserving_torchao, TORCHAO_BITS[name]))
     assert sum(reserved) == sum(real)
     assert len(real) == 2
+
+
+def unfused_adamw(patch):
+    """torch's AdamW ignores `fused`."""
+    real = torch.optim.AdamW.__init__
+
+    def init(self: torch.optim.AdamW, *args: object, fused: bool = False, **kwargs: object) -> None:
+        real(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    patch.setattr(torch.optim.AdamW, "__init__", init)
+
+
+def states_in_32_bit(patch):
+    """bitsandbytes creates states in 32 bit for every tensor."""
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    real = Optimizer2State.__init__
+
+    def init(self: Optimizer2State, *args: object, **kwargs: object) -> None:
+        real(self, *args, **kwargs)
+        self.args.min_8bit_size = 1 << 40
+
+    patch.setattr(Optimizer2State, "__init__", init)
+
+
+def states_are_not_paged(patch):
+    """bitsandbytes allocates states that should be paged in the memory of the device."""
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    patch.setattr(Optimizer8bit, "get_state_buffer", lambda self, p, dtype=torch.float32: torch.zeros_like(p, dtype=dtype))
+
+
+def torchao_states_in_32_bit(patch):
+    from torchao.optim import AdamW8bit
+
+    patch.setattr(AdamW8bit, "_subclass_zeros", staticmethod(lambda tensor, *_: torch.zeros_like(tensor)))
+
+
+def table(name):
+    return f'[plugins.optimizer]\nname = "{name}"\n'
+
+
+BNB, TORCHAO, PAGED = {"name": "adamw_bnb_8bit"}, {"name": "adamw_torch_8bit"}, {"name": "paged_adamw_32bit"}
+WIDE = {"model_type": "bert", "vocab_size": 64, "hidden_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""bitsandbytes pages states of at least 100,000 elements."""
+CASES = Cases(
+    writes=frozenset({"optimizer"}),
+    conflicts=(
+        Refused("zero", table("paged_adamw_8bit") + '[plugins.zero]\nstage = 2\noffload = "optimizer"', on_card=True),
+        Refused("zero", table("adamw_bnb_8bit") + '[plugins.zero]\nstage = 1\noffload = "none"'),
+        Refused("fsdp", table("adamw_bnb_8bit") + "[plugins.fsdp]", on_card=True),
+        Refused("fsdp", table("paged_adamw_8bit") + "[plugins.fsdp]", on_card=True),
+    ),
+    mutations=(
+        Mutation("AdamW is not fused", unfused_adamw, "expected fused True"),
+        Mutation("states stay in 32 bit", states_in_32_bit, "expected quantized True", BNB),
+        Mutation("torchao quantizes nothing", torchao_states_in_32_bit, "expected quantized True", TORCHAO, compiles=True),
+        Mutation("states are not paged", states_are_not_paged, "expected paged True", PAGED, {"config": WIDE}, on_cuda=True),
+    ),
+)

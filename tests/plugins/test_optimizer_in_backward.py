@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Refused
 
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect
@@ -256,3 +257,22 @@ def test_sdpa_order_of_kernels_is_traced(tmp_path: Path) -> None:
         return plan_memory(plan, tmp_path / "cache").peak_gib
 
     assert peak(["math", "flash"]) > peak(["flash", "math"])
+
+
+def no_hooks(patch: pytest.MonkeyPatch) -> None:
+    """torch never calls the hooks of a complete gradient."""
+    patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", lambda self, hook: None)
+
+
+OFF = {"clipping": "off"}
+TABLE = '[plugins.optimizer_in_backward]\nclipping = "off"'
+CASES = Cases(
+    options=OFF,
+    beside={"batch": {"train": 8}},
+    writes=frozenset({"engine", "events"}),  # on one rank
+    conflicts=(
+        Refused("precision", f'[plugins.precision]\ndtype = "fp16"\n{TABLE}', world_size=1, on_card=True),
+        Refused("length_batching", f"[plugins.length_batching]\n{TABLE}", world_size=1),
+    ),
+    mutations=(Mutation("the hooks are never called", no_hooks, "0 of", OFF),),
+)

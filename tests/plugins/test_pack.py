@@ -13,8 +13,10 @@ import torch
 from event_calls import calling
 from hypothesis import given
 from hypothesis import strategies as st
+from plugin_cases import Cases, Mutation, Refused
 from safetensors.torch import load_file
 
+import hwopt_plugins.pack.collate
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.batches.collate import Collate, cut_in_order
@@ -266,3 +268,17 @@ def test_flash_kernel_is_used_if_available(tmp_path: Path) -> None:
     assert asked((8, 0), {}).options[0].kernel == "mask"
     assert "needs the package flash-attn" in asked((8, 0), {}).reason
     assert "needs compute capability 8.0" in asked((7, 5), {"flash-attn": "2.8"}).reason
+
+
+def one_document_per_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hwopt_plugins.pack.collate, "pack_rows", lambda lengths, width: [[index] for index in range(len(lengths))])
+
+
+CASES = Cases(
+    conflicts=(
+        Refused("length_batching", "[plugins.pack]\n[plugins.length_batching]"),
+        Refused("compile", "[plugins.pack]\n[plugins.compile]", on_card=True),
+        Refused("sdpa", '[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"'),
+    ),
+    mutations=(Mutation("each document has a row", one_document_per_row, "0 of them with several documents"),),
+)

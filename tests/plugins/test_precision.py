@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Part, Refused
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hwopt import api
@@ -18,7 +20,7 @@ from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe, verify
-from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
 from hwopt_plugins.precision.half_weights import is_norm
@@ -29,15 +31,6 @@ AMPERE = [described("RTX 3070", (8, 6), 8.0), described("A100", (8, 0), 40.0), d
 CPU = described("CPU", None, 32.0)
 AMX = replace(CPU, cpu_features=("amx_bf16", "avx512_bf16"))
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def decided(hardware, dtype="auto", **options):
@@ -414,3 +407,80 @@ def test_evaluation_uses_the_masters():
         assert p.dtype == half[name].dtype
         assert torch.equal(p, half[name])
     assert written(CPU, dtype="bf16", level="O2", full_eval=True).events.objects == []
+
+
+def no_autocast(patch):
+    import accelerate.accelerator
+
+    def disabled(*_, **__):
+        return torch.autocast("cpu", enabled=False)
+
+    patch.setattr(accelerate.accelerator, "get_mixed_precision_context_manager", disabled)
+
+
+def no_half_weights(patch):
+    """`tensor.to(torch.bfloat16)` returns the tensor as it is."""
+    real = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        return self if args == (torch.bfloat16,) else real(self, *args, **kwargs)
+
+    patch.setattr(torch.Tensor, "to", to)
+
+
+def no_half_model(patch):
+    """transformers also makes the model in fp32."""
+    no_half_weights(patch)
+    patch.setattr(torch, "set_default_dtype", lambda dtype: None)
+
+
+def linear_in_fp32(patch, chosen):
+    """Some linear layers compute in fp32, outside of autocast."""
+    numbers, real = {}, nn.Linear.forward
+
+    def forward(self, x):
+        if not chosen(numbers.setdefault(id(self), len(numbers))):
+            return real(self, x)
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+    patch.setattr(nn.Linear, "forward", forward)
+
+
+def linear_in_fp32_with_half_output(patch, chosen):
+    """The same layers cast their output to bf16."""
+    linear_in_fp32(patch, chosen)
+    in_fp32 = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: in_fp32(self, x).to(torch.bfloat16))
+
+
+ZERO_2, FSDP = "[plugins.zero]\nstage = 2", "[plugins.fsdp]"
+PURE_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "pure"\n'
+O2_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n'
+CASES = Cases(
+    options={"dtype": "bf16"},
+    conflicts=(
+        Refused("zero", O2_TABLE + ZERO_2),
+        Refused("fsdp", O2_TABLE + FSDP, on_card=True),
+        Refused("zero", PURE_TABLE + ZERO_2),
+    ),
+    mutations=(
+        Mutation("autocast has no effect", no_autocast, "expected bf16_matmuls True", {"dtype": "bf16"}),
+        Mutation("weights stay in fp32", no_half_weights, "expected half_weights True", {"dtype": "bf16", "level": "O2"}),
+        Mutation("the model stays in fp32", no_half_model, "expected updated bfloat16", {"dtype": "bf16", "level": "pure"}),
+    ),
+    parts=(
+        Part("linear layers in fp32", linear_in_fp32, {"dtype": "bf16"}),
+        Part("linear layers in fp32, half output", linear_in_fp32_with_half_output, {"dtype": "bf16"}),
+    ),
+)
+
+
+def test_layers_that_compute_in_fp32_are_named_with_both_counts(tmp_path, monkeypatch):
+    job = tiny_job(tmp_path / "data", "causal-lm", config=TINY_LLAMA | {"num_hidden_layers": 4}, max_steps=1)
+    plan = plan_for(tiny_profile(precision={"dtype": "bf16"}), job)
+    linear_in_fp32(monkeypatch, lambda number: number in (1, 2, 3, 8))
+    found = train_tiny(plan, tmp_path).found
+    seen = next(evidence.seen for entry, evidence in found if entry.name == "precision")
+    assert "4 of 29 linear layers computed in fp32: " in seen
+    assert "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, model.layers.0.self_attn.o_proj and 1 more" in seen

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Refused
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import nn
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import GIB
@@ -215,3 +217,25 @@ def test_closed_form_counts_packed_weights_once_under_half_precision(tmp_path: P
     half = memory_spec(plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job))
     assert full.packed_bytes == half.packed_bytes > 0
     assert full.weights - half.weights == 2 * (full.parameters - full.packed)
+
+
+def weights_never_packed(patch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes moves the weights of its layers to the device without packing them."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    patch.setattr(Params4bit, "to", lambda self, device: nn.Parameter(self.data, requires_grad=False))
+    patch.setattr(Linear4bit, "forward", lambda self, x: nn.functional.linear(x, self.weight.to(x.dtype), self.bias))
+
+
+ADAPTER = "[plugins.adapter]\nalways = true\n"
+CASES = Cases(
+    options={"dtype": "fp32"},
+    kind="causal-lm",
+    beside={"adapter": {"always": True, "r": 4}},
+    conflicts=(
+        Refused("zero", f"{ADAPTER}[plugins.quantize]\n[plugins.zero]\nstage = 2"),
+        Refused("adapter", f'{ADAPTER}kind = "dora"\n[plugins.quantize]\nbits = 8'),
+        Refused("fsdp", f"{ADAPTER}[plugins.quantize]\n[plugins.fsdp]", on_card=True),
+    ),
+    mutations=(Mutation("weights are not packed", weights_never_packed, "expected bits 4", {"dtype": "fp32"}),),
+)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation
 from pydantic import ValidationError
 
 from hwopt.hardware.device import described
@@ -74,3 +75,27 @@ def test_evidence_is_inactive_without_a_warmup():
 def test_invalid_options_are_refused(text):
     with pytest.raises(ValidationError):
         Schedule.Options.model_validate_json(text)
+
+
+def constant_rate(patch):
+    """torch's scheduler never changes the learning rate."""
+    patch.setattr(torch.optim.lr_scheduler.LambdaLR, "get_lr", lambda self: list(self.base_lrs))
+
+
+def no_warmup(patch):
+    """transformers makes every schedule a constant one."""
+    import transformers
+    from transformers.optimization import get_constant_schedule
+
+    patch.setattr(transformers, "get_scheduler", lambda name, optimizer, *_: get_constant_schedule(optimizer))
+
+
+HALF, FOUR_STEPS = {"warmup_ratio": 0.5}, {"max_steps": 4}
+CASES = Cases(
+    options=HALF,
+    writes=frozenset({"training"}),
+    mutations=(
+        Mutation("the rate is constant", constant_rate, "the schedule asks for", HALF, FOUR_STEPS),
+        Mutation("no warm-up", no_warmup, "expected warmup True", HALF, FOUR_STEPS),
+    ),
+)

@@ -1,13 +1,15 @@
 """The order of kernels on each card, real kernels seen by the profiler, and the refusal of a kernel alone."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import LAYERS, Cases, Mutation, Part
 from pydantic import ValidationError
-from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -21,15 +23,6 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: several threads are slower for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def context(capability, **facts):
@@ -166,3 +159,51 @@ def test_evidence_of_eager_attention_is_inactive():
     assert verify(Sdpa(Sdpa.Options()), run).status == "inactive"
     run.observation = Observation()
     assert verify(Sdpa(Sdpa.Options()), run).status == "unknown"
+
+
+def unfused_attention(query, key, value, attn_mask=None, **options):
+    """`scaled_dot_product_attention` in single operations."""
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def no_fused_attention(patch):
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", unfused_attention)
+
+
+def no_kernel_order(patch):
+    """`sdpa_kernel` allows the math kernel only, whatever it is asked for."""
+    import torch.nn.attention as attention
+
+    real = attention.sdpa_kernel
+    patch.setattr(attention, "sdpa_kernel", lambda backends, **_: real([attention.SDPBackend.MATH]))
+
+
+def attention_with(patch, chosen, other):
+    """The chosen calls of attention run `other` instead."""
+    calls, real = [0], torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*inputs, **options):
+        calls[0] += 1
+        return (partial(other, real) if chosen((calls[0] - 1) % LAYERS) else real)(*inputs, **options)
+
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+
+
+def in_math(real, *inputs, **options):
+    with sdpa_kernel([SDPBackend.MATH]):
+        return real(*inputs, **options)
+
+
+CASES = Cases(
+    mutations=(
+        Mutation("torch has no fused attention", no_fused_attention, "found eager"),
+        Mutation("the order of kernels has no effect", no_kernel_order, "found math"),
+    ),
+    parts=(
+        Part("attention unfused", partial(attention_with, other=lambda real, *x, **options: unfused_attention(*x, **options))),
+        Part("attention in the math kernel", partial(attention_with, other=in_math)),
+    ),
+)

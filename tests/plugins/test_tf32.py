@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
@@ -74,3 +75,14 @@ def test_evidence_reads_the_live_setting():
         assert "3 of 43" in evidence.seen
         torch.backends.cudnn.conv.fp32_precision = "ieee"
         assert verify(plugin, run).status == "inactive"
+
+
+def no_tf32(patch):
+    """torch ignores a request for TF32 products."""
+    patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+
+
+CASES = Cases(
+    hardware=described("a card", (8, 6), 24.0),
+    mutations=(Mutation("torch ignores the request", no_tf32, "allow_tf32 off", on_cuda=True),),
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugin_cases import Cases, Mutation, Refused
 from safetensors.torch import load_file
 
 from hwopt import api
@@ -201,3 +202,34 @@ def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any]
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
     for part in ("final", "checkpoint-6"):
         assert saved_bits(again / part) == saved_bits(tmp_path / "run" / part)
+
+
+def deepspeed_without_zero(patch: pytest.MonkeyPatch) -> None:
+    """Accelerate prepares the model and the optimizer without DeepSpeed, as it does under ACCELERATE_USE_CPU."""
+    import hwopt_plugins.zero
+
+    patch.setattr(hwopt_plugins.zero.Zero, "apply", lambda self, recipe, context: None)
+
+
+def lower_stage(patch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed uses stage 1, although its configuration asks for stage 2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    real = DeepSpeedZeroOptimizer.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **{**kwargs, "partition_grads": False})
+
+    patch.setattr(DeepSpeedZeroOptimizer, "__init__", init)
+
+
+TWO = {"stage": 2, "offload": "none"}
+CASES = Cases(
+    options=TWO,
+    writes=frozenset({"process", "accelerator", "engine"}),
+    conflicts=(Refused("fsdp", "[plugins.zero]\nstage = 2\n[plugins.fsdp]", on_card=True),),
+    mutations=(
+        Mutation("Accelerate does not use DeepSpeed", deepspeed_without_zero, "expected stage 2, found 0", TWO),
+        Mutation("DeepSpeed uses another stage", lower_stage, "expected stage 2, found 1", TWO),
+    ),
+)
