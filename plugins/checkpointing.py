@@ -17,6 +17,7 @@ Numerical effect: none, bit-identical. The random state is restored for the reco
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.plugin import (
+    OFF,
     Choice,
     Conflict,
     Context,
@@ -38,6 +40,8 @@ from hwopt.plugin import (
     Stage,
     first_names,
 )
+
+Layers = Literal["all", "selective"] | Annotated[int, Field(ge=1)]
 
 
 def keep_products() -> Any:
@@ -87,31 +91,48 @@ class HostInputs:
             return self.checkpoint(function, *inputs)
 
 
-def repeated_layers(model: Any) -> list[Any]:
-    """The layers of a transformers model that support checkpointing, in order; `model` may be wrapped by PEFT."""
+def repeated_layers(model: Any) -> dict[str, Any]:
+    """Name -> layer, for the layers of a transformers model that support checkpointing, in order; PEFT may wrap `model`."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
-def checkpoint_layers(model: Any, every: int = 1, selective: bool = False, offload: bool = False) -> int:
-    """The number of layers of `model` in which this function turned on checkpointing: every `every`-th one.
+def checkpoint_layers(model: Any, layers: Layers = "all", offload: bool = False) -> int:
+    """The number of layers of `model` in which this function turned on checkpointing.
 
     Sets the attributes of the layers directly. The function of transformers has another name in each version, and it also hooks
     `requires_grad_` on the embeddings, which only reentrant checkpointing needs.
     """
     from torch.utils.checkpoint import checkpoint
 
-    settings: dict[str, Any] = {"context_fn": keep_products} if selective else {}
+    settings: dict[str, Any] = {"context_fn": keep_products} if layers == "selective" else {}
     run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **settings)
     if offload:
         run = HostInputs(run)
-    chosen = repeated_layers(model)[::every]
+    chosen = list(repeated_layers(model).values())[:: interval(layers)]
     for layer in chosen:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = run
     model.config.use_cache = False  # the recomputation would fill a cache a second time
     return len(chosen)
+
+
+def interval(layers: Layers) -> int:
+    """The n for which every n-th layer is checkpointed."""
+    return layers if isinstance(layers, int) else 1
+
+
+def described(layers: Layers, count: int, offload: bool = False) -> tuple[float, str, str]:
+    """(step time relative to no checkpointing, what it does, what it means for a model of `count` layers)."""
+    if layers == "all":
+        where = "inputs in pinned host memory, " if offload else ""
+        note, meaning = "recomputes the forward pass of every layer", f"{where}least memory, about a third more time"
+        return 1.33, note, f"all {count} layers: {meaning}"
+    if layers == "selective":
+        meaning = "storing products and attention: a few percent more time"
+        return 1.05, "recomputes all but matrix products and attention", f"all {count} layers, {meaning}"
+    return 1 + 0.33 / layers, f"recomputes the forward pass of one in {layers} layers", f"one in {layers} of {count} layers"
 
 
 class Checkpointing(Plugin):
@@ -136,7 +157,7 @@ class Checkpointing(Plugin):
     }
 
     class Options(PluginOptions):
-        layers: Literal["all", "selective"] | Annotated[int, Field(ge=1)] = Field(
+        layers: Layers = Field(
             default="all", description='"all", "selective" (store matrix products and attention), or n: every n-th layer.'
         )
         offload: bool = Field(default=False, description="Keep the inputs of the checkpointed layers in pinned host memory.")
@@ -162,19 +183,11 @@ class Checkpointing(Plugin):
         if self.options.offload and context.hardware.device_type != "cuda":
             to = self.options.model_copy(update={"offload": False})
             return Decision.fallback(to, "offload needs a CUDA device, found a CPU; the inputs of the layers are in host memory")
-        if layers == "all":
-            where = "inputs in pinned host memory, " if self.options.offload else ""
-            return Decision.apply(f"all {model.layers} layers: {where}least memory, about a third more time")
-        if layers == "selective":
-            return Decision.apply(f"all {model.layers} layers, storing products and attention: a few percent more time")
-        return Decision.apply(f"one in {layers} of {model.layers} layers")
+        return Decision.apply(described(layers, model.layers, self.options.offload)[2])
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        layers = self.options.layers
-        every, selective = (layers, False) if isinstance(layers, int) else (1, layers == "selective")
-
         def enable(model: Any, run: RunView) -> Any:
-            if checkpoint_layers(model, every, selective, self.options.offload) == 0:
+            if checkpoint_layers(model, self.options.layers, self.options.offload) == 0:
                 raise PluginError(
                     f"plugin 'checkpointing': {type(model).__name__} claims to support checkpointing but has no "
                     "GradientCheckpointingLayer. Remove [plugins.checkpointing]"
@@ -191,22 +204,20 @@ class Checkpointing(Plugin):
         """
         if not context.model.supports_checkpointing:
             return []
-        present: Any = "off" if options is None else options.layers
         keep = {"offload": False} if options is not None and options.offload else {}
-        every = {each for each in (2, present) if isinstance(each, int) and each <= context.model.layers}
-        layers: dict[Any, tuple[float, str]] = {
-            "all": (1.33, "recomputes the forward pass of every layer"),
-            **{n: (1 + 0.33 / n, f"recomputes the forward pass of one in {n} layers") for n in sorted(every)},
-            "selective": (1.05, "recomputes all but matrix products and attention"),
-        }
-        choices = [Choice(changes={"layers": each, **keep}, note=note, time=time) for each, (time, note) in layers.items()]
-        off = Choice(changes={"enabled": False}, note="stores all activations, computes no layer twice")
-        index = [*layers, "off"].index(present)
-        scales = [Scale(choices=(*choices, off), present=index, tune=options is not None or context.card is not None)]
+        every = {each for each in (2, options and options.layers) if isinstance(each, int) and each <= context.model.layers}
+        layers: list[Layers] = ["all", *sorted(every), "selective"]
+        choices = []
+        for each in layers:
+            time, note, _ = described(each, context.model.layers)
+            choices.append(Choice(changes={"layers": each, **keep}, note=note, time=time))
+        choices.append(replace(OFF, note="stores all activations, computes no layer twice"))
+        present = len(layers) if options is None else layers.index(options.layers)
+        scales = [Scale(choices=tuple(choices), present=present, tune=options is not None or context.card is not None)]
         if context.hardware.device_type == "cuda":
             on_host = "recomputes every layer, and moves the layer inputs to host memory"
             moved = Choice(changes={"layers": "all", "offload": True}, note=on_host, time=1.4)
-            time = 1.4 if keep else (*choices, off)[index].time
+            time = moved.time if keep else choices[present].time
             stay = Choice(changes={"offload": False}, note="keeps the layer inputs on the device", time=time)
             scales.append(Scale(choices=(moved, stay), present=0 if keep else 1))
         return scales
@@ -218,7 +229,7 @@ class Checkpointing(Plugin):
         return f"activations of {count} layers are recomputed instead of stored (about a third slower)" if count else None
 
     def evidence(self, run: RunView) -> Evidence:
-        layers = named_layers(run.inner_model)
+        layers = repeated_layers(run.inner_model)
         on = {name: layer for name, layer in layers.items() if layer.gradient_checkpointing}
         every = interval_of(list(layers), list(on))
         seen = f"on in {len(on)} of {len(layers)} layers"
@@ -245,18 +256,11 @@ class Checkpointing(Plugin):
         return Evidence("active" if calls > forward_calls else "inactive", seen, found)
 
     def expects(self) -> Mapping[str, Any]:
-        layers = self.options.layers
-        return {"offload": self.options.offload, "every": layers if isinstance(layers, int) else 1}
-
-
-def named_layers(model: Any) -> dict[str, Any]:
-    """Name -> layer, for the layers of `repeated_layers`."""
-    layers = set(map(id, repeated_layers(model)))
-    return {name: module for name, module in model.named_modules() if id(module) in layers}
+        return {"offload": self.options.offload, "every": interval(self.options.layers)}
 
 
 def interval_of(layers: list[str], on: list[str]) -> int:
-    """The n for which `on` is every n-th one of `layers`, as `checkpoint_layers` chooses; 0 if there is none."""
+    """The n for which `on` is every n-th one of `layers`, as `checkpoint_layers` chooses them; 0 if there is none."""
     return next((every for every in range(1, len(layers) + 1) if on == layers[::every]), 0)
 
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from hwopt.hardware.device import Hardware
 from hwopt.plugin import Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
-PREFETCH = (2, 4, 8)
-"""Values of `prefetch_factor` that are worth a trial."""
+NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+"""Values of `num_workers` that are worth a trial."""
 MAX_WORKERS = 4  # tokenized text is cheap to collate: more workers only use more memory
 
 
@@ -62,32 +62,27 @@ class Dataloader(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        cores = cores_of_a_rank(context.hardware, context.world_size)
-        cuda = context.hardware.device_type == "cuda"
-        reasons: list[str] = []
-        changed: dict[str, Any] = {}
-        workers = auto_workers(cores) if self.options.num_workers == "auto" else self.options.num_workers
-        if self.options.num_workers == "auto":
-            changed["num_workers"] = workers
-        if self.options.pin_memory == "auto":
-            changed["pin_memory"] = cuda
-        pinned = "pinned" if cuda and self.options.pin_memory else "not pinned"
-        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a rank, {pinned}"
-        if workers > cores and context.hardware.source == "described":
+        options, hardware = self.options, context.hardware
+        cores, cuda = cores_of_a_rank(hardware, context.world_size), hardware.device_type == "cuda"
+        workers = auto_workers(cores) if options.num_workers == "auto" else options.num_workers
+        pinned = cuda if options.pin_memory == "auto" else options.pin_memory
+        start, reasons = options.multiprocessing_context, []
+        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a rank, {'pinned' if pinned else 'not pinned'}"
+        if workers > cores and hardware.source == "described":
             found = f"they need {workers} cores a rank, which this machine does not have ({cores})"
-            text = f"{named(workers, 'worker')}, {pinned}; {found}"
+            text = f"{named(workers, 'worker')}, {'pinned' if pinned else 'not pinned'}; {found}"
         elif workers > cores:
-            changed["num_workers"] = cores
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
-        if self.options.pin_memory is True and not cuda:
-            changed["pin_memory"] = False
+            workers = cores
+        if pinned and not cuda:
+            pinned = False
             reasons.append("pinning needs a CUDA device, found a CPU")
-        if context.hardware.system == "Windows" and self.options.multiprocessing_context in ("fork", "forkserver"):
-            changed["multiprocessing_context"] = "spawn"
-            reasons.append(f"Windows cannot start processes by {self.options.multiprocessing_context!r}, only by 'spawn'")
-        to = self.options.model_copy(update=changed)
+        if hardware.system == "Windows" and start in ("fork", "forkserver"):
+            reasons.append(f"Windows cannot start processes by {start!r}, only by 'spawn'")
+            start = "spawn"
+        to = options.model_copy(update={"num_workers": workers, "pin_memory": pinned, "multiprocessing_context": start})
         if reasons:
-            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(changed.get('num_workers', workers), 'worker')}")
+            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(workers, 'worker')}")
         return Decision.apply(text, to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -107,15 +102,8 @@ class Dataloader(Plugin):
         if options is None:
             return []
         cores, workers = cores_of_a_rank(context.hardware, context.world_size), options.num_workers
-        numbers = sorted({number for number in (0, 1, 2, 3, 4, 6, 8, 12, 16) if number <= cores} | {workers})
-        choices = tuple(Choice(changes={"num_workers": number}) for number in numbers)
-        scales = [Scale(choices=choices, present=numbers.index(workers), input=True, parallel=True, tune=True)]
-        if workers:
-            ahead = sorted({*PREFETCH, options.prefetch_factor})
-            choices = tuple(Choice(changes={"prefetch_factor": number}) for number in ahead)
-            present = ahead.index(options.prefetch_factor)
-            scales.append(Scale(choices=choices, present=present, input=True, tune=True))
-        return scales
+        scales = [scale("num_workers", {n for n in NUMBERS if n <= cores}, workers, parallel=True)]
+        return [*scales, scale("prefetch_factor", {2, 4, 8}, options.prefetch_factor)] if workers else scales
 
     def evidence(self, run: RunView) -> Evidence:
         loader, pinned = run.train_loader, run.last_step_batch.pinned
@@ -135,3 +123,10 @@ class Dataloader(Plugin):
 def named(number: int, word: str) -> str:
     """`number` with `word` in the singular or the plural."""
     return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def scale(option: str, values: set[int], present: int, parallel: bool = False) -> Scale:
+    """The choices of an option of the workers, with the `present` one."""
+    ordered = sorted(values | {present})
+    choices = tuple(Choice(changes={option: value}) for value in ordered)
+    return Scale(choices=choices, present=ordered.index(present), input=True, parallel=parallel, tune=True)

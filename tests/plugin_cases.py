@@ -86,6 +86,8 @@ class Cases:
     """Hardware on which the plugin applies, if some machines cannot run it."""
     pretend: bool = True
     """Whether a pretend card computes the same as the plugin's kernels."""
+    invalid: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    """(options that the plugin's own validators refuse, a part of the message)."""
     conflicts: tuple[Refused, ...] = ()
     mutations: tuple[Mutation, ...] = ()
     mutations_in: str = ""

@@ -51,28 +51,19 @@ def classification_heads(model: Any) -> list[str]:
     ]
 
 
-def add_adapter(
-    model: Any,
-    run: RunView | None = None,
-    *,
-    dora: bool,
-    r: int,
-    lora_alpha: int,
-    target_modules: Any,
-    lora_dropout: float,
-    task: str,
-) -> Any:
+def add_adapter(model: Any, run: RunView | None = None, *, options: Adapter.Options, task: str) -> Any:
     """`model` in PEFT's wrapper. Only the adapter requires gradients, and the classification head if `task` is SEQ_CLS."""
     import warnings
 
     from peft import LoraConfig, get_peft_model
 
+    modules = options.target_modules
     config = LoraConfig(
-        r=r,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=dora,
-        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        r=options.r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        use_dora=options.kind == "dora",
+        target_modules=modules if isinstance(modules, str) else list(modules),
         task_type=task,
         modules_to_save=classification_heads(model) if task == "SEQ_CLS" else None,
     )
@@ -81,7 +72,7 @@ def add_adapter(
         try:
             wrapped = get_peft_model(model, config)
         except ValueError as error:  # PEFT found no module with these names
-            raise PluginError(f"plugins.adapter: target_modules = {target_modules!r}: {error}") from error
+            raise PluginError(f"plugins.adapter: target_modules = {modules!r}: {error}") from error
     # the default "auto" queries the hub for the original vocabulary size
     wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
     return wrapped
@@ -144,20 +135,9 @@ class Adapter(Plugin):
         return Decision.apply(reason)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        options = self.options
-        if options.kind == "dora":
+        if self.options.kind == "dora":
             recipe.process.append(traceable_dora)
-        recipe.model_steps.append(
-            partial(
-                add_adapter,
-                dora=options.kind == "dora",
-                r=options.r,
-                lora_alpha=options.lora_alpha,
-                target_modules=options.target_modules,
-                lora_dropout=options.lora_dropout,
-                task=context.task.adapter,
-            )
-        )
+        recipe.model_steps.append(partial(add_adapter, options=self.options, task=context.task.adapter))
         recipe.final_steps.append(save_and_merge)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
@@ -199,20 +179,20 @@ def number_of_updated(states: Iterable[Mapping[str, Any]]) -> int:
     """How many of the optimizer's states have a moment with a nonzero element. Waits for the device once."""
     import torch
 
-    owners, largest, plain = [], [], []
-    for number, state in enumerate(states):
-        for key, value in state.items():
-            if getattr(value, "ndim", 0) == 0 or key.startswith("qmap"):  # the step counter, and the map of 8-bit values
-                continue
-            if type(value) is torch.Tensor and value.is_floating_point():
-                plain.append((number, value))
-            else:
-                nonzero = value.any()
-                owners.append(number)
-                largest.append((nonzero.full_tensor() if hasattr(nonzero, "full_tensor") else nonzero).float())
-    if plain:  # few kernels for all of them
-        owners += [number for number, _ in plain]
-        largest += torch._foreach_norm([value for _, value in plain], float("inf"))
+    number_and_moment = [
+        (number, value)
+        for number, state in enumerate(states)
+        for key, value in state.items()
+        if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")  # not the map of 8-bit values
+    ]
+    plain = [(number, value) for number, value in number_and_moment if type(value) is torch.Tensor and value.is_floating_point()]
+    largest = list(torch._foreach_norm([value for _, value in plain], float("inf"))) if plain else []  # few kernels for all
+    owners, done = [number for number, _ in plain], {id(value) for _, value in plain}
+    for number, value in number_and_moment:
+        if id(value) not in done:
+            nonzero = value.any()
+            owners.append(number)
+            largest.append(nonzero.full_tensor() if hasattr(nonzero, "full_tensor") else nonzero)
     if not largest:
         return 0
     sizes = torch.stack([size.to(largest[0].device, torch.float32) for size in largest]).tolist()

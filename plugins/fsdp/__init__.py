@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
 from pydantic import Field
 
@@ -39,21 +40,12 @@ from hwopt.plugin import (
     Traits,
 )
 
-ACCELERATE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-"""Environment variables that Accelerate sets for FSDP."""
-
 
 @contextmanager
 def restored_environment() -> Iterator[None]:
-    """Restore ACCELERATE_VARIABLES after the block: they would affect the next run in this process."""
-    before = {name: os.environ.get(name) for name in ACCELERATE_VARIABLES}
-    try:
+    """Restore the environment after the block: the variables that Accelerate sets would affect the next run in this process."""
+    with mock.patch.dict(os.environ):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def accelerate_plugin(reshard_after_forward: bool) -> Any:

@@ -18,13 +18,16 @@ stochastically, so that small updates are not lost on average.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
 from pydantic import Field, model_validator
 
@@ -46,19 +49,8 @@ from hwopt.plugin import (
     Stage,
     Traits,
 )
-from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer, reserving_torchao
+from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
 
-STATE_BYTES = {  # per parameter; quantized states have a 32-bit scale for each block
-    "adamw_torch": 8.0,
-    "adamw_torch_fused": 8.0,
-    "adamw_bnb_8bit": 2 + 2 * 4 / 256,
-    "paged_adamw_8bit": 0.0,  # unified memory: the driver moves it to the host if the device runs out of memory
-    "paged_adamw_32bit": 0.0,
-    "adamw_torch_8bit": 2 + 2 * 4 / 256,
-    "adamw_torch_4bit": 1 + 2 * 4 / 128,
-}
-ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
-"""Optimizers whose states have the shapes of the parameters and are updated element by element."""
 Name = Literal[
     "adamw_torch",
     "adamw_torch_fused",
@@ -68,6 +60,21 @@ Name = Literal[
     "adamw_torch_8bit",
     "adamw_torch_4bit",
 ]
+OPTIMIZERS: dict[str, tuple[str, str, float]] = {
+    "adamw_torch": ("torch.optim", "AdamW", 8.0),
+    "adamw_torch_fused": ("torch.optim", "AdamW", 8.0),
+    "adamw_bnb_8bit": ("bitsandbytes.optim", "AdamW8bit", 2 + 2 * 4 / 256),
+    "paged_adamw_8bit": ("bitsandbytes.optim", "PagedAdamW8bit", 0.0),
+    "paged_adamw_32bit": ("bitsandbytes.optim", "PagedAdamW32bit", 0.0),
+    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit", 2 + 2 * 4 / 256),
+    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit", 1 + 2 * 4 / 128),
+}
+"""Name -> (module, class, bytes of the two states per parameter).
+
+Quantized states have a 32-bit scale for each block. The driver moves paged states to the host if the device runs out of memory.
+"""
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
+"""Optimizers whose states have the shapes of the parameters and are updated element by element."""
 SAME_AS = {
     "adamw": "adamw_torch",
     "adamw_hf": "adamw_torch",  # removed from transformers; the same update as torch's
@@ -75,15 +82,6 @@ SAME_AS = {
     "paged_adamw": "paged_adamw_32bit",
 }
 """Other names of these optimizers in transformers, axolotl and common scripts."""
-CLASSES: dict[str, tuple[str, str]] = {
-    "adamw_torch": ("torch.optim", "AdamW"),
-    "adamw_torch_fused": ("torch.optim", "AdamW"),
-    "adamw_bnb_8bit": ("bitsandbytes.optim", "AdamW8bit"),
-    "paged_adamw_8bit": ("bitsandbytes.optim", "PagedAdamW8bit"),
-    "paged_adamw_32bit": ("bitsandbytes.optim", "PagedAdamW32bit"),
-    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
-    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
-}
 
 
 def name_from(value: Any) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def name_from(value: Any) -> dict[str, Any]:
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_rounding: bool = False) -> Any:
     """The optimizer `name` for `groups`. Each group has its own lr, betas, eps and weight_decay."""
-    module, cls = CLASSES[name]
+    module, cls, _ = OPTIMIZERS[name]
     settings: dict[str, Any] = {"fused": True} if name == "adamw_torch_fused" else {}
     if stochastic_rounding:
         settings["bf16_stochastic_round"] = True
@@ -109,32 +107,23 @@ def without_waits(cls: Any) -> Any:
     paged states need the wait: the driver moves them between host and device. Source: bitsandbytes/optim/optimizer.py.
     """
     import torch
-    from bitsandbytes.utils import sync_gpu
+    from bitsandbytes.optim import optimizer as library
+
+    step_of_library = inspect.unwrap(cls.step)  # without torch's hooks, which the subclass has already
 
     def step(self: Any, closure: Any = None) -> Any:
-        first = next(parameter for group in self.param_groups for parameter in group["params"])
-        if first.is_cuda and torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device):
-            return cls.step(self, closure)  # the order of two streams is unknown, so the waits are needed
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self.initialized:
-            self.check_overrides()
-            self.to_gpu()
-            self.initialized = True
-        for number, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
-                    continue
-                if not (state := self.state[parameter]):
-                    self.init_state(group, parameter, number, index)
-                self.prefetch_state(parameter)
-                self.update_step(group, parameter, number, index)
-                if any(getattr(value, "is_paged", False) for value in state.values()):
-                    sync_gpu(parameter)
-        if self.is_paged:
-            sync_gpu(first)
+        first, wait = self.param_groups[0]["params"][0], library.sync_gpu
+        # the order of two streams is unknown, so on another stream the waits are needed
+        always = first.is_cuda and torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device)
+
+        def wait_if_paged(parameter: Any) -> None:
+            if always or any(getattr(value, "is_paged", False) for value in self.state.get(parameter, {}).values()):
+                wait(parameter)
+
+        with mock.patch.object(library, "sync_gpu", wait_if_paged):
+            loss = step_of_library(self, closure)
+        if self.is_paged and not always:
+            wait(first)
         return loss
 
     # the name and the module of `cls`: messages and evidence name the library that updates the weights
@@ -158,7 +147,7 @@ def import_failure(module: str) -> str:
 
 def available(name: str, context: Context, last: bool) -> Support:
     """Whether the optimizer `name` can run on this machine, with the reason. `last`: no other candidate is left."""
-    hardware, package = context.hardware, CLASSES[name][0].split(".")[0]
+    hardware, package = context.hardware, OPTIMIZERS[name][0].split(".")[0]
     cuda = hardware.device_type == "cuda"
     if not context.has(package):
         extra = " (pip install 'hwopt[ao]')" if package == "torchao" else ""
@@ -171,7 +160,7 @@ def available(name: str, context: Context, last: bool) -> Support:
         return Support(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
         return Support(False, "torchao needs a C++ compiler, found none on PATH")
-    if package != "torch" and (failure := import_failure(CLASSES[name][0])):
+    if package != "torch" and (failure := import_failure(OPTIMIZERS[name][0])):
         return Support(False, f"{package} {context.software[package]} cannot be imported ({failure})")
     return Support(True, f"{package} {context.software[package]}")
 
@@ -236,16 +225,19 @@ class Optimizer(Plugin):
         refused: list[str] = []
         for place, name in enumerate(chain):
             capability = available(name, context, last=place == len(chain) - 1)
-            rounding = self.options.stochastic_rounding is not False if name in TORCHAO_BITS else None
-            if capability and not refused:
-                return Decision.apply(
-                    f"{name}: {capability.reason}", self.options.model_copy(update={"stochastic_rounding": rounding})
-                )
             if capability:
-                to = self.Options(name=name, stochastic_rounding=rounding)
-                return Decision.fallback(to, f"{'; '.join(refused)}; takes {name}")
+                break
             refused.append(f"{name}: {capability.reason}")
-        return Decision.fallback(self.Options(name="adamw_torch"), f"{'; '.join(refused)}; takes adamw_torch, the last candidate")
+        else:
+            return Decision.fallback(
+                self.Options(name="adamw_torch"), f"{'; '.join(refused)}; takes adamw_torch, the last candidate"
+            )
+        rounding = self.options.stochastic_rounding is not False if name in TORCHAO_BITS else None
+        if refused:
+            to = self.Options(name=name, stochastic_rounding=rounding)
+            return Decision.fallback(to, f"{'; '.join(refused)}; takes {name}")
+        to = self.options.model_copy(update={"stochastic_rounding": rounding})
+        return Decision.apply(f"{name}: {capability.reason}", to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer = partial(make_optimizer, self.options.name, stochastic_rounding=bool(self.options.stochastic_rounding))
@@ -253,11 +245,9 @@ class Optimizer(Plugin):
     def memory(self, spec: MemorySpec, context: Context) -> None:
         name = self.options.name
         stepped_bytes = spec.master_bytes or spec.gradient_bytes  # torch's states have the dtype of the stepped tensors
-        spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else STATE_BYTES[name]
-        if name.startswith("paged"):  # their kernels need a CUDA device
-            spec.stand_ins["optimizer"] = partial(reserving_optimizer, STATE_BYTES[name])
-        elif name in TORCHAO_BITS:  # its update is compiled
-            spec.stand_ins["optimizer"] = partial(reserving_torchao, TORCHAO_BITS[name])
+        spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else OPTIMIZERS[name][2]
+        if name.startswith("paged") or name in TORCHAO_BITS:  # fake tensors cannot run their kernels
+            spec.stand_ins["optimizer"] = partial(reserving_optimizer, OPTIMIZERS[name][2], TORCHAO_BITS.get(name))
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
@@ -268,35 +258,34 @@ class Optimizer(Plugin):
             "adamw_bnb_8bit": (1.02, "quantizes the optimizer states to 8 bit"),
             "adamw_torch_fused": (1.0, "32-bit states, all parameters in one kernel"),
         }
-        others = (name for name in offers if STATE_BYTES[name] != STATE_BYTES[now])
-        names = sorted((now, *others), key=STATE_BYTES.__getitem__)
-        choices = []
-        for name in names:
-            time, note = offers.get(name, (1.0, ""))
-            choices.append(Choice(changes={"name": name}, note=note, time=time))
+        others = (name for name in offers if OPTIMIZERS[name][2] != OPTIMIZERS[now][2])
+        names = sorted((now, *others), key=lambda name: OPTIMIZERS[name][2])
+        time_and_note = [offers.get(name, (1.0, "")) for name in names]
+        choices = (
+            Choice(changes={"name": name}, note=note, time=time) for name, (time, note) in zip(names, time_and_note, strict=True)
+        )
         return [Scale(choices=tuple(choices), present=names.index(now))]
 
     def evidence(self, run: RunView) -> Evidence:
         optimizer = run.optimizer
         states = [value for state in optimizer.state.values() for value in state.values() if getattr(value, "ndim", 0) > 0]
-        kinds: dict[str, int] = {}  # dtype or class of the state tensors -> number of elements
+        kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
         for value in states:
             cls_name = type(value).__name__  # the states of torchao are tensor subclasses
-            kind = cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")
-            kinds[kind] = kinds.get(kind, 0) + value.numel()
+            kinds[cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")] += value.numel()
         fused = run.observation.calls("_fused_adamw")
         paged = sum(bool(getattr(value, "is_paged", False)) for value in states)
         cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
-        seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
-        seen += f"; {fused} call(s) of the fused kernel in step 1"
         quantized = any(kind == "uint8" or "OptimState" in kind for kind in kinds)
-        seen += f"; {paged} paged state(s)" if paged else ""
-        seen += (
-            "" if quantized or not cls.endswith("bit") else "; no state is quantized (tensors under 4,096 elements are too small)"
-        )
         rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if bf16 := sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16"):
+        bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
+        seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
+        seen += f"; {fused} call(s) of the fused kernel in step 1"
+        seen += f"; {paged} paged state(s)" if paged else ""
+        if cls.endswith("bit") and not quantized:
+            seen += "; no state is quantized (tensors under 4,096 elements are too small)"
+        if bf16:
             seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
         found = {"class": cls, "quantized": quantized, "paged": paged > 0, "stochastic_rounding": rounding}
         if not run.observation.operators and cls == "torch.AdamW":
@@ -305,7 +294,7 @@ class Optimizer(Plugin):
 
     def expects(self) -> Mapping[str, Any]:
         name = self.options.name
-        module, cls = CLASSES[name]
+        module, cls, _ = OPTIMIZERS[name]
         expected: dict[str, Any] = {
             "class": f"{module.split('.')[0]}.{cls}",
             "quantized": name.endswith(("8bit", "4bit")),

@@ -150,20 +150,21 @@ class Precision(Plugin):
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
     def probe(self, context: Context) -> Decision:
-        if self.options.level == "O2" and (why := context.lacking.get("masters")):
-            found = type(self)(self.options.model_copy(update={"level": "O1"})).probe(context)
-            to = found.options[0] if found.options else self.options.model_copy(update={"level": "O1"})
-            return Decision.fallback(to, f"O1: {why}")
-        requested, hardware = self.options.dtype, context.hardware
+        options, hardware = self.options, context.hardware
+        requested = options.dtype
+        if options.level == "O2" and (why := context.lacking.get("masters")):
+            o1 = options.model_copy(update={"level": "O1"})
+            found = type(self)(o1).probe(context)
+            return Decision.fallback(found.options[0] if found.options else o1, f"O1: {why}")
         if requested == "fp32":
             return Decision.apply("full precision")
         if requested != "auto" and hardware.can(requested):
-            return Decision.apply(f"{self.options.level}: {hardware.can(requested).reason}")
+            return Decision.apply(f"{options.level}: {hardware.can(requested).reason}")
         dtype, reason = best_dtype(hardware)
-        if self.options.level == "pure" and dtype == "fp16":
-            to = self.options.model_copy(update={"dtype": dtype, "level": "O2"})
+        if options.level == "pure" and dtype == "fp16":
+            to = options.model_copy(update={"dtype": dtype, "level": "O2"})
             return Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
-        to = self.Options(dtype="fp32") if dtype == "fp32" else self.options.model_copy(update={"dtype": dtype})
+        to = self.Options(dtype="fp32") if dtype == "fp32" else options.model_copy(update={"dtype": dtype})
         if requested == "auto":
             return Decision.apply(f"{dtype}: {reason}", to)
         return Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")

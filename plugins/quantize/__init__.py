@@ -14,7 +14,7 @@ Numerical effect: changes the model. Weights are rounded to 16 (4 bit) or 255 (8
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,25 +53,39 @@ def compute_dtype(hardware: Hardware) -> Literal["bf16", "fp16", "fp32"]:
     return "bf16" if hardware.can("bf16") else "fp16" if hardware.can("fp16") else "fp32"
 
 
-def frozen_linears(model: Any) -> list[tuple[Any, str, Any]]:
-    """(parent, attribute, layer) of each linear layer that does not require gradients, except the output head."""
+Child = tuple[Any, str, Any]
+"""(parent module, attribute, module)."""
+
+
+def children(model: Any) -> Iterator[Child]:
+    """Every module inside of `model`, with its parent."""
+    return ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+
+
+def frozen_linears(model: Any) -> list[Child]:
+    """The linear layers that do not require gradients, except the output head."""
     import torch
 
     head = model.get_output_embeddings()
-    return [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if type(layer) is torch.nn.Linear and layer is not head and not layer.weight.requires_grad
-    ]
+    linears = [child for child in children(model) if type(child[2]) is torch.nn.Linear and child[2] is not head]
+    return [child for child in linears if not child[2].weight.requires_grad]
 
 
-def quantize_linear(layer: Any, bits: int, double: bool, dtype: Any, run: RunView) -> Any:
+def packed_linears(model: Any) -> list[Child]:
+    """The quantized linear layers."""
+    from bitsandbytes import nn
+
+    return [child for child in children(model) if isinstance(child[2], (nn.Linear4bit, nn.Linear8bitLt))]
+
+
+def quantize_linear(layer: Any, options: Quantize.Options, run: RunView) -> Any:
     """A linear layer of bitsandbytes on the run's device, with the quantized weight of `layer`."""
     import torch
     from bitsandbytes import nn
     from torch._subclasses.fake_tensor import FakeTensor
 
+    bits, double = options.bits, options.double
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options.dtype]
     if isinstance(layer.weight.data, FakeTensor):
         from hwopt_plugins.quantize.stand_in import PackedLinear
 
@@ -93,29 +107,14 @@ def quantize_linear(layer: Any, bits: int, double: bool, dtype: Any, run: RunVie
     return packed.train(layer.training)
 
 
-def quantize(model: Any, run: RunView, *, bits: int, double: bool, dtype: str) -> Any:
+def quantize(model: Any, run: RunView, *, options: Quantize.Options) -> Any:
     """`model` with its frozen linear layers quantized and all other weights in fp32, which [plugins.precision] may cast."""
-    import torch
-
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     for parent, name, layer in frozen_linears(model):
-        setattr(parent, name, quantize_linear(layer, bits, double, compute, run))
+        setattr(parent, name, quantize_linear(layer, options, run))
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
     return model
-
-
-def packed_linears(model: Any) -> list[tuple[Any, str, Any]]:
-    """(parent, attribute, layer) of each quantized linear layer."""
-    from bitsandbytes import nn
-
-    return [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if isinstance(layer, (nn.Linear4bit, nn.Linear8bitLt))
-    ]
 
 
 def frozen_matrices(model: Any) -> list[Any]:
@@ -213,24 +212,17 @@ class Quantize(Plugin):
     def probe(self, context: Context) -> Decision:
         if not context.has("bitsandbytes"):
             return Decision.skip("bitsandbytes is not installed")
-        dtype = self.options.dtype
+        dtype = compute_dtype(context.hardware) if self.options.dtype == "auto" else self.options.dtype
+        chosen = self.options.model_copy(update={"dtype": dtype})
+        what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
+        if chosen.bits == 8:
+            what = "8 bit (LLM.int8()), 1 byte per weight"
         left = describe_unpacked(unpacked_weights(context.model))
-        if dtype == "auto":
-            chosen = self.options.model_copy(update={"dtype": compute_dtype(context.hardware)})
-            return Decision.apply(self.describe(chosen) + left, chosen)
-        return Decision.apply(self.describe(self.options) + left)
-
-    def describe(self, options: Quantize.Options) -> str:
-        if options.bits == 8:
-            return "frozen linear layers in 8 bit (LLM.int8()), 1 byte per weight"
-        return (
-            f"frozen linear layers in 4 bit (NF4), {bytes_per_weight(options):.3f} bytes per weight; products in {options.dtype}"
-        )
+        return Decision.apply(f"frozen linear layers in {what}{left}", chosen)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory
-        options = self.options
-        recipe.model_steps.append(partial(quantize, bits=options.bits, double=options.double, dtype=options.dtype))
+        recipe.model_steps.append(partial(quantize, options=self.options))
         recipe.final_steps.append(dequantize)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:

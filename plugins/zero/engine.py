@@ -40,19 +40,17 @@ class ZeroEngine(ShardedEngine):
         """
         if not force:
             return
-        zero = self.deepspeed.optimizer
+        groups = self.flat_optimizer.param_groups
+        params = [group["params"] for group in groups]  # in stage 3 the groups are empty between steps
+        group_of = getattr(self.deepspeed.optimizer, "sub_group_to_group_id", {})
         for number, partition in enumerate(self.partitions()):
             gradient, partition.grad = partition.grad, torch.zeros_like(partition)
-            group = self.flat_optimizer.param_groups[getattr(zero, "sub_group_to_group_id", {}).get(number, number)]
-            params, group["params"] = group["params"], [partition]  # in stage 3 the groups are empty between steps
-            others = [other for other in self.flat_optimizer.param_groups if other is not group]
-            others_params = [other["params"] for other in others]
-            for other in others:
-                other["params"] = []
+            for index, group in enumerate(groups):
+                group["params"] = [partition] if index == group_of.get(number, number) else []
             self.flat_optimizer.step()
-            group["params"], partition.grad = params, gradient
-            for other, other_params in zip(others, others_params, strict=True):
-                other["params"] = other_params
+            partition.grad = gradient
+        for group, before in zip(groups, params, strict=True):
+            group["params"] = before
 
     def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
@@ -168,15 +166,11 @@ class ZeroEngine(ShardedEngine):
     def full_weights(self) -> dict[str, Tensor]:
         masters = self.snapshot(HostCopies(temporary=True))
         weights: dict[str, Tensor] = {}
-        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
-            if name not in self.trained:
-                value = gather_frozen(parameter)
-                if self.run.is_main:
-                    weights[name] = value
         first_names = {id(parameter): name for name, parameter in reversed(list(self.trained.items()))}
-        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
-            if self.run.is_main and id(parameter) in first_names:  # a tied parameter has several names
-                weights[name] = masters[first_names[id(parameter)]]
+        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):  # a tied one has several names
+            value = None if id(parameter) in first_names else gather_frozen(parameter)
+            if self.run.is_main:
+                weights[name] = masters[first_names[id(parameter)]] if value is None else value
         return weights
 
 
@@ -234,9 +228,7 @@ def own_part(value: Tensor) -> Tensor:
 
 def gather_frozen(parameter: Any) -> Tensor:
     """A copy of a frozen parameter in host memory, unsharded."""
-    if not hasattr(parameter, "ds_id"):
-        return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
     from deepspeed.runtime.zero import GatheredParameters
 
-    with GatheredParameters([parameter]):
+    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         return parameter.detach().cpu().clone()  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 
 @contextmanager
@@ -17,28 +18,28 @@ def process_group(device_type: str) -> Iterator[None]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it looked for a GPU
     from deepspeed.utils import logger
 
-    single_rank: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    single_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    single_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     level, linear = logger.level, torch.nn.functional.linear
     logger.setLevel("ERROR")
-    with environment({} if "RANK" in os.environ else single_rank):
+    # Accelerate uses DeepSpeed only if the environment says so and does not ask for a CPU. It refuses a config beside the
+    # settings of a launcher, although the plan has checked that they agree
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
+        os.environ.update({} if "RANK" in os.environ else single_rank)
+        for name in ("ACCELERATE_USE_CPU", "ACCELERATE_CONFIG_DS_FIELDS"):
+            os.environ.pop(name, None)
         if device_type == "cpu":  # gloo does not need DeepSpeed's own kernel, which takes 30 s to compile
             import deepspeed.ops
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         else:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Accelerate uses DeepSpeed only if the environment says so and does not ask for a CPU. It refuses a config beside the
-        # settings of a launcher, although the plan has checked that they agree
-        variables: dict[str, str | None] = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": None}
-        with environment(variables | {"ACCELERATE_CONFIG_DS_FIELDS": None}), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed calls them
-            try:
-                yield
-            finally:
-                logger.setLevel(level)
-                torch.nn.functional.linear = linear  # stage 3 replaces it and never restores it
-                end_process_group()
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            torch.nn.functional.linear = linear  # stage 3 replaces it and never restores it
+            end_process_group()
 
 
 def end_process_group() -> None:
@@ -60,22 +61,3 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
-
-
-@contextmanager
-def environment(values: dict[str, str | None]) -> Iterator[None]:
-    """Set environment variables within the block; None unsets one."""
-    before = {name: os.environ.get(name) for name in values}
-    try:
-        set_environment(values)
-        yield
-    finally:
-        set_environment(before)
-
-
-def set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -63,10 +63,10 @@ def test_engine_lacks_what_its_plugin_declares(name: str, options: dict[str, Any
     assert ("retry" in lacks) == (not ShardedEngine.supports_retry)
 
 
-class Lion(Plugin):
+class Third(Plugin):
     """An optimizer plugin of a third party."""
 
-    name = "lion"
+    name = "third"
     stage = Stage.OPTIMIZER
 
     def probe(self, context: Context) -> Decision:
@@ -76,30 +76,53 @@ class Lion(Plugin):
         recipe.optimizer = sorted
 
 
-class ElementwiseLion(Lion):
+class Elementwise(Third):
     traits = Traits(elementwise=True)
 
 
-class Noise(Lion):
-    name = "noise"
+class PerParameter(Third):
+    traits = Traits(per_parameter=True)
 
+
+class Noise(Third):
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.events.append(calling(on_gradients=print))
 
 
-@pytest.mark.parametrize(("plugin", "lacking"), [(Lion, "whole_parameters"), (Noise, "whole_gradients"), (ElementwiseLion, None)])
-def test_third_party_plugin_conflicts_by_capability(plugin: type[Plugin], lacking: str | None, tmp_path: Path) -> None:
+class Scaled(Third):
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.scaler = sorted
+
+
+ZERO: dict[str, Any] = {"zero": {"stage": 2, "offload": "none"}}
+NO_ENGINE: dict[str, Any] = {"zero": {"stage": 0, "offload": "none"}}
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": {"clipping": "off"}, "batch": {"train": 8}}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "tables", "lacking"),
+    [
+        (Third, ZERO, "whole_parameters"),
+        (Noise, ZERO, "whole_gradients"),
+        (Elementwise, ZERO, None),
+        (Third, NO_ENGINE, None),
+        (Noise, NO_ENGINE, None),
+        (Third, IN_BACKWARD, "single_update"),
+        (Scaled, IN_BACKWARD, "whole_gradients"),
+        (PerParameter, IN_BACKWARD, None),
+    ],
+)
+def test_third_party_plugin_conflicts_by_capability(
+    plugin: type[Plugin], tables: dict[str, Any], lacking: str | None, tmp_path: Path
+) -> None:
     registry = Registry()
     registry.add(plugin)
-    profile = tiny_profile(**{plugin.name: {}, "zero": {"stage": 2, "offload": "none"}})
-    job = tiny_job(tmp_path)
+    profile, job = tiny_profile(third={}, **tables), tiny_job(tmp_path)
     if lacking is None:
-        assert {"lion", "zero"} <= {entry.name for entry in plan_for(profile, job, registry).applied()}
+        assert {"third", *tables} <= {entry.name for entry in plan_for(profile, job, registry).applied()}
         return
-    with pytest.raises(PluginError, match=f"'{plugin.name}' .*'zero' .*cannot be used together: .* lacks {lacking}"):
+    with pytest.raises(PluginError, match=f"'third' .*'{next(iter(tables))}' .*cannot be used together: .* lacks {lacking}"):
         plan_for(profile, job, registry)
-    stage_0 = tiny_profile(**{plugin.name: {}, "zero": {"stage": 0, "offload": "none"}})
-    assert plugin.name in {entry.name for entry in plan_for(stage_0, job, registry).applied()}, "stage 0 brings no engine"
 
 
 @pytest.mark.parametrize("given", [{}, {"field": "cut", "plugin": "cut"}, {"lacks": "wings"}])

@@ -5,14 +5,17 @@ A plugin that this machine cannot run is checked for described hardware instead:
 
 from __future__ import annotations
 
+import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from event_calls import calling
-from plugin_cases import cases
+from plugin_cases import all_cases, cases
 from pretend_cuda.counters import on_pretend_card
+from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from hwopt.hardware.device import described
@@ -46,6 +49,15 @@ def test_every_plugin_writes_what_its_cases_say(name: str) -> None:
     written = written_by(Registry().plugin(name), f"plugin {name!r}")
     assert written.fields, written.why
     assert cases(name).writes in (None, set(written.fields))
+
+
+INVALID = [pytest.param(name, *case, id=f"{name}: {case[0]}") for name, its in all_cases().items() for case in its.invalid]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), INVALID)
+def test_options_that_contradict_each_other_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        Registry().plugin(name).Options.model_validate_json(json.dumps(options))
 
 
 class Good(Plugin):

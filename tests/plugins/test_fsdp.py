@@ -57,27 +57,6 @@ def test_decision_for_several_ranks_shows_the_sharding(options: dict[str, Any], 
     assert expected in reason
 
 
-@pytest.mark.parametrize(
-    ("tables", "why"),
-    [
-        ({"precision": {"dtype": "bf16", "level": "O2"}}, 'set level = "O1"'),
-        ({"optimizer": {"name": "adamw_bnb_8bit"}}, 'name = .*"adamw_torch_fused"'),
-        ({"optimizer": {"name": "paged_adamw_8bit"}}, 'name = .*"adamw_torch_fused"'),
-        ({"compile": {"widths": [32]}}, 'set scope = "block"'),
-        ({"adapter": {"always": True}, "quantize": {}}, "packed bytes"),
-        ({"zero": {"stage": 2, "offload": "none"}}, "keep one of the two tables"),
-    ],
-)
-def test_conflicting_plugins_are_refused(
-    tables: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hwopt.testing import tiny_run
-
-    monkeypatch.setattr(tiny_run, "detect_software", lambda: dict.fromkeys(["bitsandbytes", "peft", "deepspeed", "torch"], "1"))
-    with pytest.raises(PluginError, match=why):
-        planned(tmp_path, 2, **tables, fsdp={})
-
-
 def test_compatible_plugins_are_accepted(tmp_path: Path) -> None:
     tables = {"adapter": {"always": True}, "precision": {"dtype": "fp16"}, "checkpointing": {}, "optimizer": {}, "fsdp": {}}
     plan = planned(tmp_path, 2, **tables)
@@ -133,7 +112,7 @@ def test_update_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
 def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hwopt_plugins.fsdp import ACCELERATE_VARIABLES, accelerate_plugin, restored_environment
+    from hwopt_plugins.fsdp import accelerate_plugin, restored_environment
 
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
@@ -143,7 +122,7 @@ def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatc
         assert (settings.fsdp_version, settings.reshard_after_forward) == (2, True)
         assert not isinstance(settings.cpu_offload, CPUOffloadPolicy)
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as Accelerate does
-    assert not set(ACCELERATE_VARIABLES) & set(os.environ)
+    assert not {"ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"} & set(os.environ)
 
 
 @pytest.mark.parametrize(("config", "wanted"), [(TINY_BERT, ["BertLayer"]), (TINY_LLAMA, ["LlamaDecoderLayer"])])

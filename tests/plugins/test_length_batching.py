@@ -1,14 +1,11 @@
 """Properties of the split: every row once, never over the budget, never slower than the plain split; and the plugin."""
 
-import pickle
 from itertools import pairwise
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_cases import Cases, Mutation
-from pydantic import ValidationError
 
 import hwopt_plugins.length_batching
 from hwopt.config.job import Data, Job, Model
@@ -124,14 +121,6 @@ def test_equal_lengths_stay_in_order():
     assert cut_by_length([7] * 4, 2, tokens=None, overhead_tokens=1) == [[2, 3], [0, 1]]
 
 
-def test_cut_is_picklable():
-    plugin, recipe = LengthBatching(LengthBatching.Options()), Recipe()
-    assert plugin.probe(CONTEXT).kind == "apply"
-    plugin.apply(recipe, CONTEXT)
-    cut = pickle.loads(pickle.dumps(recipe.cut))
-    assert sorted(map(len, cut([100, 90, 5, 5], 2))) == [2, 2]
-
-
 def test_fixed_budget_limits_the_tokens_of_a_group():
     recipe = Recipe()
     LengthBatching(LengthBatching.Options(tokens=64)).apply(recipe, CONTEXT)
@@ -174,14 +163,6 @@ def test_evidence_compares_computed_tokens_with_the_plain_cut():
     assert "with rows at random about 317 (1.51x)" in evidence.seen
     assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=plain)).status == "inactive"
     assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=equal)).status == "unknown"
-
-
-@pytest.mark.parametrize(
-    "text", ['{"tokens": 0}', '{"tokens": "many"}', '{"overhead_tokens": -1}', '{"overhead_tokens": "most"}', '{"budget": 9}']
-)
-def test_invalid_options_are_refused(text):
-    with pytest.raises(ValidationError):
-        LengthBatching.Options.model_validate_json(text)
 
 
 def cut_by_position(lengths, rows, **_):

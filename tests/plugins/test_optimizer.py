@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plugin_cases import Cases, Mutation, Refused
-from pydantic import ValidationError
 from torch.profiler import profile
 
 from hwopt import api
@@ -19,7 +18,7 @@ from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
-from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_torchao
+from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -85,13 +84,6 @@ def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
     assert "cannot be imported (ModuleNotFoundError: " in decision.reason
     assert decided(replace(T4, compiler="g++"), name).options[0].name == "adamw_torch"
-
-
-@pytest.mark.usefixtures("broken")
-def test_run_with_a_package_that_cannot_be_imported(tmp_path):
-    options = {"name": "adamw_bnb_8bit", "fallback": ["adamw_torch_fused"]}
-    recorder = train_tiny(plan_for(tiny_profile(optimizer=options), tiny_job(tmp_path, samples=8, max_steps=1)), tmp_path)
-    assert type(recorder.run.optimizer).__module__.startswith("torch.optim")
 
 
 def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
@@ -167,14 +159,6 @@ def test_evidence_where_every_tensor_is_too_small():
     assert "too small" in evidence.seen
 
 
-@pytest.mark.parametrize(
-    "text", ['{"name": "sgd"}', '{"fallback": ["adam"]}', '{"fallback": ["adamw_torch", "adamw_torch"]}', '{"lr": 0.1}']
-)
-def test_invalid_options_are_refused(text):
-    with pytest.raises(ValidationError):
-        Optimizer.Options.model_validate_json(text)
-
-
 def test_name_repeated_in_the_fallbacks_is_tried_once():
     """For example `--set plugins.optimizer.name=…` with a name among the profile's fallbacks."""
     decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
@@ -244,19 +228,6 @@ def test_bitsandbytes_without_waits_has_the_bits_of_its_own_step(waits):
     assert type(driven).__name__ == "AdamW8bit", "the name in checkpoints"
 
 
-def test_bitsandbytes_step_returns_the_loss_of_the_closure(waits):
-    weight = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": [weight], "weight_decay": 0.0, **SETTINGS}])
-
-    def closure():
-        loss = weight.sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).detach() == 64 * 64
-    assert weight.detach().max() < 1
-
-
 def test_stochastic_rounding_is_on_for_torchao_only():
     card = replace(T4, compiler="g++")
     assert decided(card, "adamw_torch_8bit").options[0].stochastic_rounding is True
@@ -265,8 +236,6 @@ def test_stochastic_rounding_is_on_for_torchao_only():
     assert chosen.probe(Context(card, SOFTWARE, None, None)).options[0].stochastic_rounding is False
     fallback = decided(replace(CPU, compiler="g++"), "paged_adamw_8bit", "adamw_torch_8bit")
     assert (fallback.kind, fallback.options[0].stochastic_rounding) == ("fallback", True)
-    with pytest.raises(ValidationError, match="stochastic_rounding = true needs one of adamw_torch_8bit, adamw_torch_4bit"):
-        Optimizer.Options(name="adamw_torch_fused", stochastic_rounding=True)
 
 
 @pytest.fixture
@@ -337,7 +306,7 @@ def test_reserved_state_is_as_large_as_torchaos(name, dtype, shape):
         return sorted(bytes_of(value) for value in optimizer.state[weight].values() if value.ndim)
 
     real = states_of(partial(make_optimizer, name))
-    reserved = states_of(partial(reserving_torchao, TORCHAO_BITS[name]))
+    reserved = states_of(partial(reserving_optimizer, 0.0, TORCHAO_BITS[name]))
     assert sum(reserved) == sum(real)
     assert len(real) == 2
 
@@ -386,6 +355,10 @@ BNB, TORCHAO, PAGED = {"name": "adamw_bnb_8bit"}, {"name": "adamw_torch_8bit"}, 
 WIDE = {"model_type": "bert", "vocab_size": 64, "hidden_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
 """bitsandbytes pages states of at least 100,000 elements."""
 CASES = Cases(
+    invalid=(
+        ({"fallback": ["adamw_torch", "adamw_torch"]}, "contains an optimizer twice"),
+        ({"stochastic_rounding": True}, "needs one of adamw_torch_8bit, adamw_torch_4bit"),
+    ),
     writes=frozenset({"optimizer"}),
     conflicts=(
         Refused("zero", table("paged_adamw_8bit") + '[plugins.zero]\nstage = 2\noffload = "optimizer"', on_card=True),

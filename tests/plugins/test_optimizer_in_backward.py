@@ -11,12 +11,11 @@ import pytest
 import torch
 from plugin_cases import Cases, Mutation, Refused
 
-from hwopt.errors import InputError, PluginError
+from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage, Traits, verify
-from hwopt.plugin.registry import Registry
+from hwopt.plugin import Recipe
 from hwopt.testing import TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
 
@@ -61,13 +60,6 @@ def test_update_in_backward_equals_the_usual_one_bit_for_bit(
     assert evidence.status == "active"
     count = len(recorder.run.engine.parameters)
     assert f"{count} of {count} parameters were updated in the backward pass of step 1; 0 gradients were left" in evidence.seen
-
-
-def test_evidence_is_inactive_with_the_usual_engine(tmp_path: Path) -> None:
-    plan = plan_with(tmp_path, WITH)
-    plugin = next(entry.plugin for entry in plan.entries if entry.name == "optimizer_in_backward")
-    usual, _ = trained(tmp_path / "usual", {})
-    assert verify(plugin, usual.run).status == "inactive"
 
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -195,40 +187,6 @@ def test_plugin_is_skipped_on_several_ranks(tmp_path: Path) -> None:
     entry = next(entry for entry in plan.entries if entry.name == "optimizer_in_backward")
     assert entry.decision == "skip"
     assert "needs one rank, found 2" in entry.reason
-
-
-class Global(Plugin):
-    """An optimizer that needs all gradients at once."""
-
-    name = "global"
-    stage = Stage.OPTIMIZER
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.optimizer = torch.optim.AdamW
-
-
-class PerParameter(Global):
-    traits = Traits(per_parameter=True)
-
-
-class Scaled(Global):
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.scaler = sorted
-
-
-@pytest.mark.parametrize(("plugin", "lacking"), [(Global, "single_update"), (Scaled, "whole_gradients"), (PerParameter, "")])
-def test_third_party_plugin_conflicts_by_capability(plugin: type[Plugin], lacking: str, tmp_path: Path) -> None:
-    registry = Registry()
-    registry.add(plugin)
-    tables: dict[str, Any] = WITH | {"global": {}}
-    if not lacking:
-        assert {"global", "optimizer_in_backward"} <= {e.name for e in plan_with(tmp_path, tables, registry=registry).applied()}
-        return
-    with pytest.raises(PluginError, match=f"'global' .*'optimizer_in_backward' .*cannot be used together: .* lacks {lacking}"):
-        plan_with(tmp_path, tables, registry=registry)
 
 
 def test_forecast_has_no_gradients_beside_the_weights(tmp_path: Path) -> None:

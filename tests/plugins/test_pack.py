@@ -105,30 +105,6 @@ def test_gradients_and_losses_match_unpacked_rows(model_type: str, tmp_path: Pat
     assert difference <= 1e-6 * whole
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bert"])
-def test_logits_of_a_packed_row_match_its_documents(model_type: str, tmp_path: Path) -> None:
-    kind = "causal-lm" if model_type in DECODERS else "text-classification"
-    plan = plan_for(tiny_profile(pack={}), job_of(tmp_path / "data", model_type, {**DECODERS, **ENCODERS}[model_type], kind))
-    seen: dict[str, Any] = {}
-
-    def look(run: Any) -> None:
-        collate, store = run.train_loader.dataset.collate, run.train_loader.dataset.store
-        chosen = [3, 11, 7, 20]
-        samples, counts = [store.row(i) for i in chosen], [int(store.counts[i]) for i in chosen]
-        run.inner_model.eval()
-        packed = next(collate.one_row(samples, counts).micro_batches())[0].inputs
-        together = run.model(**packed).logits.detach()
-        alone = [next(collate.alone(*pair).micro_batches())[0].inputs for pair in zip(samples, counts, strict=True)]
-        each = [run.model(**inputs).logits.detach() for inputs in alone]
-        run.inner_model.train()
-        seen["pair"] = (together, torch.cat(each, 1 if together.ndim == 3 else 0))
-
-    plan.recipe.prepared_steps.append(look)
-    train_tiny(plan, tmp_path)
-    together, each = seen["pair"]
-    assert torch.allclose(together, each, atol=1e-5)
-
-
 @pytest.mark.parametrize("precision", [{}, {"dtype": "bf16"}, {"dtype": "bf16", "level": "O2"}])
 def test_leak_between_documents_is_refused(precision: dict[str, str], tmp_path: Path) -> None:
     """Without position ids per document, attention crosses documents: refused before step 1."""

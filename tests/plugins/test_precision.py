@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plugin_cases import Cases, Mutation, Part, Refused
-from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -21,7 +20,7 @@ from hwopt.hardware.device import described
 from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.adapter import add_adapter, save_and_merge
+from hwopt_plugins.adapter import Adapter, add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
 from hwopt_plugins.precision.half_weights import is_norm
 
@@ -66,12 +65,6 @@ def test_emulated_bf16_falls_back():
     assert "7.5" in decision.reason
     assert decided(CPU, "bf16").options[0].dtype == "fp32"
     assert decided(P100, "fp16").options[0].dtype == "fp32"
-
-
-def test_supported_dtype_is_kept():
-    assert decided(T4, "fp16").kind == "apply"
-    assert decided(AMPERE[0], "fp16", level="O2").kind == "apply"
-    assert decided(T4, "fp32").kind == "apply"
 
 
 def test_settings_of_each_level_are_written_to_the_recipe():
@@ -217,7 +210,7 @@ def test_overflow_does_not_change_the_masters():
 def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
-    model = add_adapter(model, dora=True, r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task="SEQ_CLS")
+    model = add_adapter(model, options=Adapter.Options(kind="dora", r=4, lora_alpha=8), task="SEQ_CLS")
     recipe = Recipe()
     recipe.final_steps.append(save_and_merge)  # the adapter's export step comes first
     Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))
@@ -233,11 +226,12 @@ def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
     assert all(p.dtype == torch.float32 for p in final.parameters())
 
 
-def test_buffers_keep_their_bits():
+@pytest.mark.parametrize("level", ["O2", "pure"])
+def test_buffers_keep_their_bits(level):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
     frequencies = model.model.rotary_emb.inv_freq.clone()
-    run = build(written(CPU, dtype="bf16", level="O2"), model)
+    run = build(written(CPU, dtype="bf16", level=level), model)
     assert run.inner_model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(run.inner_model.model.rotary_emb.inv_freq, frequencies)
 
@@ -258,39 +252,12 @@ def test_pure_decisions():
     assert (on_t4.kind, on_t4.options[0].dtype, on_t4.options[0].level) == ("fallback", "fp16", "O2")
     assert "pure needs bf16: needs compute capability 8.0" in on_t4.reason
     assert decided(CPU, "bf16", level="pure").options[0].dtype == "fp32"
-    with pytest.raises(ValidationError, match='level = "pure" needs dtype = "bf16"'):
-        Precision.Options(dtype="fp16", level="pure")
-
-
-def test_pure_writes_no_masters_scaler_or_autocast():
-    pure = written(CPU, dtype="bf16", level="pure")
-    assert (pure.masters, pure.scaler, list(pure.optimizer_wraps), list(pure.export_steps)) == (None, None, [], [])
-    assert (pure.accelerator["mixed_precision"], pure.model_kwargs["dtype"]) == ("no", "bfloat16")
-    assert list(pure.events) == []
 
 
 def test_pure_changes_the_method_and_the_other_levels_do_not():
     effects = {level: Precision(Precision.Options(dtype="bf16", level=level)).effect for level in ("O1", "O2", "pure")}
     assert effects == {"O1": "rounding", "O2": "rounding", "pure": "method"}
     assert Precision(Precision.Options(dtype="fp32", level="pure")).effect == "rounding"
-
-
-def test_pure_has_bf16_weights_gradients_and_states():
-    run = build(written(CPU, dtype="bf16", level="pure"), bert())
-    ids, labels = next(batches(1))
-    torch.nn.functional.cross_entropy(run.inner_model(input_ids=ids).logits.float(), labels).backward()
-    assert {p.grad.dtype for p in run.inner_model.parameters() if p.grad is not None} == {torch.bfloat16}
-    run.optimizer.step()
-    states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
-    assert {value.dtype for value in states} == {torch.bfloat16}
-    assert {p.dtype for p in run.inner_model.parameters()} == {torch.bfloat16}
-
-
-def test_pure_keeps_buffers_in_fp32():
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
-    run = build(written(CPU, dtype="bf16", level="pure"), model)
-    assert run.inner_model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_pure_follows_fp32_training_at_a_learning_rate_above_its_rounding():
@@ -344,17 +311,9 @@ def test_evidence_reads_dtypes_of_weights_and_operators():
     o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
     half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
     assert verify(o2, observed(half, c10_BFloat16=40)).status == "active"
-    assert "the optimizer steps on {'float32'" in verify(o2, half).seen
-    assert verify(o2, observed(full, c10_BFloat16=40)).status == "inactive", "weights are fp32"
     pure = Precision(Precision.Options(dtype="bf16", level="pure"))
-    bf16 = train(written(CPU, dtype="bf16", level="pure"), bert(), 1)
-    assert verify(pure, observed(bf16, c10_BFloat16=40)).status == "active"
     assert verify(pure, observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
-    assert verify(o2, observed(bf16, c10_BFloat16=40)).status == "inactive", "no fp32 masters"
-    o1 = Precision(Precision.Options(dtype="bf16"))
-    assert verify(o1, observed(full, c10_BFloat16=40, float=2)).status == "active"
-    assert verify(o1, observed(full, float=42)).status == "inactive"
-    assert verify(o1, observed(full)).status == "unknown"
+    assert verify(Precision(Precision.Options(dtype="bf16")), observed(full)).status == "unknown"
     fp16 = Precision(Precision.Options(dtype="fp16"))
     assert verify(fp16, observed(full, c10_Half=40)).status == "inactive", "no scaler"
     full.engine.scaler = torch.amp.GradScaler("cpu")
@@ -362,26 +321,8 @@ def test_evidence_reads_dtypes_of_weights_and_operators():
     assert verify(fp16, full).status == "active"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"dtype": "fp8"}',
-        '{"level": "O3"}',
-        '{"full_eval": true}',
-        '{"full_eval": 1}',
-        '{"opt": "O1"}',
-    ],
-)
-def test_invalid_options_are_refused(text):
-    with pytest.raises(ValidationError):
-        Precision.Options.model_validate_json(text)
-
-
-def test_message_about_full_eval_names_the_option():
-    with pytest.raises(ValidationError, match='level = "O2"'):
-        Precision.Options.model_validate_json('{"full_eval": true}')
-    assert Precision.Options.model_validate_json('{"full_eval": true, "level": "O2"}').full_eval is True
-    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False, "full_eval needs half weights"
+def test_full_eval_needs_half_weights():
+    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False
 
 
 @pytest.mark.parametrize("word", ["fp16_full_eval", "bf16_full_eval"])
@@ -458,6 +399,10 @@ ZERO_2, FSDP = "[plugins.zero]\nstage = 2", "[plugins.fsdp]"
 PURE_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "pure"\n'
 O2_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n'
 CASES = Cases(
+    invalid=(
+        ({"full_eval": True}, 'set level = "O2"'),
+        ({"dtype": "fp16", "level": "pure"}, 'level = "pure" needs dtype = "bf16"'),
+    ),
     options={"dtype": "bf16"},
     conflicts=(
         Refused("zero", O2_TABLE + ZERO_2),

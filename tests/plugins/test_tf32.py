@@ -55,15 +55,6 @@ def test_setting_is_restored_after_an_error():
     assert settings() == before
 
 
-def test_nested_blocks_leave_the_outer_one_on():
-    before = settings()
-    with tf32_kernels():
-        with tf32_kernels():
-            pass
-        assert settings()[0] == "tf32"
-    assert settings() == before
-
-
 def test_evidence_reads_the_live_setting():
     plugin, recipe = Tf32(Tf32.Options()), Recipe()
     plugin.apply(recipe, context((8, 0)))
