@@ -42,7 +42,7 @@ NOT_RUN = {
     "hwopt bench --profile cpu --seconds 5 --rounds 9": "tests/integration/test_bench.py measures a tiny job",
     "hwopt bench --profile cpu --rounds 3": "tests/integration/test_bench.py measures a tiny job",
     "hwopt tune --profile cpu": "takes minutes; tests/integration/test_tune.py tunes a tiny job",
-    "hwopt plugins show lion": "needs the package of docs/plugins.md; tests/integration/test_documented_plugins.py installs it",
+    "hwopt plugins show sign_momentum": "needs the package of docs/plugins.md, see tests/integration/test_documented_plugins.py",
 }
 """Commands of hwopt and Accelerate that the tests do not run -> why."""
 OTHER_PROGRAMS = {

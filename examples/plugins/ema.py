@@ -23,11 +23,11 @@ class Average(Events):
     def on_step_end(self, run: RunView, applied: Any) -> None:
         self.updates += 1
         for name, parameter in zip(run.engine.names, run.engine.parameters, strict=True):
-            if name in self.values:
-                average = self.values[name] = self.values[name].to(parameter.device)
-                average.lerp_(parameter.detach(), ((1 - self.decay) * applied).to(average.dtype))
-            else:
+            if name not in self.values:
                 self.values[name] = parameter.detach().clone()
+                continue
+            average = self.values[name] = self.values[name].to(parameter.device)  # a loaded one is in host memory
+            average.lerp_(parameter.detach(), ((1 - self.decay) * applied).to(average.dtype))
 
     def on_evaluate_begin(self, run: RunView) -> None:
         """Exchange the weights and the average. Before the first step there is no average yet."""

@@ -56,7 +56,7 @@ class Muon(Plugin):
         recipe.optimizer = MuonWithAdamW
 
     def evidence(self, run: RunView) -> Evidence:
-        states = run.optimizer.state.values()
-        by_muon = sum("momentum_buffer" in state for state in states)
-        seen = f"{by_muon} of {len(run.parameter_names)} tensors have Muon's momentum, the others AdamW's two moments"
-        return Evidence.active(seen) if by_muon else Evidence.inactive(seen)
+        by_muon = sum("momentum_buffer" in state for state in run.optimizer.state.values())
+        hidden = sum(len(group["params"]) for group in run.optimizer.param_groups if group["muon"])
+        seen = f"{by_muon} of {hidden} hidden matrices have Muon's momentum"
+        return Evidence.active(seen) if by_muon == hidden > 0 else Evidence.inactive(seen)

@@ -25,7 +25,7 @@ PROFILE = """name = "mine"
 plugins.batch = { train = 3, effective = 12 }
 plugins.freeze = { layers = 1 }
 plugins.optimizer = { name = "adamw_torch" }
-plugins.lion = {}
+plugins.sign_momentum = {}
 plugins.clip_value = { value = 0.01 }
 """
 
@@ -52,7 +52,7 @@ def test_pyproject_of_the_docs_registers_every_plugin_and_task_of_the_docs(packa
             found[module] = loaded.facts.kind if hasattr(loaded, "facts") else loaded.name
             assert found[module] == name
     files = {f"my_plugins.{path.stem}" for path in package.glob("my_plugins/*.py")}
-    assert files == {*found, "my_plugins.lion"}, "lion.py is the optimizer that a plugin imports"
+    assert files == {*found, "my_plugins.sign_momentum"}, "sign_momentum.py is the optimizer that a plugin imports"
 
 
 def test_task_of_the_docs_trains_with_its_loss(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def write_job(folder: Path) -> None:
     (folder / "mine.toml").write_text(PROFILE)
 
 
-@pytest.mark.parametrize("test", ["test_freeze", "test_lion", "test_clip_value"])
+@pytest.mark.parametrize("test", ["test_freeze", "test_sign_momentum", "test_clip_value"])
 def test_contract_test_of_the_docs_passes(test: str, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(package / "tests"))
     getattr(importlib.import_module("test_my_plugins"), test)(tmp_path)
@@ -123,12 +123,12 @@ def test_two_ranks_match_one_rank(package: Path, warm: None, tmp_path: Path) -> 
         assert run_ranks(command, ranks, tmp_path, output) == [0] * ranks, output.read_text()[-3000:]
         folders[name] = tmp_path / "runs" / name
         evidence = {e["name"]: e["status"] for e in json.loads((folders[name] / "evidence.json").read_text())["plugins"]}
-        assert {evidence[plugin] for plugin in ("freeze", "lion", "clip_value")} == {"active"}
-        assert "optimizer" not in evidence, "replaced by lion"
+        assert {evidence[plugin] for plugin in ("freeze", "sign_momentum", "clip_value")} == {"active"}
+        assert "optimizer" not in evidence, "replaced by sign_momentum"
     plan = json.loads((folders["two"] / "plan.json").read_text())
     assert plan["world_size"] == 2
     reasons = {entry["name"]: entry["reason"] for entry in plan["plugins"]}
-    assert reasons["optimizer"].startswith("replaced by plugin 'lion' (")
+    assert reasons["optimizer"].startswith("replaced by plugin 'sign_momentum' (")
     # 1e-3: the sign of a gradient that is zero up to rounding may differ
     assert logged(folders["two"], "loss") == pytest.approx(logged(folders["one"], "loss"), rel=1e-3)
     assert logged(folders["two"], "eval_loss") == pytest.approx(logged(folders["one"], "eval_loss"), rel=1e-3)
