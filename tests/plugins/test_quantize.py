@@ -108,20 +108,6 @@ def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
 
 
-def test_packed_weights_take_half_a_byte(tmp_path: Path) -> None:
-    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
-    seen: dict[str, Any] = {}
-
-    def look(run: Any) -> None:
-        seen["bytes"] = sum(p.numel() for p in run.inner_model.parameters() if p.dtype == torch.uint8)
-        seen["weights"] = [m.in_features * m.out_features for m in run.inner_model.modules() if type(m).__name__ == "Linear4bit"]
-
-    plan.recipe.prepared_steps.append(look)
-    train_tiny(plan, tmp_path)
-    assert len(seen["weights"]) == 14
-    assert seen["bytes"] * 2 == sum(seen["weights"])
-
-
 def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
