@@ -50,15 +50,9 @@ def keep_products() -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
-    kept = [
-        aten.mm.default,
-        aten.addmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
-    return create_selective_checkpoint_contexts(kept)
+    attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    kernels = [getattr(aten, f"_scaled_dot_product_{name}").default for name in attention]
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, *kernels])
 
 
 class HostInputs:

@@ -38,13 +38,8 @@ def attention_kernels(kernels: Sequence[str]) -> Iterator[None]:
     """Inside the block, torch uses the first of `kernels` that supports a call. Restores the previous order afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    with sdpa_kernel([backends[kernel] for kernel in kernels], set_priority=True):
+    backends = [getattr(SDPBackend, FEATURES.get(kernel, kernel).upper()) for kernel in kernels]
+    with sdpa_kernel(backends, set_priority=True):
         yield
 
 
@@ -135,15 +130,13 @@ class Sdpa(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
-        calls = {
-            kernel: sum(count for name, count in forward.items() if name.startswith(operator))
-            for kernel, operator in OPERATORS.items()
-        }
-        ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items() if count) or "no attention kernel"
-        seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
         if not forward:
             return Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
-        kernels = frozenset(kernel for kernel, count in calls.items() if count)
+        calls = {kernel: sum(forward[name] for name in forward if name.startswith(op)) for kernel, op in OPERATORS.items()}
+        calls = {kernel: count for kernel, count in calls.items() if count}
+        ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
+        seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
+        kernels = frozenset(calls)
         attention = sum(run.observation.forward_calls.get(name, 0) for name in attention_modules(run.inner_model))
         if 0 < sum(calls.values()) < attention and forward.get("aten::_softmax"):
             seen += f"; {attention} calls of attention layers, so some ran without a fused kernel"

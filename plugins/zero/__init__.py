@@ -177,17 +177,8 @@ class Zero(Plugin):
 
     def describe(self, context: Context) -> str:
         stage, offload, ranks = self.options.stage, self.options.offload, context.world_size
-        sharded = {
-            0: "nothing",
-            1: "optimizer state",
-            2: "optimizer state and gradients",
-            3: "optimizer state, gradients and weights",
-        }
-        where = {
-            "none": "",
-            "optimizer": "; optimizer in host memory",
-            "parameters": "; optimizer and weights in host memory",
-        }
+        sharded = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
+        where = {"none": "", "optimizer": "; optimizer in host memory", "parameters": "; optimizer and weights in host memory"}
         text = f"stage {stage}: shards {sharded[int(stage)]} over {ranks} rank(s){where[offload]}"
         if ranks == 1 and offload == "none" and stage != 0:
             text += "; on one device that saves nothing: set offload, or start more ranks"
