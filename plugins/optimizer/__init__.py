@@ -112,7 +112,8 @@ def without_waits(cls: Any) -> Any:
     step_of_library = inspect.unwrap(cls.step)  # without torch's hooks, which the subclass has already
 
     def step(self: Any, closure: Any = None) -> Any:
-        first, wait = self.param_groups[0]["params"][0], library.sync_gpu
+        wait = library.sync_gpu
+        first = next(parameter for group in self.param_groups for parameter in group["params"])
         # the order of two streams is unknown, so on another stream the waits are needed
         always = first.is_cuda and torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device)
 
