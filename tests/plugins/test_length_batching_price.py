@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,41 +25,20 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt_plugins.length_batching import LengthBatching
 from hwopt_plugins.length_batching.price import FASTEST, LAUNCHES, Price, price_of
 
-FIVE_MILLION = {
-    "model_type": "bert",
-    "vocab_size": 8000,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
-}
+
+def bert(hidden: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": 4 * hidden}
+    return {"model_type": "bert"} | sizes | more
+
+
+FIVE_MILLION = bert(256, 4, 4, vocab_size=8000)
+LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_key_value_heads": 8, "intermediate_size": 8192}
 MODELS = {
     "5 M": ("text-classification", FIVE_MILLION),
-    "23 M": (
-        "text-classification",
-        {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    ),
+    "23 M": ("text-classification", bert(384, 6, 12)),
     "109 M": ("text-classification", {"model_type": "bert"}),
-    "335 M": (
-        "text-classification",
-        {
-            "model_type": "bert",
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
-    ),
-    "1.1 B": (
-        "causal-lm",
-        {
-            "model_type": "llama",
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": 8,
-            "intermediate_size": 8192,
-        },
-    ),
+    "335 M": ("text-classification", bert(1024, 24, 16)),
+    "1.1 B": ("causal-lm", LLAMA),
 }
 STEPS = ((16, 16), (64, 16), (128, 64), (128, 128))
 """(rows of a step, rows of a micro-batch)."""
