@@ -13,115 +13,35 @@ from typing import Any, Literal
 
 from hwopt.config.task_kinds import task_kinds
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.errors import InputError
 from hwopt.export.launcher_environment import missing_ranks, parent_command
-from hwopt.hardware.detect import detect, detect_software
-from hwopt.hardware.device import with_memory_limit
+from hwopt.hardware.detect import detect
 from hwopt.inference.evaluate import EvaluationReport
 from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
-from hwopt.memory.advice import leftover
-from hwopt.memory.advice.changes import PlanListener, with_changes
-from hwopt.memory.forecast import planner
+from hwopt.memory.advice.changes import PlanListener
 from hwopt.memory.forecast.communication import Ranks
-from hwopt.memory.forecast.lengths import lengths_of
-from hwopt.memory.forecast.measured import with_measurement
 from hwopt.memory.forecast.sharding import Comparison, compare_schemes
+from hwopt.memory.planned import resolve, with_gains, with_memory
 from hwopt.model.config import load_config
-from hwopt.model.config_keys import unread_keys
 from hwopt.model.facts import model_facts
-from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
-from hwopt.planning import propose as proposal
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import under_job
-from hwopt.planning.propose import Proposal
-from hwopt.planning.resolve import hardware_of_card, refuse_long_samples
-from hwopt.planning.resolve import resolve as resolve_plan
-from hwopt.plugin.registry import Registry
+from hwopt.planning.resolve import refuse_long_samples
 from hwopt.runs.execute import execute
 from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
-from hwopt.system.ranks import local_rank, local_ranks, rank_and_world
+from hwopt.system.ranks import local_rank, rank_and_world
+from hwopt.tasks import proposal
 from hwopt.tasks.prediction import Generation
 from hwopt.tasks.preview import Preview, preview_sample
+from hwopt.tasks.proposal import Proposal
 from hwopt.tasks.recognition import DataColumns, recognise
 from hwopt.tasks.registry import make_task
-from hwopt.text import listing, truncate
-from hwopt.training.failure import report_oom
 from hwopt.training.listener import Listener, Summary
-
-
-def resolve(
-    profile: str = "auto",
-    job: Path | str | None = None,
-    *,
-    assignments: Sequence[str] = (),
-    hardware: Literal["detected", "profile"] = "detected",
-    strict: bool = False,
-    memory_limit: str | None = None,
-    world_size: int = 1,
-    registry: Registry | None = None,
-    cache: Path | None = None,
-    before: Mapping[str, Any] | None = None,
-    inputs: Inputs | None = None,
-) -> Plan:
-    """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
-
-    `assignments` are `key=value` texts as given to `--set`. `hardware="profile"` plans for the profile's card, which this
-    machine need not have; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is the metadata of
-    the checkpoint to resume (`Target.saved`): sizes chosen then on such a machine are not chosen again. `inputs` shares
-    the files that are already read.
-    Raises InputError, PluginError or DataError with a message that says what to change.
-    """
-    inputs = inputs or Inputs(registry)
-    cache = cache or cache_folder()
-    machine = detect(local_rank(os.environ), local_ranks(os.environ, world_size))
-    if hardware == "detected" and machine.problem and machine.device_type == "cuda":
-        raise InputError(machine.problem)
-    reason = ""
-    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
-    if profile == "auto":
-        chosen, reason = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
-        chosen = inputs.overridden(chosen, assignments, job_file)
-    else:
-        chosen = inputs.profile(profile, assignments, job_file)
-    if hardware == "profile":
-        machine = replace(hardware_of_card(chosen), problem=machine.problem)
-    if memory_limit is not None:
-        machine = with_memory_limit(machine, memory_limit)
-    model = job_file.job.model
-    if others := [name for name in trusted_models() if name not in (model.name, model.tokenizer)]:
-        raise InputError(
-            f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
-        )
-    with job_file.placing():
-        config = planned_config(job_file.job, load_config(model.name, model.config, model.revision))
-        facts = model_facts(config, job_file.job.task.kind, model.label, cache / "models")
-    software = detect_software()
-
-    def resolved(choices: Mapping[str, int]) -> Plan:
-        return resolve_plan(
-            chosen, machine, job_file, inputs.registry, facts, software, world_size=world_size, strict=strict, choices=choices
-        )
-
-    plan = resolved({})
-    if plan.chose:
-        plan = planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {}))
-    notes = [f"profile auto: {reason}"] if reason else []
-    if machine.different_cards:
-        cards = ", ".join(machine.different_cards)
-        notes.append(f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it")
-    notes += [f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do" for name in trusted_models()]
-    if model.config is not None and (unread := unread_keys(config, model.config)):
-        notes.append(f"model.config: {config.model_type} does not read {listing(unread)}; ignored")
-    job_name = job_file.document.name
-    if job is None and job_name == "job.toml":
-        notes.append("job: job.toml of this folder")
-    return replace(plan, notes=(*notes, *plan.notes))
 
 
 def plan(
@@ -201,62 +121,6 @@ def train(
     return summary
 
 
-def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Plugin -> the options that the planner chose for the checkpoint `before`, if it was written on such a machine."""
-    return dict(before.get("decided", {})) if before.get("machine") == plan.machine else {}
-
-
-def with_memory(
-    plan: Plan,
-    replan: Callable[[Sequence[str]], Plan],
-    *,
-    measure: bool = False,
-    registry: Registry | None = None,
-    cache: Path | None = None,
-    listener: PlanListener | None = None,
-) -> Plan:
-    """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
-
-    `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
-    `measure` runs a step on this device instead of predicting it. `listener` hears of the memory and of each change as they
-    are found.
-    """
-    cache = cache or cache_folder()
-    listener = listener or PlanListener()
-    listener.on_trial("reading the data")
-    lengths = lengths_of(plan, cache)
-    listener.on_trial("tracing a step")
-    memory = planner.plan_memory(plan, cache, lengths)
-    if measure:
-        with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
-            memory = with_measurement(plan, memory, lengths.labels)
-    plan = replace(plan, memory=memory)
-    listener.on_memory(plan)
-    listener.on_trial("finding the largest sizes that fit")
-    memory = planner.with_largest_sizes(plan, memory, cache, lengths)
-    listener.on_largest_sizes(memory)
-    if memory.fits is False:
-        memory = with_changes(plan, memory, registry or Registry(), replan, cache, listener)
-    return replace(plan, memory=memory)
-
-
-def with_gains(
-    plan: Plan,
-    replan: Callable[[Sequence[str]], Plan],
-    *,
-    registry: Registry | None = None,
-    cache: Path | None = None,
-    listener: PlanListener | None = None,
-) -> Plan:
-    """`plan`, made by `with_memory`, with what its free memory can buy (`plan.memory.gains`). Takes seconds.
-
-    `listener` hears of each gain as it is found. Nothing is searched if the plan does not fit, or for a card without peaks.
-    """
-    assert plan.memory is not None, "planned with memory"
-    memory = leftover.with_gains(plan, plan.memory, registry or Registry(), replan, cache or cache_folder(), listener)
-    return replace(plan, memory=memory)
-
-
 def preview(
     profile: str = "auto",
     job: Path | str | None = None,
@@ -272,10 +136,8 @@ def preview(
     """
     inputs, cache = inputs or Inputs(), cache or cache_folder()
     job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
-    if profile == "auto":
-        chosen, _ = auto_profile.choose(detect(local_rank(os.environ)), inputs.files, inputs.registry, inputs.profile)
-    else:
-        chosen = inputs.profile(profile)
+    automatic = profile == "auto"
+    chosen = auto_profile.choose(detect(local_rank(os.environ)), inputs).profile if automatic else inputs.profile(profile)
     merged = under_job(chosen, job_file)
     model = merged.model
     with job_file.placing():
@@ -291,8 +153,8 @@ def propose(data: DataColumns, inputs: Inputs | None = None) -> Proposal:
     """A job for `data` (see `recognise`) and this machine."""
     inputs = inputs or Inputs()
     machine = detect(local_rank(os.environ))
-    chosen, why = auto_profile.choose(machine, inputs.files, inputs.registry, inputs.profile)
-    return proposal.propose(data, machine, (chosen.name, why), list(inputs.files))
+    chosen = auto_profile.choose(machine, inputs)
+    return proposal.propose(data, machine, (chosen.profile.name, chosen.reason), list(inputs.files))
 
 
 def spread_over_ranks(plan: Plan, ranks: Ranks, cache: Path | None = None) -> Comparison:

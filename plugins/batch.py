@@ -25,6 +25,7 @@ from hwopt.plugin import (
     Context,
     Decision,
     Evidence,
+    FitsMemory,
     Plugin,
     PluginOptions,
     Recipe,
@@ -100,10 +101,10 @@ class Batch(Plugin):
     }
 
     class Options(PluginOptions):
-        train: Rows | Literal["auto"] = Field(
+        train: Annotated[Rows | Literal["auto"], FitsMemory()] = Field(
             default=8, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
         )
-        eval: Rows | Literal["auto"] | None = Field(
+        eval: Annotated[Rows | Literal["auto"] | None, FitsMemory()] = Field(
             default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
         )
         gradient_accumulation_steps: int | None = Field(
@@ -187,20 +188,6 @@ class Batch(Plugin):
             recipe.batch["accumulation"] = self.options.gradient_accumulation_steps or 1
         else:
             recipe.batch["effective"] = self.options.effective
-
-    @classmethod
-    def scale_options(cls, options: Batch.Options, ratio: float) -> tuple[Mapping[str, Any], str]:
-        """`train` times `ratio`, rounded down to a power of two that divides the rows per step; these stay the same."""
-        train = options.train
-        if train == "auto":
-            return {}, ""
-        rows = options.effective or train * (options.gradient_accumulation_steps or 1)
-        scaled = max(1, min(rows, 2 ** max(0, int(train * ratio).bit_length() - 1)))
-        scaled = next(size for size in range(scaled, 0, -1) if rows % size == 0)
-        changed = {"train": scaled, "eval": 2 * scaled}
-        if options.effective is None:
-            changed["gradient_accumulation_steps"] = rows // scaled
-        return changed, f"micro-batch {train} -> {scaled} rows, {rows} rows per step as before"
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:

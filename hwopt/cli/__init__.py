@@ -19,7 +19,6 @@ from typing import TextIO
 import click
 from click.exceptions import Exit, NoArgsIsHelpError
 
-from hwopt import __version__
 from hwopt.errors import StorageError
 from hwopt.report.status_line import status_line
 from hwopt.system import garbage
@@ -94,7 +93,7 @@ class Commands(click.Group):
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show tracebacks; with every command.")
-@click.version_option(__version__, "--version", prog_name="hwopt")
+@click.version_option(None, "--version", package_name="hwopt", prog_name="hwopt")
 def cli(debug: bool) -> None:
     """You say which card you have; hwopt makes the fine-tuning fit, makes it fast, and proves that every optimization is on.
 

@@ -28,7 +28,7 @@ LONGEST_QUESTION = 70
 @click.option("-o", "--output", type=Path, default=Path("job.toml"), show_default=True, help="The file to write; it must be new.")
 @click.option("--yes", is_flag=True, help="Take every proposal and ask nothing.")
 def init(data: str | None, output: Path, yes: bool) -> None:
-    from hwopt.planning.propose import refuse_existing
+    from hwopt.tasks.proposal import refuse_existing
 
     refuse_existing(output)
     if not yes and not sys.stdin.isatty():

@@ -13,8 +13,8 @@ from hwopt.hardware.device import Hardware
 
 Positive = Annotated[float, Field(gt=0)]
 
-SAME_MEMORY = 0.2
-"""Relative difference in memory below which a card of the same name counts as the same card (V100 and A100 have two sizes)."""
+SAME_CARD_WITHIN = 0.2
+"""Relative difference in memory up to which a card of the profile's name is its card: V100 and A100 have two sizes."""
 
 
 class DenseTflops(Table):
@@ -68,11 +68,16 @@ class Card(Table):
         """The length of the longest match of the card or of a variant in the name `device`; 0 if none matches."""
         return max(longest_match(match, device) for match in (self.match, *(variant.match for variant in self.variants)))
 
+    def describes(self, hardware: Hardware) -> bool:
+        """Whether `hardware` is this card, or a variant of it with the same memory."""
+        same = self.capability == hardware.compute_capability and self.memory_gib is not None and self.same_memory(hardware)
+        return same and self.longest_name(hardware.name) > 0
+
     def same_memory(self, hardware: Hardware) -> bool:
         """Whether `hardware` has about the memory of this card; a memory limit does not count."""
         if self.memory_gib is None or hardware.memory_limit_gib is not None:
             return True
-        return abs(self.memory_gib - hardware.memory_gib) <= SAME_MEMORY * self.memory_gib
+        return abs(self.memory_gib - hardware.memory_gib) <= SAME_CARD_WITHIN * self.memory_gib
 
 
 def longest_match(parts: Iterable[str], device: str) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.saving.tensor_tree import copy_into, map_tensors
+from hwopt.tensor_tree import copy_into, map_tensors
 
 if TYPE_CHECKING:
     from hwopt.data.batches.step_batch import MicroBatch, StepBatch

@@ -96,8 +96,8 @@ def plan_for(
         raise InputError(hardware.problem)
     chosen, why = (profile, "")
     if profile == "auto":
-        found, why = auto_profile.choose(hardware, inputs.files, inputs.registry, inputs.profile)
-        chosen = found.name
+        found = auto_profile.choose(hardware, inputs)
+        chosen, why = found.nearest.name, found.reason  # the script gives the rows
     asked = list(assignments_of(tables))
     before = inputs.profile(chosen, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)

@@ -48,6 +48,14 @@ class MayChangeOnResume:
     """Marks an option that may change on resume although the plugin alters training: `Annotated[bool, MayChangeOnResume()]`."""
 
 
+@dataclass(frozen=True)
+class FitsMemory:
+    """Marks an option whose value "auto" leaves it to the memory planner, through `Decision.choose`.
+
+    `--profile auto` sets it on a card without a profile: `Annotated[int | Literal["auto"], FitsMemory()]`.
+    """
+
+
 class PluginOptions(BaseModel):
     """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors."""
 
@@ -57,6 +65,11 @@ class PluginOptions(BaseModel):
     def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Not validated yet."""
         return {**below, **above}
+
+    @classmethod
+    def sizes(cls) -> list[str]:
+        """The options that the memory planner can choose."""
+        return [name for name, field in cls.model_fields.items() if FitsMemory() in field.metadata]
 
     def fixed_on_resume(self) -> dict[str, Any]:
         """The options that must not change on resume if the plugin alters training, as JSON values."""
@@ -173,11 +186,6 @@ class Plugin:
         """Other settings than `options`, in order of memory. `options` is None if the plugin is not active."""
         return ()
 
-    @classmethod
-    def scale_options(cls, options: Any, ratio: float) -> tuple[Mapping[str, Any], str]:
-        """(changed options, description of the change) for a card with `ratio` times the memory; ({}, "") if nothing changes."""
-        return {}, ""
-
     def on_oom(self, run: RunView) -> str | None:
         """Reduce the memory of the running model if even micro-batches of one row do not fit.
 
@@ -230,6 +238,7 @@ __all__ = [
     "EngineView",
     "Events",
     "Evidence",
+    "FitsMemory",
     "Hardware",
     "MayChangeOnResume",
     "MemorySpec",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from hwopt.errors import exit_code_of
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Observation
 from hwopt.runs.journal import drop_rows_after, finite
 from hwopt.runs.processes import add_line
 from hwopt.runs.status import SUMMARY, write_status
@@ -13,8 +16,18 @@ from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence
 from hwopt.training.listener import Listener, Row, Summary
 
-if TYPE_CHECKING:
-    from hwopt.hosts.script_run import ScriptRun
+
+class ScriptRun(Protocol):
+    """What is read of the run of a script (`hwopt.hosts`)."""
+
+    folder: Path
+    plan: Plan
+    samples: int
+    error: BaseException | None
+    observation: Observation
+
+    @property
+    def step(self) -> int: ...
 
 
 class ScriptJournal(Listener):

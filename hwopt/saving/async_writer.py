@@ -17,8 +17,8 @@ from hwopt.errors import StorageError
 from hwopt.saving.model_files import write_model
 from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
 from hwopt.saving.savable_run import SavableRun
-from hwopt.saving.tensor_tree import HostCopies, flatten
 from hwopt.system.atomic_folder import GIB, staged
+from hwopt.tensor_tree import HostCopies, flatten
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.plugin_state import named_by_class
 from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
 from hwopt.saving.savable_run import SavableRun
-from hwopt.saving.tensor_tree import HostCopies, map_tensors
 from hwopt.system.atomic_folder import find_corruption
+from hwopt.tensor_tree import HostCopies, map_tensors
 from hwopt.text import listing, nearest
 
 Metrics = dict[str, float]

@@ -15,7 +15,7 @@ from hwopt.saving.best_model import BestModel
 from hwopt.saving.plugin_state import Stateful, named_by_class
 from hwopt.saving.savable_run import SavableRun
 from hwopt.saving.save_timing import SaveTiming
-from hwopt.saving.tensor_tree import HostCopies, map_tensors
+from hwopt.tensor_tree import HostCopies, map_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -43,7 +43,7 @@ class Checkpoint:
     @property
     def state(self) -> Any:
         """The training state with its tensors, in host memory. Raises StorageError if they cannot be read."""
-        from hwopt.saving.tensor_tree import unflatten  # imports torch, which the command line does without
+        from hwopt.tensor_tree import unflatten  # imports torch, which the command line does without
 
         with ExitStack() as stack:
             find = tensors_of(self.folder, stack)

@@ -24,9 +24,9 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
-from hwopt.saving.tensor_tree import fingerprint
 from hwopt.system import garbage
 from hwopt.tasks.registry import make_task
+from hwopt.tensor_tree import fingerprint
 from hwopt.text import truncate
 from hwopt.training import randomness
 from hwopt.training.agreement import refuse_different_plans

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OWN = ("training.logging_steps=1", "training.save_minutes=0", "training.save_steps=1000000000")
 """Assignments of every trial: a log row for each step, no checkpoint."""
-LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.initialization", "accelerate", "hwopt.api")
+LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.initialization", "accelerate", "hwopt.memory.planned")
 
 
 def main(folder: str, parent: str) -> None:
@@ -65,16 +65,17 @@ def run(folder: Path) -> int:
 
 def train(folder: Path, request: dict[str, Any]) -> None:
     """Plan the variant of `request` as `hwopt run` does, and train its steps."""
-    from hwopt import api
     from hwopt.export.accelerate import exports_of
     from hwopt.export.launcher_environment import refuse_contradictions
+    from hwopt.memory.planned import resolve
     from hwopt.model.remote_code import trust_only
     from hwopt.runs.journal import Journal
+    from hwopt.system.cache import cache_folder
     from hwopt.training.build import build
     from hwopt.training.failure import report_oom
 
     trust_only(request["trusted"])
-    plan = api.resolve(
+    plan = resolve(
         request["profile"],
         request["job"],
         assignments=[*request["assignments"], *OWN, f"training.max_steps={request['steps']}"],
@@ -83,7 +84,7 @@ def train(folder: Path, request: dict[str, Any]) -> None:
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     with (
         report_oom("the model", plan.batch_option("train")),
-        build(plan, folder, api.cache_folder(), listener=Journal()) as run,
+        build(plan, folder, cache_folder(), listener=Journal()) as run,
     ):
         if request["without_dropout"]:
             turn_off_dropout(run.inner_model)

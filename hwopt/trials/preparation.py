@@ -10,10 +10,11 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from hwopt import api
 from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.planned import resolve as resolve_plan
 from hwopt.planning.inputs import Inputs, refuse_missing_data
 from hwopt.planning.plan import Plan
+from hwopt.system.cache import cache_folder
 from hwopt.text import cut
 from hwopt.trials.bench_rows import Bench
 from hwopt.trials.benchmark import BenchEffort, BenchListener, Benchmark
@@ -68,14 +69,15 @@ def prepare(
 
     def resolve(variant: Variant) -> Plan:
         on_plan(variant.name)
-        return api.resolve(
+        return resolve_plan(
             variant.profile, job, assignments=variant.assignments, memory_limit=variant.memory_limit, inputs=inputs
         )
 
     job_file = inputs.job(job, subject.assignments)
     refuse_missing_data(job_file)
     if subject.profile == "auto":
-        subject = replace(subject, profile=resolve(subject).profile.name)
+        name = resolve(subject).profile.name
+        subject = replace(subject, profile=name) if name in inputs.files else subject
     contest = contest_of(subject, against, inputs, job_file)
     return PreparedBench(job, contest, planned(contest, resolve, fit_problem))
 
@@ -84,7 +86,7 @@ def fit_problem(plan: Plan) -> str:
     """Why `plan` does not fit into the CUDA device, as predicted; "" if it fits, if that is unknown, and on a CPU."""
     if plan.hardware.device_type != "cuda":
         return ""
-    memory = plan_memory(plan, api.cache_folder())
+    memory = plan_memory(plan, cache_folder())
     if memory.fits is not False:
         return ""
     return f"predicted: {memory.highest_gib:.2f} GiB of {memory.free_gib - memory.reserve_gib:.2f} GiB"

@@ -16,7 +16,7 @@ from hwopt.distributed.engine import new_cpu_group
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import PluginError
 from hwopt.plugin import RunView
-from hwopt.saving.tensor_tree import describe
+from hwopt.tensor_tree import describe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

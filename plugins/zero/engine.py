@@ -14,7 +14,7 @@ from hwopt.distributed.engine import new_cpu_group
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import NonFiniteError
 from hwopt.plugin import RunView
-from hwopt.saving.tensor_tree import HostCopies
+from hwopt.tensor_tree import HostCopies
 
 
 class ZeroEngine(ShardedEngine):

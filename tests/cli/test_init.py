@@ -111,7 +111,7 @@ def test_bad_input_of_init_is_one_message_and_writes_nothing(arguments: list[str
 
 def test_questions_fit_80_columns_and_say_what_an_empty_model_means(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", answering(*[""] * 6))
-    monkeypatch.setattr("hwopt.planning.propose.hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("hwopt.tasks.proposal.hub_is_out_of_reach", lambda: True)
     made = hwopt("init", "train.jsonl", cwd=data)
     assert made.returncode == 0, made.stderr
     lines = made.stdout.splitlines()

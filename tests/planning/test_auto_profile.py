@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from hwopt.config.profile import Profile
+from hwopt import api
 from hwopt.hardware.device import Hardware
-from hwopt.planning.auto_profile import choose
+from hwopt.memory.trace.tracer import NotTraceable
+from hwopt.planning.auto_profile import AutoProfile, choose
 from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
 
 INPUTS = Inputs()
+SMALL_BERT = 'model.config={ model_type = "bert", num_hidden_layers = 3, hidden_size = 1200 }'
+
+Planned = Callable[..., Plan]
 
 
-def chosen(name: str, capability: tuple[int, int], gib: float) -> tuple[Profile, str]:
-    hardware = Hardware("cuda", name, gib, gib, compute_capability=capability, cpu_cores=8)
-    return choose(hardware, INPUTS.files, INPUTS.registry, INPUTS.profile)
+def card(name: str, capability: tuple[int, int], gib: float) -> Hardware:
+    return Hardware("cuda", name, gib, gib, compute_capability=capability, cpu_cores=8)
+
+
+def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
+    return choose(card(name, capability, gib), INPUTS)
 
 
 @pytest.mark.parametrize(
@@ -32,27 +43,70 @@ def chosen(name: str, capability: tuple[int, int], gib: float) -> tuple[Profile,
     ],
 )
 def test_card_gets_its_own_profile(name: str, capability: tuple[int, int], gib: float, profile: str) -> None:
-    assert chosen(name, capability, gib)[0].name == profile
+    assert chosen(name, capability, gib).profile.name == profile
 
 
-def test_card_of_equal_memory_gets_equal_sizes() -> None:
-    """An RTX 3060 Ti has the memory of an RTX 3070, and gets its 64 rows, with the peaks of the 3060 Ti."""
-    for gib in (7.66, 7.78, 8.0):
-        profile, why = chosen("NVIDIA GeForce RTX 3060 Ti", (8, 6), gib)
-        assert profile.name == "auto-rtx3070_8gb", why
-        batch = dict(profile.plugin_tables())["batch"]
-        assert (batch["train"], batch["gradient_accumulation_steps"]) == (64, 2)
-        assert profile.card.memory_bandwidth_gbps == 448
-        assert profile.card.dense_tflops.fp16 == 32.4
+def test_profile_that_extends_another_one_is_found_by_its_own_card(tmp_path: Path) -> None:
+    file = tmp_path / "rtx4080_16gb.toml"
+    file.write_text(
+        'name = "rtx4080_16gb"\nextends = "rtx4090_24gb"\n[card]\nmatch = ["GeForce RTX 4080"]\nmemory_gib = 15.6\n'
+    )
+    inputs = Inputs()
+    inputs.files = {**inputs.files, file.stem: file}
+    assert choose(card("NVIDIA GeForce RTX 4080", (8, 9), 15.6), inputs).profile.name == file.stem
+    assert choose(card("NVIDIA GeForce RTX 4090", (8, 9), 23.6), inputs).profile.name == "rtx4090_24gb"
 
 
-def test_larger_version_of_a_card_gets_larger_sizes_and_its_peaks() -> None:
-    profile, why = chosen("NVIDIA GeForce RTX 4060 Ti", (8, 9), 15.6)
-    assert profile.name.startswith("auto-"), why
-    assert profile.card.dense_tflops.fp16 == 44.1
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
+    """The plan of `auto` for a wide BERT on a card."""
+
+    def plan(hardware: Hardware, *assignments: str) -> Plan:
+        monkeypatch.setattr("hwopt.memory.planned.detect", lambda *_: hardware)
+        given = [SMALL_BERT, "data.train=missing.csv", "data.max_length=512", *assignments]
+        monkeypatch.chdir(tmp_path)
+        return api.resolve("auto", assignments=given, cache=tmp_path / "cache")
+
+    return plan
 
 
-def test_unknown_card_has_no_peaks() -> None:
-    profile, _ = chosen("NVIDIA RTX 6000 of some year", (8, 9), 47.0)
-    assert profile.card.memory_bandwidth_gbps is None
-    assert profile.card.dense_tflops.fp16 is None
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("hardware", "parent", "rows"),
+    [
+        (card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75), "t4_16gb", (32, 32)),
+        (card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5), "a100_40gb", (96, 128)),
+        (card("NVIDIA GeForce RTX 5070", (12, 0), 11.5), "rtx5090_32gb", (96, 128)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Hardware) else "",
+)
+def test_card_without_a_profile_gets_the_largest_micro_batch_that_fits(
+    hardware: Hardware, parent: str, rows: tuple[int, int], planned: Planned
+) -> None:
+    """By the forecast for the model of the job, and not by the ratio of the memories. The rows of a step are the parent's."""
+    plan = planned(hardware)
+    assert plan.profile.name == f"auto-{parent}"
+    assert (plan.batch.train, plan.batch.step) == rows
+    assert planned(hardware, "plugins.batch.train=4").batch.train == 4
+
+
+def test_memory_that_cannot_be_forecast_scales_the_micro_batch(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotTraceable("for the test")
+
+    monkeypatch.setattr("hwopt.memory.forecast.planner.trace_plan", refuse)
+    plan = planned(card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75))
+    assert (plan.profile.name, plan.batch.train, plan.batch.step) == ("t4_16gb", 11, 32)
+    assert any("cannot be forecast" in note for note in plan.notes)
+
+
+def test_derived_profile_has_the_peaks_of_a_variant_of_its_name() -> None:
+    """An RTX 3060 Ti has peaks in the profile of the RTX 3070, and an RTX 4060 Ti of 16 GB in that of the RTX 4060."""
+    derived = chosen("NVIDIA GeForce RTX 3060 Ti", (8, 6), 7.66).profile
+    assert derived.name == "auto-rtx3070_8gb"
+    assert derived.card.memory_bandwidth_gbps == 448
+    assert derived.card.dense_tflops.fp16 == 32.4
+    assert chosen("NVIDIA GeForce RTX 4060 Ti", (8, 9), 15.6).profile.card.dense_tflops.fp16 == 44.1
+    unknown = chosen("NVIDIA RTX 6000 of some year", (8, 9), 47.0).profile
+    assert unknown.card.memory_bandwidth_gbps is None
+    assert unknown.card.dense_tflops.fp16 is None

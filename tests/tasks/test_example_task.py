@@ -13,7 +13,7 @@ from installed_task import installed
 
 from hwopt import api
 from hwopt.errors import DataError, InputError
-from hwopt.planning import propose
+from hwopt.tasks import proposal as propose
 from hwopt.testing import WORDS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tasks"

@@ -16,7 +16,7 @@ from sklearn.metrics import f1_score
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from hwopt import api
-from hwopt.planning import propose
+from hwopt.tasks import proposal as propose
 
 WORDS = ("red", "green", "blue", "one", "two", "three", "hot", "cold", "up", "down", "left", "right")
 

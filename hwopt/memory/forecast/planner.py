@@ -42,6 +42,11 @@ MOST_LENGTH = 1 << 17
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
 
+
+class NoForecastError(InputError):
+    """A plugin leaves a choice to the planner, which cannot trace the recipe."""
+
+
 WithChoices = Callable[[dict[str, int]], Plan]
 """Resolves the plan with the given option number of each plugin."""
 
@@ -216,7 +221,7 @@ def resolve_choices(
     """Return `plan` with every choice (`Decision.choose`) at its first option that fits the device, and the reason.
 
     `before` has the options by plugin of the run that is resumed; they are kept. If no option of a plugin fits, the last one is
-    taken: it needs the least memory. Raises InputError if the recipe cannot be traced.
+    taken: it needs the least memory. Raises NoForecastError if the recipe cannot be traced.
     """
     chosen: dict[str, int] = {}
     reasons: dict[str, str] = {}
@@ -247,7 +252,9 @@ def first_fitting_choice(
             continue
         memory = plan_memory(plan, cache, lengths)
         if memory.lower_bound:
-            raise InputError(f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself")
+            raise NoForecastError(
+                f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
+            )
         budget = memory.free_gib - memory.reserve_gib
         reason = f"{entry.reason}: {highest_gib(memory):.2f} of {budget:.2f} GiB{rejected}"
         if memory.fits:

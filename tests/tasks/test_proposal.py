@@ -13,8 +13,8 @@ from hwopt.config.new_job import job_text
 from hwopt.config.toml import parse_toml
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
-from hwopt.planning import propose
-from hwopt.planning.propose import ProposedModel, eval_fraction, propose_length, propose_model
+from hwopt.tasks import proposal as propose
+from hwopt.tasks.proposal import ProposedModel, eval_fraction, propose_length, propose_model
 from hwopt.tasks.recognition import DataColumns
 
 CPU = described("CPU", None, 16)

@@ -1,0 +1,188 @@
+"""A plan from what the user typed, and its memory: what does not fit, what saves memory, what free memory can buy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hwopt.config.job import JobFile
+from hwopt.config.profile import Profile
+from hwopt.data.tokenizer_training import planned_config
+from hwopt.errors import InputError
+from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.device import Hardware, with_memory_limit
+from hwopt.memory.advice import leftover
+from hwopt.memory.advice.changes import PlanListener, with_changes
+from hwopt.memory.forecast import planner
+from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.measured import with_measurement
+from hwopt.model.config import load_config
+from hwopt.model.config_keys import unread_keys
+from hwopt.model.facts import ModelFacts, model_facts
+from hwopt.model.remote_code import trusted_models
+from hwopt.planning import auto_profile
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan, Replan
+from hwopt.planning.resolve import hardware_of_card
+from hwopt.planning.resolve import resolve as resolve_plan
+from hwopt.plugin.registry import Registry
+from hwopt.system.cache import cache_folder
+from hwopt.system.ranks import local_rank, local_ranks
+from hwopt.text import listing, truncate
+from hwopt.training.failure import report_oom
+
+
+def resolve(
+    profile: str = "auto",
+    job: Path | str | None = None,
+    *,
+    assignments: Sequence[str] = (),
+    hardware: Literal["detected", "profile"] = "detected",
+    strict: bool = False,
+    memory_limit: str | None = None,
+    world_size: int = 1,
+    registry: Registry | None = None,
+    cache: Path | None = None,
+    before: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
+) -> Plan:
+    """A plan for `profile` (name, path or "auto") and `job` (a TOML file; None: ./job.toml, else the embedded demo).
+
+    `assignments` are `key=value` texts as given to `--set`. `hardware="profile"` plans for the profile's card, which this
+    machine need not have; `memory_limit` ("8GiB") plans and runs as if the device had no more. `before` is the metadata of
+    the checkpoint to resume (`Target.saved`): sizes chosen then on such a machine are not chosen again. `inputs` shares
+    the files that are already read.
+    Raises InputError, PluginError or DataError with a message that says what to change.
+    """
+    inputs, cache = inputs or Inputs(registry), cache or cache_folder()
+    machine = detect(local_rank(os.environ), local_ranks(os.environ, world_size))
+    if hardware == "detected" and machine.problem and machine.device_type == "cuda":
+        raise InputError(machine.problem)
+    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
+    automatic = auto_profile.choose(machine, inputs) if profile == "auto" else None
+    chosen = (
+        inputs.profile(profile, assignments, job_file)
+        if automatic is None
+        else inputs.overridden(automatic.profile, assignments, job_file)
+    )
+    if hardware == "profile":
+        machine = replace(hardware_of_card(chosen), problem=machine.problem)
+    if memory_limit is not None:
+        machine = with_memory_limit(machine, memory_limit)
+    config, facts = model_of(job_file, cache)
+    software = detect_software()
+
+    def settled(chosen: Profile) -> Plan:
+        """The plan of `chosen`, with every choice of a plugin made by the memory planner."""
+
+        def resolved(choices: Mapping[str, int]) -> Plan:
+            return resolve_plan(
+                chosen,
+                machine,
+                job_file,
+                inputs.registry,
+                facts,
+                software,
+                world_size=world_size,
+                strict=strict,
+                choices=choices,
+            )
+
+        plan = resolved({})
+        return planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {})) if plan.chose else plan
+
+    notes = [f"profile auto: {automatic.reason}"] if automatic else []
+    try:
+        plan = settled(chosen)
+    except planner.NoForecastError:
+        if automatic is None or automatic.profile is automatic.nearest:
+            raise
+        plan = settled(inputs.overridden(automatic.nearest, assignments, job_file))
+        notes.append("this model's memory cannot be forecast: the sizes follow the ratio of the memories")
+    return replace(plan, notes=(*notes, *notes_on(job, job_file, config, machine), *plan.notes))
+
+
+def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
+    """(config, facts) of the job's model. Raises InputError for a model whose code is trusted and which the job does not name."""
+    job = job_file.job
+    model = job.model
+    if others := [name for name in trusted_models() if name not in (model.name, model.tokenizer)]:
+        raise InputError(
+            f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
+        )
+    with job_file.placing():
+        config = planned_config(job, load_config(model.name, model.config, model.revision))
+        return config, model_facts(config, job.task.kind, model.label, cache / "models")
+
+
+def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Hardware) -> Iterator[str]:
+    """What the user should know about the machine, the model and the job that was found."""
+    if machine.different_cards:
+        cards = ", ".join(machine.different_cards)
+        yield f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it"
+    for name in trusted_models():
+        yield f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do"
+    given = job_file.job.model.config
+    if given is not None and (unread := unread_keys(config, given)):
+        yield f"model.config: {config.model_type} does not read {listing(unread)}; ignored"
+    if job is None and job_file.document.name == "job.toml":
+        yield "job: job.toml of this folder"
+
+
+def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Plugin -> the options that the planner chose for the checkpoint `before`, if it was written on such a machine."""
+    return dict(before.get("decided", {})) if before.get("machine") == plan.machine else {}
+
+
+def with_memory(
+    plan: Plan,
+    replan: Replan,
+    *,
+    measure: bool = False,
+    registry: Registry | None = None,
+    cache: Path | None = None,
+    listener: PlanListener | None = None,
+) -> Plan:
+    """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
+
+    `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
+    `measure` runs a step on this device instead of predicting it. `listener` hears of the memory and of each change as they
+    are found.
+    """
+    cache = cache or cache_folder()
+    listener = listener or PlanListener()
+    listener.on_trial("reading the data")
+    lengths = lengths_of(plan, cache)
+    listener.on_trial("tracing a step")
+    memory = planner.plan_memory(plan, cache, lengths)
+    if measure:
+        with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
+            memory = with_measurement(plan, memory, lengths.labels)
+    plan = replace(plan, memory=memory)
+    listener.on_memory(plan)
+    listener.on_trial("finding the largest sizes that fit")
+    memory = planner.with_largest_sizes(plan, memory, cache, lengths)
+    listener.on_largest_sizes(memory)
+    if memory.fits is False:
+        memory = with_changes(plan, memory, registry or Registry(), replan, cache, listener)
+    return replace(plan, memory=memory)
+
+
+def with_gains(
+    plan: Plan,
+    replan: Replan,
+    *,
+    registry: Registry | None = None,
+    cache: Path | None = None,
+    listener: PlanListener | None = None,
+) -> Plan:
+    """`plan`, made by `with_memory`, with what its free memory can buy (`plan.memory.gains`). Takes seconds.
+
+    `listener` hears of each gain as it is found. Nothing is searched if the plan does not fit, or for a card without peaks.
+    """
+    assert plan.memory is not None, "planned with memory"
+    memory = leftover.with_gains(plan, plan.memory, registry or Registry(), replan, cache or cache_folder(), listener)
+    return replace(plan, memory=memory)
