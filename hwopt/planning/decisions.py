@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,6 @@ from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 from hwopt.text import truncate
 
-DECISIONS = ("apply", "fallback", "skip", "choose")
-
 
 @dataclass(frozen=True)
 class PluginDecision:
@@ -27,7 +25,6 @@ class PluginDecision:
     decision: str
     """apply, fallback or skip."""
     reason: str
-    options: PluginOptions
     provenance: Mapping[str, str]
     """Option -> origin of its value: file and line, "--set" or "default"."""
     place: str
@@ -40,6 +37,11 @@ class PluginDecision:
     @property
     def name(self) -> str:
         return self.plugin.name
+
+    @property
+    def options(self) -> Any:
+        """The options in effect, of the plugin's class `Options`."""
+        return self.plugin.options
 
     @property
     def author(self) -> str:
@@ -93,7 +95,7 @@ def decide(profile: Profile, registry: Registry, context: Context, choices: Mapp
         distribution = registry.distribution(plugin_class.name)
         with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
             plugin = plugin_class(options)
-        requested = PluginDecision(plugin, distribution, "apply", "", options, {}, place)
+        requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
         yield probe_plugin(requested, profile, context, choices.get(plugin_class.name, 0))
 
 
@@ -118,26 +120,15 @@ def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choi
         plugin=plugin,
         decision=kind,
         reason=decision.reason,
-        options=plugin.options,
         provenance=provenance,
         choices=len(decision.options) if decision.kind == "choose" else 1,
     )
 
 
 def check_decision(decision: object, options: type[PluginOptions]) -> None:
-    """Raise PluginError unless `decision` is a valid Decision with options of the class `options`."""
-    if not isinstance(decision, Decision) or decision.kind not in DECISIONS:
+    """Raise PluginError unless `decision` is a Decision with options of the class `options`."""
+    if not isinstance(decision, Decision):
         raise PluginError(f"probe() returned {truncate(decision)} instead of a Decision")
-    if not isinstance(decision.reason, str):
-        raise PluginError(f"probe() returned a Decision with the reason {truncate(decision.reason)}, expected a string")
-    least = {"fallback": 1, "choose": 2}.get(decision.kind, 0)
-    if len(decision.options) < least:
-        raise PluginError(
-            f"probe() returned {decision.kind!r} with {len(decision.options)} options, expected at least {least}; "
-            "use Decision.apply(reason, options) for a single candidate"
-        )
-    if decision.kind != "choose" and len(decision.options) > 1:
-        raise PluginError(f"probe() returned {decision.kind!r} with {len(decision.options)} options, expected at most 1")
     if wrong := [given for given in decision.options if not isinstance(given, options)]:
         raise PluginError(f"probe() returned the options {truncate(wrong[0])}, expected {options.__qualname__}")
 
@@ -152,33 +143,24 @@ def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
         raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
 
 
-def in_order(entries: tuple[PluginDecision, ...]) -> tuple[PluginDecision, ...]:
-    """`entries` by stage, then in the profile's order. Raises PluginError if this order contradicts an `after`."""
-    ordered = sorted(entries, key=lambda entry: entry.plugin.stage)
-    for entry in list(ordered):
-        stage = [other for other in ordered if other.plugin.stage == entry.plugin.stage]
-        # move a table of --set or of a child profile before inherited tables: the user cannot place it there
-        followers = [other for other in stage if entry.name in other.plugin.relations.after and not is_below(entry, other)]
-        if followers and ordered.index(followers[0]) < ordered.index(entry):
-            ordered.remove(entry)
-            ordered.insert(ordered.index(followers[0]), entry)
-    for index, entry in enumerate(ordered):
-        for later in ordered[index + 1 :]:
-            same_stage = later.plugin.stage == entry.plugin.stage
-            if same_stage and later.name in entry.plugin.relations.after and "skip" not in (entry.decision, later.decision):
-                raise PluginError(
-                    f"plugin {entry.name!r} ({entry.place}) must come after {later.name!r} ({later.place}): "
-                    f"move the table [plugins.{entry.name}] below [plugins.{later.name}]"
-                )
-    return tuple(ordered)
+def in_order(entries: Iterable[PluginDecision]) -> tuple[PluginDecision, ...]:
+    """`entries` by stage, then in the profile's order, where a plugin of the same stage named in an `after` comes first."""
+    by_stage = sorted(entries, key=lambda entry: entry.plugin.stage)
+    ordered: dict[str, PluginDecision] = {}
+    seen: set[str] = set()
 
+    def place(entry: PluginDecision) -> None:
+        if entry.name in seen:
+            return
+        seen.add(entry.name)
+        for other in by_stage:
+            if other.plugin.stage == entry.plugin.stage and other.name in entry.plugin.relations.after:
+                place(other)
+        ordered[entry.name] = entry
 
-def is_below(entry: PluginDecision, other: PluginDecision) -> bool:
-    """Whether the table of `entry` is below the table of `other` in the same file."""
-    (file, _, line), (other_file, _, other_line) = entry.place.rpartition(":"), other.place.rpartition(":")
-    if not (file and file == other_file and line.isdigit() and other_line.isdigit()):
-        return entry.place == other.place != "--set"  # a profile without a file: keep its order
-    return int(line) > int(other_line)
+    for entry in by_stage:
+        place(entry)
+    return tuple(ordered.values())
 
 
 def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) -> None:

@@ -15,8 +15,8 @@ from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision
 from hwopt.plugin import Context, Plugin
+from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.run_view import BatchSizes
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import MemoryPlan

@@ -6,9 +6,9 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,22 +19,26 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import applied, mark_replaced, refuse_accumulation, refuse_clipping, refuse_conflicts, replacements
+from hwopt.planning.conflicts import (
+    Part,
+    applied,
+    author_in,
+    refuse_conflicts,
+    refuse_lacking_engine,
+    replacements,
+    split_replaced,
+)
 from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import has_key, provenance_of, under_job
 from hwopt.plugin import Context
+from hwopt.plugin.batch_sizes import KEYS, BatchSizes
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
-from hwopt.plugin.run_view import BatchSizes
 from hwopt.text import listing, nearest, truncate
-
-BATCH_KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
 
 SMALLER = 0.9
 """A card with less than this fraction of the profile's memory counts as smaller."""
-ROUNDING = 0.1
-"""Part of a row: sizes this close below a whole number of rows become it. CUDA reports 7.78 of 8 GiB and 23.70 of 24."""
 
 
 def resolve(
@@ -60,25 +64,21 @@ def resolve(
     """
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
+    notes = card_notes(profile, hardware)
     context = Context(hardware, software, model, job, world_size, profile.card_of(hardware), lacking or {})
-    entries = in_order(tuple(decide(profile, registry, context, choices or {})))
+    entries = in_order(decide(profile, registry, context, choices or {}))
     recipe = write_recipe(entries, context)
     if lacking:
         entries = tuple(without(lacking, entry, recipe) for entry in entries)
         recipe = write_recipe(entries, context)
-    entries = mark_replaced(entries, recipe)
-    refuse_conflicts(entries, recipe)
-    refuse_replaced_loss(job, recipe)
-    notes = card_notes(profile, hardware)
+    entries, parts = split_replaced(entries, recipe)
+    refuse_conflicts(entries, parts, recipe.collisions)
+    refuse_replaced_loss(job, parts)
     if strict:
         enforce_strict(entries, notes)
-    training = job.training.model_copy(
-        update={key: value for key, value in recipe.training.items() if not has_key(job.training, key)}
-    )
-    check_hyperparameters(recipe, training)
-    refuse_clipping(entries, recipe, training.max_grad_norm)
-    batch, batch_note = batch_sizes(recipe, profile, hardware, world_size)
-    refuse_accumulation(entries, recipe, batch, world_size)
+    training = with_recipe(job.training, recipe.training, parts)
+    batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
+    refuse_lacking_engine(parts, batch, world_size, training.max_grad_norm)
     return Plan(
         profile=profile,
         hardware=hardware,
@@ -91,7 +91,7 @@ def resolve(
         batch=batch,
         provenance=provenance_of(profile, job_file, recipe, training),
         world_size=world_size,
-        notes=(*notes, *batch_note),
+        notes=(*notes, *lowered),
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
@@ -115,30 +115,24 @@ def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -
     return entry
 
 
-def refuse_replaced_loss(job: Job, recipe: Recipe) -> None:
+def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
     """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
-    given = list(job.task.loss_changes)
-    if given and recipe.loss is not None:
-        author = recipe.named(recipe.author_of("loss"))
+    own = next((part for part in parts if "loss" in part.written), None)
+    if own is not None and (key := next(iter(job.task.loss_changes), None)):
         raise PluginError(
-            f"task.{given[0]}: {author} computes the loss itself, without {given[0]}. Remove it, or turn the plugin off"
+            f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
         )
 
 
-def check_hyperparameters(recipe: Recipe, training: Training) -> None:
-    """Raise PluginError for an invalid value that a plugin wrote into `recipe.training` or `recipe.batch`."""
+def with_recipe(training: Training, written: Mapping[str, Any], parts: Sequence[Part]) -> Training:
+    """`training` with what plugins wrote, as far as neither job nor profile sets it. Raises PluginError for a wrong value."""
+    merged = training.model_copy(update={key: value for key, value in written.items() if not has_key(training, key)})
     try:
-        Training.model_validate(training.model_dump(exclude_none=True))
+        Training.model_validate(merged.model_dump(exclude_none=True))
     except ValidationError as error:
-        authors = ", ".join(sorted({recipe.named(recipe.author_of(f"training[{key!r}]")) for key in recipe.training}))
+        authors = ", ".join(sorted({author_in(parts, f"training[{key!r}]") for key in written}))
         raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
-    for key, value in recipe.batch.items():
-        author = recipe.named(recipe.author_of(f"batch[{key!r}]"))
-        if key not in BATCH_KEYS:
-            near = nearest(key, BATCH_KEYS)
-            raise PluginError(f"{author}: recipe.batch has no key {key!r}.{near} It has: {listing(BATCH_KEYS)}")
-        if key != "widths" and not (isinstance(value, int) and value > 0):
-            raise PluginError(f"{author}: recipe.batch[{key!r}] is {truncate(value)}; expected a whole number above 0")
+    return merged
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
@@ -171,33 +165,23 @@ def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
     return ()
 
 
-def batch_sizes(recipe: Recipe, profile: Profile, hardware: Hardware, world_size: int) -> tuple[BatchSizes, tuple[str, ...]]:
-    """Rows per micro-batch and step, with a note if they were lowered. Default without a plugin: 8 rows, 16 in evaluation."""
-    train = int(recipe.batch.get("train", 8))
-    evaluation = int(recipe.batch.get("eval", 2 * train))
-    accumulation = int(recipe.batch.get("accumulation", 1))
-    step = int(recipe.batch.get("effective", train * accumulation))
-    notes: tuple[str, ...] = ()
-    memory = profile.card.memory_gib
-    smaller = memory and hardware.device_type == "cuda" and hardware.memory_gib < SMALLER * memory
-    if smaller and memory:
-        lowered = rows_of(train, hardware.memory_gib / memory)
-        notes = (f"micro-batch {train} -> {lowered}, {hardware.memory_gib:g} of {memory:g} GiB; {step} rows a step as before",)
-        train, evaluation = lowered, rows_of(evaluation, hardware.memory_gib / memory)
-    per_rank = ceil(step / world_size)
-    sizes = BatchSizes(
-        train=min(train, per_rank),
-        eval=evaluation,
-        step=step,
-        widths=tuple(recipe.batch.get("widths", ())),
-        pad_to_multiple_of=int(recipe.batch.get("pad_to_multiple_of", 1)),
-    )
-    return sizes, notes
-
-
-def rows_of(rows: int, ratio: float) -> int:
-    """`rows` times `ratio`, rounded down with a tolerance, at least 1."""
-    return max(1, int(rows * ratio + ROUNDING))
+def batch_sizes(
+    written: Mapping[str, Any], parts: Sequence[Part], profile: Profile, context: Context
+) -> tuple[BatchSizes, tuple[str, ...]]:
+    """The sizes that plugins wrote, and a note if this card is too small for them. Raises PluginError for a wrong one."""
+    for key, value in written.items():
+        author = author_in(parts, f"batch[{key!r}]")
+        if key not in KEYS:
+            raise PluginError(f"{author}: recipe.batch has no key {key!r}.{nearest(key, KEYS)} It has: {listing(KEYS)}")
+        if key != "widths" and not (isinstance(value, int) and value > 0):
+            raise PluginError(f"{author}: recipe.batch[{key!r}] is {truncate(value)}; expected a whole number above 0")
+    sizes = BatchSizes.of(written, context.world_size)
+    hardware, memory = context.hardware, profile.card.memory_gib
+    if memory is None or hardware.device_type != "cuda" or hardware.memory_gib >= SMALLER * memory:
+        return sizes, ()
+    lowered = BatchSizes.of(written, context.world_size, hardware.memory_gib / memory)
+    of_memory = f"{hardware.memory_gib:g} of {memory:g} GiB"
+    return lowered, (f"micro-batch {sizes.train} -> {lowered.train}, {of_memory}; {sizes.step} rows a step as before",)
 
 
 def hardware_of_card(profile: Profile) -> Hardware:

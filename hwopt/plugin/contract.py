@@ -19,12 +19,13 @@ from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin.alternatives import OFF, Choice, Scale
+from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.evidence import Evidence, first_names
 from hwopt.plugin.imports import Alias
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
-from hwopt.plugin.run_view import BatchSizes, EngineView, Events, Observation, RunView
+from hwopt.plugin.run_view import EngineView, Events, Observation, RunView
 
 API_VERSION = 3
 
@@ -110,6 +111,13 @@ class Decision:
     reason: str
     options: tuple[PluginOptions, ...] = ()
     """apply: the options with every "auto" replaced; fallback: the options used instead; choose: the candidates."""
+
+    def __post_init__(self) -> None:
+        least, most = {"apply": (0, 1), "fallback": (1, 1), "skip": (0, 0), "choose": (2, len(self.options))}[self.kind]
+        if not least <= len(self.options) <= most:
+            raise TypeError(
+                f"Decision.{self.kind}() got {len(self.options)} options; use Decision.apply(reason, options) for one"
+            )
 
     @classmethod
     def apply(cls, reason: str, options: PluginOptions | None = None) -> Decision:

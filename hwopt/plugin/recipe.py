@@ -258,16 +258,6 @@ class Recipe:
         """The recipe fields that `author` wrote."""
         return tuple(dict.fromkeys(what.partition("[")[0] for what in self.written_by_author(author)))
 
-    def writes(self, author: str, what: str) -> bool:
-        """Whether `author` wrote the field or a key of it, and no other plugin replaces it."""
-        written = [each for each in self.written_by_author(author) if each == what or each.startswith(f"{what}[")]
-        return any(each not in self.replaced(author) for each in written)
-
-    def replaced(self, author: str) -> dict[str, str]:
-        """Slots and keys that `author` wrote and another author replaces -> that author."""
-        winners = {what: self._replaced_by.get(what, author) for what in self.written_by_author(author)}
-        return {what: winner for what, winner in winners.items() if winner != author}
-
     def author_of(self, what: str) -> str:
         """The author of a slot, or of a key such as "batch['train']"; "the core" if no plugin set it."""
         return self._claims.get(what, "the core")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hwopt.config.job_training import Training
+from hwopt.plugin.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     import torch
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """Rows per micro-batch (`train`), per evaluation batch, and per optimizer step over all ranks (`step`)."""
-
-    train: int
-    eval: int
-    step: int
-    widths: tuple[int, ...] = ()
-    """Fixed widths that micro-batches are padded to; empty: padded to the longest row."""
-    pad_to_multiple_of: int = 1
-
-    def accumulation(self, world_size: int) -> int:
-        """Micro-batches per optimizer step on each rank."""
-        return ceil(self.step / (self.train * world_size))
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ def test_card_gets_its_own_profile(name: str, capability: tuple[int, int], gib: 
 
 def test_profile_that_extends_another_one_is_found_by_its_own_card(tmp_path: Path) -> None:
     file = tmp_path / "rtx4080_16gb.toml"
-    file.write_text(
-        'name = "rtx4080_16gb"\nextends = "rtx4090_24gb"\n[card]\nmatch = ["GeForce RTX 4080"]\nmemory_gib = 15.6\n'
-    )
+    file.write_text('name = "rtx4080_16gb"\nextends = "rtx4090_24gb"\n[card]\nmatch = ["GeForce RTX 4080"]\nmemory_gib = 15.6\n')
     inputs = Inputs()
     inputs.files = {**inputs.files, file.stem: file}
     assert choose(card("NVIDIA GeForce RTX 4080", (8, 9), 15.6), inputs).profile.name == file.stem
