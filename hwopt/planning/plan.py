@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
@@ -14,8 +15,9 @@ from hwopt.config.profile import Profile
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision
-from hwopt.plugin import Context, Plugin
+from hwopt.plugin import Context, MemorySpec, Plugin
 from hwopt.plugin.batch_sizes import BatchSizes
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -72,6 +74,15 @@ class Plan:
     def machine(self) -> list[Any]:
         """The facts that a choice of sizes depends on."""
         return [self.hardware.name, self.hardware.memory_gib, self.hardware.memory_limit_gib, self.world_size]
+
+    @cached_property
+    def memory_spec(self) -> MemorySpec:
+        """The memory facts and stand-ins that the plugins declare (`Plugin.memory`). Read-only; each hook runs once."""
+        spec = MemorySpec(self.model.parameters, self.model.parameters)
+        for entry in self.applied():
+            with plugin_guard(entry.who, "memory()"):
+                entry.plugin.memory(spec, self.context)
+        return spec
 
     @property
     def settings(self) -> dict[str, Any]:

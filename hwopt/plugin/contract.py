@@ -113,11 +113,10 @@ class Decision:
     """apply: the options with every "auto" replaced; fallback: the options used instead; choose: the candidates."""
 
     def __post_init__(self) -> None:
-        least, most = {"apply": (0, 1), "fallback": (1, 1), "skip": (0, 0), "choose": (2, len(self.options))}[self.kind]
-        if not least <= len(self.options) <= most:
-            raise TypeError(
-                f"Decision.{self.kind}() got {len(self.options)} options; use Decision.apply(reason, options) for one"
-            )
+        number = len(self.options)
+        least, most = {"apply": (0, 1), "fallback": (1, 1), "skip": (0, 0), "choose": (2, number)}[self.kind]
+        if not least <= number <= most:
+            raise TypeError(f"Decision.{self.kind} got {number} options; Decision.apply(reason, options) takes a single one")
 
     @classmethod
     def apply(cls, reason: str, options: PluginOptions | None = None) -> Decision:

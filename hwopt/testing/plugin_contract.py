@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hwopt import api
 from hwopt.hardware.device import Hardware
-from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.planning.decisions import PluginDecision, helps_oom
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
@@ -142,7 +141,7 @@ def check_recipe_of(name: str, plan: Plan) -> None:
 
 def check_memory_of(name: str, plan: Plan) -> None:
     """Assert that `memory` is pure with valid sizes and slots, and that `alternatives` offers valid options."""
-    spec, again = asdict(memory_spec(plan)), asdict(memory_spec(plan))
+    spec, again = asdict(plan.memory_spec), asdict(replace(plan).memory_spec)
     stand_ins = spec.pop("stand_ins")
     assert stand_ins.keys() == again.pop("stand_ins").keys(), f"{name}: memory() must be pure"
     assert spec == again, f"{name}: memory() must be pure"

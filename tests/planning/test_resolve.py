@@ -143,21 +143,13 @@ def test_order_is_by_stage_then_by_profile(stages: list[Stage]) -> None:
     assert order == sorted(order)
 
 
-def test_after_is_an_error_where_the_profile_contradicts_it() -> None:
+def test_after_wins_over_the_order_of_the_profile() -> None:
     first, second = variant("first"), variant("second", relations=Relations(after=("first", "absent")))
-    registry = registry_of(first, second)
-    plan_of(profile_of("first", "second"), HOST, registry=registry)
-    plan_of(profile_of("second"), HOST, registry=registry)
-    with pytest.raises(PluginError, match=r"'second' \(p.toml:5\) must come after 'first' \(p.toml:6\)"):
-        plan_of(profile_of("second", "first"), HOST, registry=registry)
-
-
-def test_after_ignores_skipped_plugins() -> None:
-    def skip(self: Plugin, context: Context) -> Decision:
-        return Decision.skip("not here today")
-
-    registry = registry_of(variant("first", probe=skip), variant("second", relations=Relations(after=("first",))))
-    assert len(plan_of(profile_of("second", "first"), HOST, registry=registry).entries) == 2
+    registry = registry_of(first, second, variant("third"))
+    for names in (("second", "third", "first"), ("first", "second", "third")):
+        plan = plan_of(profile_of(*names), HOST, registry=registry)
+        assert [entry.name for entry in plan.entries] == ["first", "second", "third"]
+    assert plan_of(profile_of("second"), HOST, registry=registry).entries
 
 
 def test_two_plugins_on_one_slot_are_both_named() -> None:

@@ -114,8 +114,7 @@ def test_profiles_are_files() -> None:
 
 
 def test_contract_has_few_members() -> None:
-    """The names that renames and derived profiles need come on top."""
-    assert len(set(contract_members()) - {"former_names", "renamed_options", "scale_options"}) <= 16
+    assert len(contract_members()) <= 16
 
 
 def test_attribute_that_the_contract_does_not_have_is_refused() -> None:

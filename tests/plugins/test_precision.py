@@ -17,7 +17,6 @@ from hwopt.distributed.engine import Engine
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, add_adapter, save_and_merge
@@ -298,7 +297,7 @@ def test_resume_refuses_another_level_than_pure(tmp_path):
 @pytest.mark.parametrize(("level", "expected"), [("O1", (4, 4, 8, 0)), ("O2", (2, 2, 8, 4)), ("pure", (2, 2, 4, 0))])
 def test_bytes_per_parameter_of_each_level(level, expected, tmp_path):
     plan = plan_of_pure(tmp_path, precision={"dtype": "bf16", "level": level}, optimizer={"name": "adamw_torch"})
-    spec = memory_spec(plan)
+    spec = plan.memory_spec
     assert (spec.weight_bytes, spec.gradient_bytes, spec.state_bytes, spec.master_bytes) == expected
 
 

@@ -15,7 +15,7 @@ from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.known_limits import record_limit, recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.trace.dry_run import Shape, memory_spec
+from hwopt.memory.trace.dry_run import Shape
 from hwopt.memory.trace.timeline import KINDS, Peak, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
 from hwopt.planning.decisions import PluginDecision
@@ -105,7 +105,7 @@ def on_one_device(plan: Plan, trace: Trace) -> Trace:
 
 def device_fractions(plan: Plan) -> tuple[dict[str, float], float | None]:
     """Return (fraction on one device by kind of memory, fraction of storages that only the update uses)."""
-    fractions = dict(memory_spec(plan).held)
+    fractions = dict(plan.memory_spec.held)
     return fractions, fractions.pop("update", None)
 
 
@@ -159,7 +159,7 @@ def largest_sizes(plan: Plan, memory: MemoryPlan, trace: Trace, step: Timeline) 
 
 def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
     """Return the memory of a plan from formulas; `why` it could not be traced."""
-    parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(memory_spec(plan))
+    parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
     reserve = reserve_gib(plan.hardware)
     return MemoryPlan(
         tier="closed form",
@@ -185,20 +185,20 @@ def host_memory(plan: Plan, activations: float = 0.0) -> dict[str, Any]:
     """Return the offloaded memory and the host memory that is available for it. `activations`: offloaded bytes of a step."""
     hardware = plan.hardware
     here = hardware.source == "detected" and hardware.device_type != "cpu"
-    offloaded = (memory_spec(plan).host + activations) * min(plan.world_size, max(1, hardware.count)) / GIB
+    offloaded = (plan.memory_spec.host + activations) * min(plan.world_size, max(1, hardware.count)) / GIB
     return {"host_gib": offloaded, "host_free_gib": HOST_FRACTION * hardware.cpu_memory_gib if here else None}
 
 
 def unpacked_gib(plan: Plan) -> dict[str, float]:
     """Return the weights that a plugin cannot pack, by name."""
-    spec = memory_spec(plan)
+    spec = plan.memory_spec
     return {name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()}
 
 
 def bucket_bytes(plan: Plan) -> int:
     """Return the buffers that reduce gradients: a bucket and the library's copy of it, or the engine's own."""
     data_parallel = plan.world_size > 1 and plan.recipe.engine is None
-    return int(memory_spec(plan).buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
+    return int(plan.memory_spec.buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
 
 
 def with_buckets(peak: Peak, buckets: int) -> Peak:

@@ -18,7 +18,6 @@ from hwopt.memory.allocator.playback import PlayedRun, played_run
 from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, volume
 from hwopt.memory.forecast.lengths import lengths_of
-from hwopt.memory.trace.dry_run import memory_spec
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
@@ -101,7 +100,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     steps = None
     if trace is not None:
         steps = trace.train.at(memory.rows, memory.width), trace.eval.at(plan.batch.eval, memory.width)
-    spec, micro_batches = memory_spec(plan), plan.batch.accumulation(plan.world_size)
+    spec, micro_batches = plan.memory_spec, plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)
     rows = []
     for scheme in schemes_for(ranks):

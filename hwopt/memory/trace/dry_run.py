@@ -27,8 +27,7 @@ from hwopt.model.config import load_config
 from hwopt.model.remote_code import is_trusted
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
-from hwopt.plugin import MemorySpec
-from hwopt.plugin.guard import guarded_context, plugin_guard
+from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import in_float32
 from hwopt.tasks.prepared import Prepared
@@ -69,21 +68,12 @@ class FakeAccelerator:
         return model
 
 
-def memory_spec(plan: Plan) -> MemorySpec:
-    """Return the memory facts and stand-ins that the plan's plugins declare (`Plugin.memory`)."""
-    spec = MemorySpec(plan.model.parameters, plan.model.parameters)
-    for entry in plan.applied():
-        with plugin_guard(entry.who, "memory()"):
-            entry.plugin.memory(spec, plan.context)
-    return spec
-
-
 def fake_recipe(plan: Plan) -> Recipe:
     """Return the plan's recipe, written again with stand-ins for what fake tensors cannot run."""
     recipe = write_recipe(plan.entries, plan.context)
     if recipe.schedule is None:
         recipe.schedule = constant_schedule  # transformers' schedules take a second to import
-    for slot, stand_in in memory_spec(plan).stand_ins.items():
+    for slot, stand_in in plan.memory_spec.stand_ins.items():
         with recipe.written_by(recipe.author_of(slot)):
             setattr(recipe, slot, stand_in)
     return recipe
