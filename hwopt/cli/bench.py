@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, source_options
+from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, say_json, source_options
 from hwopt.errors import StorageError
-from hwopt.text import printable
 
 
 @click.command(
@@ -20,11 +19,7 @@ from hwopt.text import printable
 )
 @source_options
 @profile_option
-@click.option(
-    "--against",
-    metavar="PROFILE|none",
-    help="The baseline; none: no plugins, fp32. Default: none.",
-)
+@click.option("--against", metavar="PROFILE|none", help="The baseline; none: no plugins, fp32. Default: none.")
 @click.option("--rounds", type=click.IntRange(min=3), default=5, show_default=True, help="Measurements of each variant, at most.")
 @click.option(
     "--seconds",
@@ -37,28 +32,26 @@ from hwopt.text import printable
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds after which one is killed."
 )
-@click.option("--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page.")
 @format_option
 def bench(
-    job: Path | None,
-    assignments: tuple[str, ...],
     profile: str,
     against: str | None,
     rounds: int,
     seconds: float,
     steps: int | None,
     time_limit: float,
-    memory_limit: str | None,
     output: Path | None,
     format_: str,
+    **asked: Any,
 ) -> int:
     if output is not None:
         refuse_unwritable(output)
-    inputs = begin([profile], job, assignments, memory_limit)
-    from hwopt.report.bench import show_bench
-    from hwopt.report.bench_progress import ProgressLine
+    inputs = begin([profile], **asked)
+    from hwopt.report.bench import BenchProgress, bench_page, show_bench
+    from hwopt.report.html import write_page
     from hwopt.report.terminal import Terminal
+    from hwopt.runs.processes import command_line
     from hwopt.system import signals
     from hwopt.trials.benchmark import BenchEffort
     from hwopt.trials.preparation import prepare, run_bench
@@ -66,17 +59,14 @@ def bench(
 
     quiet_transformers()
     signals.install_handlers()
-    progress, effort = ProgressLine(), BenchEffort(rounds, seconds, steps, time_limit)
-    prepared = prepare(inputs, job, Variant("profile", profile, assignments, memory_limit), against, progress.on_plan)
+    progress, effort = BenchProgress(), BenchEffort(rounds, seconds, steps, time_limit)
+    subject = Variant("profile", profile, asked["assignments"], asked["memory_limit"])
+    prepared = prepare(inputs, asked["job"], subject, against, progress)
     found, ended = run_bench(prepared, effort, progress)
-    progress.clear()
     if output is not None:
-        from hwopt.report.bench_page import write_bench_page
-        from hwopt.runs.processes import command_line
-
-        write_bench_page(found, output, command_line(sys.orig_argv))
+        write_page(bench_page(found, command_line(sys.orig_argv)), output)
     if format_ == "json":
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        say_json(found.to_dict())
     else:
         show_bench(Terminal(), found)
         if output is not None:
@@ -90,4 +80,4 @@ def refuse_unwritable(output: Path) -> None:
     """Raise StorageError, before anything is measured, if `output` cannot be created."""
     folder = output.absolute().parent
     if not folder.is_dir() or not os.access(output if output.exists() else folder, os.W_OK):
-        raise StorageError(f"-o {printable(str(output))}: cannot be written. Give a file in an existing folder")
+        raise StorageError(f"-o {output}: cannot be written. Give a file in an existing folder")

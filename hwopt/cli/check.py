@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, quiet_libraries
+from hwopt.cli.options import format_option, quiet_libraries, say_json
 
 
 def print_schema(context: click.Context, option: click.Parameter, kind: Literal["job", "profile"] | None) -> None:
@@ -16,7 +15,7 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
     if kind is not None:
         from hwopt.planning.schema import schema
 
-        click.echo(json.dumps(schema(kind), indent=2))
+        say_json(schema(kind))
         context.exit()
 
 
@@ -42,32 +41,19 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
 @click.option("--max-length", type=click.IntRange(min=1), help="Tokens of the longest sample.")
 @click.option("--strict", is_flag=True, help="Exit with 2 for warnings too.")
 @format_option
-def check(
-    files: tuple[Path, ...],
-    card: str | None,
-    profile: str | None,
-    cores: int | None,
-    rows: int | None,
-    parameters: float | None,
-    max_length: int | None,
-    strict: bool,
-    format_: str,
-) -> int:
+def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> int:
     quiet_libraries()
     from hwopt.configs.check.checker import worst
     from hwopt.configs.check.facts import Given
     from hwopt.configs.check.files import check_file
-
-    given = Given(card, profile, cores, rows, parameters, max_length)
-    reports = [check_file(path, given) for path in files]
-    if format_ == "json":
-        found = [report.to_dict() for report in reports]
-        click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, default=str))
-        return worst(reports, strict)
     from hwopt.report.check import show_report
     from hwopt.report.terminal import Terminal
 
-    console = Terminal()
-    for report in reports:
-        show_report(console, report)
+    reports = [check_file(path, Given(**facts)) for path in files]
+    if format_ == "json":
+        found = [report.to_dict() for report in reports]
+        say_json(found[0] if len(found) == 1 else found)
+    else:
+        for report in reports:
+            show_report(Terminal(), report)
     return worst(reports, strict)

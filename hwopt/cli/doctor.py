@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import rich_click as click
 
-from hwopt.cli.options import announce_loading, format_option, quiet_libraries
+from hwopt.cli.options import announce_loading, format_option, quiet_libraries, say_json
 from hwopt.errors import InputError
 from hwopt.report.status_line import status_line
 
@@ -24,35 +23,33 @@ from hwopt.report.status_line import status_line
 @format_option
 def doctor(report: bool, format_: str) -> int:
     quiet_libraries()
-    return show_survey(format_) if report else show_findings(format_)
+    return report_machine(format_) if report else check_machine(format_)
 
 
-def show_findings(format_: str) -> int:
+def check_machine(format_: str) -> int:
     """Show each problem with its fix, and return the exit code."""
     status_line.announce("checking the machine")
     from hwopt.hardware.doctor import examine
+    from hwopt.report.doctor import show_findings
+    from hwopt.report.terminal import Terminal
 
     findings = examine()
     if format_ == "json":
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        say_json([asdict(finding) for finding in findings])
     else:
-        from hwopt.report import doctor as screen
-        from hwopt.report.terminal import Terminal
-
-        screen.show_findings(Terminal(), findings)
+        show_findings(Terminal(), findings)
     return InputError.exit_code if any(finding.status == "problem" for finding in findings) else 0
 
 
-def show_survey(format_: str) -> int:
+def report_machine(format_: str) -> int:
     """Show versions, the machine, and the decision of each plugin on it."""
     announce_loading()
     from hwopt.planning.capabilities import survey
+    from hwopt.report.terminal import Terminal, show_survey
 
     found = survey()
     if format_ == "json":
-        click.echo(json.dumps(asdict(found), indent=2, default=str))
-        return 0
-    from hwopt.report import terminal
-
-    terminal.show_survey(terminal.Terminal(), found)
+        say_json(asdict(found))
+    else:
+        show_survey(Terminal(), found)
     return 0

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import begin, job_options, profile_option, quiet_transformers, say
+from hwopt.cli.options import (
+    begin,
+    hardware_option,
+    job_options,
+    profile_option,
+    quiet_transformers,
+    say,
+    world_size_option,
+)
 
 
 @click.command(
@@ -17,14 +25,8 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 @job_options
 @profile_option
 @click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed"]), required=True, help="File format.")
-@click.option(
-    "--hardware",
-    type=click.Choice(["profile", "detected"]),
-    default="detected",
-    show_default=True,
-    help="Plan for this machine, or the card.",
-)
-@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@hardware_option("detected")
+@world_size_option
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
 @click.option(
     "--deepspeed-config-file",
@@ -34,11 +36,7 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 @click.option("--output", type=Path, help="The file to write; default: the screen.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def export(
-    job: Path | None,
     profile: str,
-    assignments: tuple[str, ...],
-    memory_limit: str | None,
-    strict: bool,
     format_: Literal["accelerate", "deepspeed"],
     hardware: Literal["profile", "detected"],
     world_size: int,
@@ -46,8 +44,9 @@ def export(
     deepspeed_config_file: str | None,
     output: Path | None,
     force: bool,
+    **asked: Any,
 ) -> None:
-    inputs = begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], **asked)
     from hwopt import api
     from hwopt.export import files
     from hwopt.memory.forecast.communication import Ranks
@@ -56,16 +55,8 @@ def export(
     ranks = Ranks(world_size, nodes)
     if output is not None:
         files.refuse_taken(output, force)  # before the work, not after
-    plan = api.resolve(
-        profile,
-        job,
-        assignments=assignments,
-        hardware="detected" if profile == "auto" else hardware,
-        strict=strict,
-        memory_limit=memory_limit,
-        world_size=ranks.number,
-        inputs=inputs,
-    )
+    device = "detected" if profile == "auto" else hardware
+    plan = api.resolve(profile, hardware=device, world_size=ranks.number, inputs=inputs, **asked)
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
     for remark in files.remarks(plan):
         say(remark, err=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, quiet_libraries
+from hwopt.cli.options import format_option, quiet_libraries, say_json, set_option
 
 
 @click.command(
@@ -20,9 +19,7 @@ from hwopt.cli.options import format_option, quiet_libraries
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The folder for the two files.")
 @click.option("--name", help="The profile's name; default: that of the file.")
 @click.option("--card", metavar="NAME", help="Give the profile the figures of this card, such as 'RTX 3070'.")
-@click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as model.name; repeatable."
-)
+@set_option("A key of the job, such as model.name")
 @format_option
 def import_(file: Path, output: Path, name: str | None, card: str | None, assignments: tuple[str, ...], format_: str) -> None:
     quiet_libraries()
@@ -39,6 +36,6 @@ def import_(file: Path, output: Path, name: str | None, card: str | None, assign
     if format_ == "json":
         left = [asdict(each) for each in files.translation.left]
         taken = {".".join(each.key): each.value for each in files.translation.taken}
-        click.echo(json.dumps({"taken": taken, "left": left, "placeholders": files.missing}, indent=2, default=str))
-        return
-    show_left(Terminal(), files.summary(output))
+        say_json({"taken": taken, "left": left, "placeholders": files.missing})
+    else:
+        show_left(Terminal(), files.summary(output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -75,53 +76,7 @@ def instead_of_option(name: str) -> str:
     return f"--set {found.split(' ')[0]}=VALUE"
 
 
-def source_options(command: Command) -> Command:
-    """JOB, --set and --trust-remote-code."""
-    command = trust_option(command)
-    command = click.argument("job", required=False, type=Path)(command)
-    return click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a key of the job or a plugin's option; repeatable.",
-    )(command)
-
-
-def job_options(command: Command) -> Command:
-    """JOB, --set and its shortcuts, --memory-limit, --trust-remote-code and --strict."""
-    command = source_options(with_shortcuts(command))
-    command = click.option(
-        "--memory-limit", metavar="SIZE", help="Run as if the device had only this much memory, such as 8GiB."
-    )(command)
-    return click.option(
-        "--strict", is_flag=True, help="Turn every fallback, every skip and a card that does not match the profile into an error."
-    )(command)
-
-
-def format_option(command: Command) -> Command:
-    return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
-
-
-def inference_options(command: Command) -> Command:
-    """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
-    command = trust_option(command)
-    command = click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252; repeatable.",
-    )(command)
-    command = click.option(
-        "--batch-size", type=click.IntRange(min=1), help="Rows of a batch; default: those of the run's evaluation."
-    )(command)
-    command = click.argument("source", metavar="FILE")(command)
-    return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
-
-
 def trust_option(command: Command) -> Command:
-    """--trust-remote-code."""
     return click.option(
         "--trust-remote-code",
         "trusted",
@@ -133,14 +88,88 @@ def trust_option(command: Command) -> Command:
     )(command)
 
 
+def set_option(text: str) -> Callable[[Command], Command]:
+    """--set, described by `text`."""
+    return click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=f"{text}; repeatable.")
+
+
+def memory_limit_option(command: Command) -> Command:
+    text = "Run as if the device had only this much memory, such as 8GiB."
+    return click.option("--memory-limit", metavar="SIZE", help=text)(command)
+
+
+def source_options(command: Command) -> Command:
+    """JOB, --set, --memory-limit and --trust-remote-code."""
+    command = memory_limit_option(trust_option(command))
+    command = click.argument("job", required=False, type=Path)(command)
+    return set_option("Override a key of the job or a plugin's option")(command)
+
+
+def job_options(command: Command) -> Command:
+    """Those of `source_options`, the shortcuts of --set, and --strict: arguments of `api.resolve`."""
+    text = "Turn every fallback, every skip and a card that does not match the profile into an error."
+    return click.option("--strict", is_flag=True, help=text)(source_options(with_shortcuts(command)))
+
+
+def hardware_option(default: str) -> Callable[[Command], Command]:
+    choice = click.Choice(["profile", "detected"])
+    text = "Plan for the card, or this machine."
+    return click.option("--hardware", type=choice, default=default, show_default=True, help=text)
+
+
+def world_size_option(command: Command) -> Command:
+    kind = click.IntRange(min=1)
+    return click.option("--world-size", type=kind, default=1, show_default=True, help="Number of ranks.")(command)
+
+
+def format_option(command: Command) -> Command:
+    return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
+
+
+def lister(text: str, listed: Callable[[str], None]) -> click.Group:
+    """A command that lists with `listed(format)`; "list" does so too, and further subcommands can be added."""
+
+    def called(context: click.Context, format_: str) -> None:
+        if context.invoked_subcommand is None:
+            listed(format_)
+
+    group = click.group(invoke_without_command=True, help=text)(format_option(click.pass_context(called)))
+    group.command("list", help=f"{text.split(',')[0]}.")(format_option(listed))
+    return group
+
+
+def inference_options(command: Command) -> Command:
+    """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
+    command = set_option("Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252")(
+        trust_option(command)
+    )
+    command = click.option(
+        "--batch-size", type=click.IntRange(min=1), help="Rows of a batch; default: those of the run's evaluation."
+    )(command)
+    command = click.argument("source", metavar="FILE")(command)
+    return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
+
+
 def say(text: str, err: bool = False) -> None:
     """Print a text that may come from a file."""
     status_line.clear()
     click.echo(printable(text), err=err)
 
 
-def begin(profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None) -> Inputs:
-    """The command's inputs, checked. Runs before torch is imported, which takes seconds; also quiets the libraries."""
+def warn(message: str) -> None:
+    say(f"WARNING: {message}", err=True)
+
+
+def say_json(found: Any, ensure_ascii: bool = True) -> None:
+    """Print `found` as JSON."""
+    status_line.clear()
+    click.echo(json.dumps(found, indent=2, default=str, ensure_ascii=ensure_ascii))
+
+
+def begin(
+    profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None = None, strict: bool = False
+) -> Inputs:
+    """The command's inputs, checked before torch is imported, which takes seconds. `strict` counts later."""
     status_line.show("reading job and profile")
     quiet_libraries()
     from hwopt.export.launcher_environment import refuse_odd_switches

@@ -9,33 +9,21 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option, say
+from hwopt.cli.options import format_option, lister, say, say_json
 from hwopt.plugin.registry import Registry
-
-
-@click.group(invoke_without_command=True, help="List the plugins, or show one with its options.")
-@format_option
-@click.pass_context
-def plugins(context: click.Context, format_: str) -> None:
-    if context.invoked_subcommand is None:
-        list_plugins(format_)
-
-
-@plugins.command("list", help="List the installed plugins.")
-@format_option
-def list_(format_: str) -> None:
-    list_plugins(format_)
 
 
 def list_plugins(format_: str) -> None:
     registry = Registry()
     rows = [describe(registry, name, writes=format_ == "json") for name in registry.names]
     if format_ == "json":
-        click.echo(json.dumps(rows, indent=2))
-        return
+        return say_json(rows)
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         say(f"{row['name']:<{width}}  {row['stage']:<12}  {row['effect']:<8}  {row['distribution']:<14}  {row['summary']}")
+
+
+plugins = lister("List the plugins, or show one with its options.", list_plugins)
 
 
 @plugins.command("show", help="Show a plugin's options, what it writes, and where it comes from.")
@@ -50,8 +38,7 @@ def show(name: str, format_: str) -> None:
     row["options"] = [option(key, field, schemas[key]) for key, field in plugin.Options.model_fields.items()]
     row["about"] = inspect.getdoc(inspect.getmodule(plugin)) or ""
     if format_ == "json":
-        click.echo(json.dumps(row, indent=2, default=str))
-        return
+        return say_json(row)
     say(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
     say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
     say(f"effect     {row['effect']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")

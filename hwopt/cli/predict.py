@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say
+from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say, warn
 
 SHOWN = 20
 """Rows of a kind that are listed."""
+SAMPLING = ("temperature", "top_p", "seed")
+"""Options that need --do-sample."""
 
 
 @click.command(help="Write the rows of FILE with the predictions of the model in RUN/final to a csv, jsonl or parquet file.")
@@ -28,16 +31,14 @@ def predict(
     output: Path,
     overwrite: bool,
     batch_size: int | None,
-    max_new_tokens: int | None,
     do_sample: bool,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
+    **generation: Any,
 ) -> None:
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    sampling = [name for name in ("temperature", "top_p", "seed") if given[name] is not None]
-    if sampling and not do_sample:
-        raise click.UsageError(f"--{sampling[0].replace('_', '-')} needs --do-sample.")
+    options = {name: value for name, value in generation.items() if value is not None}
+    if not do_sample and (early := [name for name in SAMPLING if name in options]):
+        raise click.UsageError(f"--{early[0].replace('_', '-')} needs --do-sample.")
+    if do_sample:
+        options["do_sample"] = True
     quiet_libraries()
     announce_loading()
     from hwopt import api
@@ -45,7 +46,6 @@ def predict(
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()
-    options = {name: value for name, value in given.items() if value is not None} | ({"do_sample": True} if do_sample else {})
     with counting(Terminal(stderr=True), "rows") as progress:
         report = api.predict(
             run,
@@ -55,7 +55,7 @@ def predict(
             overwrite=overwrite,
             batch_size=batch_size,
             generation=options or None,
-            warn=lambda message: say(f"WARNING: {message}", err=True),
+            warn=warn,
             progress=progress,
         )
     for note in report.notes:

@@ -8,24 +8,10 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option, say
+from hwopt.cli.options import format_option, lister, say, say_json
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError
 from hwopt.text import nearest, short_place
-
-
-@click.group(invoke_without_command=True, help="List the profiles, or show one.")
-@format_option
-@click.pass_context
-def profiles(context: click.Context, format_: str) -> None:
-    if context.invoked_subcommand is None:
-        list_profiles(format_)
-
-
-@profiles.command("list", help="List the installed profiles.")
-@format_option
-def list_(format_: str) -> None:
-    list_profiles(format_)
 
 
 def list_profiles(format_: str) -> None:
@@ -38,12 +24,14 @@ def list_profiles(format_: str) -> None:
         except (OSError, ValueError) as error:
             rows.append({"name": name, "summary": f"cannot be read: {error}", "file": str(path)})
     if format_ == "json":
-        click.echo(json.dumps(rows, indent=2))
-        return
+        return say_json(rows)
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         say(f"{row['name']:<{width}}  {row['summary']}")
     click.echo(f"{'auto':<{width}}  The profile of this machine's card, or one derived from the nearest")
+
+
+profiles = lister("List the profiles, or show one.", list_profiles)
 
 
 @profiles.command("show", help="Show a profile with its parents merged in, and where each value comes from.")
@@ -58,8 +46,7 @@ def show(name: str, format_: str) -> None:
     profile = Inputs().profile(name)
     data = profile.document.data
     if format_ == "json":
-        click.echo(json.dumps(data, indent=2, default=str))
-        return
+        return say_json(data)
     for key, value, place in leaves(data, (), profile.document.place):
         say(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
 

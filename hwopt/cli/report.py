@@ -41,17 +41,13 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
 
 def write_report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write the page of RUNS."""
-    from hwopt.report.report_file import REPORT, write_page
-    from hwopt.runs.record import read_record
+    from hwopt.report.html import write_page
+    from hwopt.report.page import REPORT, page_of
+    from hwopt.runs.record import read_records
 
-    records = [read_record(run) for run in dict.fromkeys(runs)]
-    for record in records:
-        if not record.rows:
-            raise InputError(
-                f"{record.folder} has no metrics yet: {record.state}. {record.message or 'Wait for its first log point'}"
-            )
+    records = read_records(list(dict.fromkeys(runs)))
     path = output or (records[0].folder / REPORT if len(records) == 1 else Path(REPORT))
-    write_page(records, path)
+    write_page(page_of(records), path)
     say(f"{path}: {path.stat().st_size / 1024:,.0f} KiB, {len(records)} run{'s' if len(records) > 1 else ''}")
 
 

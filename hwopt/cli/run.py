@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
@@ -31,11 +32,8 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 @click.pass_obj
 def run(
     typed: list[str],
-    job: Path | None,
+    /,
     profile: str,
-    assignments: tuple[str, ...],
-    memory_limit: str | None,
-    strict: bool,
     name: str | None,
     output_dir: Path,
     processes: str | None,
@@ -44,10 +42,11 @@ def run(
     fresh: bool,
     report_to: str,
     verbose: bool,
+    **asked: Any,
 ) -> int:
     if sum((resume, resume_from is not None, fresh)) > 1:
         raise click.UsageError("--resume, --resume-from and --fresh exclude each other; give one of them.")
-    inputs = begin([profile], job, assignments, memory_limit)
+    inputs = begin([profile], **asked)
     from hwopt.planning.inputs import refuse_missing_data
     from hwopt.runs.folder import Target
     from hwopt.runs.launch import ranks_to_start, run_ranks
@@ -58,7 +57,7 @@ def run(
     target.require_usable()
     ranks = 1 if processes is None else ranks_to_start(processes, os.environ)
     refuse_missing_rendezvous(os.environ)
-    refuse_missing_data(inputs.job(job, assignments))
+    refuse_missing_data(inputs.job(asked["job"], asked["assignments"]))
     if ranks > 1:
         ending = run_ranks(ranks, typed)
         if ending.message:
@@ -77,18 +76,9 @@ def run(
     console = Terminal()
     screen = Screen(console, verbose)
     signals.install_handlers()
+    listener, plan_listener = with_run_files(screen, *trackers), RunScreen(console, verbose)
     try:
-        api.train(
-            job,
-            profile,
-            target=target,
-            listener=with_run_files(screen, *trackers),
-            plan_listener=RunScreen(console, verbose),
-            assignments=assignments,
-            strict=strict,
-            memory_limit=memory_limit,
-            inputs=inputs,
-        )
+        api.train(profile=profile, target=target, listener=listener, plan_listener=plan_listener, inputs=inputs, **asked)
     finally:
         screen.close()
     return 0

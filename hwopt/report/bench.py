@@ -1,4 +1,4 @@
-"""The table of a bench, on the terminal."""
+"""The table of a bench: on the terminal, as an HTML page; and a line that says what is measured."""
 
 from __future__ import annotations
 
@@ -7,16 +7,37 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from hwopt.report.memory import gib
-from hwopt.report.terminal import say, show_table
+from hwopt.report.html import render
+from hwopt.report.sheet import ABSENT, Sheet, gib, known, seconds_text
+from hwopt.report.status_line import status_line
+from hwopt.report.terminal import say, show_sheet
 from hwopt.report.verdicts import Line
 from hwopt.trials.bench_rows import Bench, BenchRow
+from hwopt.trials.benchmark import BenchListener
 
-ABSENT = "-"
 COLOURS = {"good": "green", "bad": "red", "open": "yellow", "result": ""}
 FAILED = ("crashed", "timed out", "out of memory")
 """Endings of a trial that ran."""
 COLUMNS = ("variant", "time/step", "time/epoch", "samples/s", "real tokens/s", "peak memory", "speed", "loss", "note")
+SPEED_FIRST = (0, 6, 1, 2, 3, 4, 5, 7, 8)
+"""The columns of the page: a narrow window shows the name and the speed."""
+
+
+class BenchProgress(BenchListener):
+    """Says on standard error what is measured: the last line of a terminal, elsewhere one line per round."""
+
+    def on_plan(self, name: str) -> None:
+        status_line.show(f"planning {name}")
+
+    def on_round(self, number: int, rounds: int) -> None:
+        status_line.announce("comparing losses without dropout" if number == 0 else f"round {number} of {rounds}")
+
+    def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
+        what = f"round {number} of {rounds}: {name}" if number else f"losses without dropout: {name}"
+        if seconds_left is not None:
+            left = f"{seconds_left:.0f} s" if seconds_left < 120 else f"{seconds_left / 60:.0f} min"
+            what += f", at most {left} left"
+        status_line.show(what)
 
 
 def show_bench(console: Console, bench: Bench) -> None:
@@ -24,18 +45,33 @@ def show_bench(console: Console, bench: Bench) -> None:
     for label, text in bench.facts.items():
         say(console, label, text)
     console.print()
-    show_table(console, COLUMNS, [cells(row) for row in bench.rows], folded=8)
+    show_sheet(console, Sheet(COLUMNS, [cells(row) for row in bench.rows], folded=8))
     console.print()
     for label, text in legend(bench).items():
         say(console, label, text)
     for note in bench.notes:
         say(console, "note", note, "yellow")
     console.print()
-    for line in verdict(bench):
+    for line in bench_verdict(bench):
         say(console, f"verdict, {line.label}", line.text, COLOURS[line.grade])
 
 
-def verdict(bench: Bench) -> Iterator[Line]:
+def bench_page(bench: Bench, command: str) -> str:
+    """The page of `bench`, which `command` measured."""
+    rows = [[row[number] for number in SPEED_FIRST] for row in (COLUMNS, *map(cells, bench.rows))]
+    return render(
+        "bench.html",
+        f"What {bench.facts.get('profile', 'the profile')} gains",
+        facts=bench.facts.items(),
+        notes=bench.notes,
+        verdict=list(bench_verdict(bench)),
+        variants=Sheet(rows[0], rows[1:], "Medians of the rounds"),
+        legend=legend(bench).items(),
+        command=command,
+    )
+
+
+def bench_verdict(bench: Bench) -> Iterator[Line]:
     """What the profile gains in speed, what it costs in memory, and which variants differ or failed."""
     profile, baseline = bench.row("profile"), bench.row("baseline")
     if profile is None or baseline is None:
@@ -57,22 +93,22 @@ def speed_line(bench: Bench, profile: BenchRow) -> Line:
     text = f"the profile trains {found.value:.2f} ({found.low:.2f} to {found.high:.2f}) times the samples/s of the baseline"
     if not found.clear:
         return Line("speed", f"{text}: no clear difference in {found.rounds} rounds", "open")
+    added = {row.name.removeprefix("+ "): row.speedup for row in bench.rows if row.role == "added"}
     effects = {
-        row.name.removeprefix("+ "): effect.value
-        for row in bench.rows
-        if row.role == "added"
-        and (effect := row.speedup) is not None
-        and effect.clear
-        and (effect.value > 1) == (found.value > 1)
+        name: abs(math.log(effect.value))
+        for name, effect in added.items()
+        if effect is not None and effect.clear and (effect.value > 1) == (found.value > 1)
     }
-    most = max(effects, key=lambda name: abs(math.log(effects[name])), default="")
-    return Line("speed", f"{text}; most of it by {most}" if most else text, "good" if found.value > 1 else "bad")
+    if effects:
+        text += f"; most of it by {max(effects, key=effects.__getitem__)}"
+    return Line("speed", text, "good" if found.value > 1 else "bad")
 
 
 def legend(bench: Bench) -> dict[str, str]:
     """How the table is to be read, by label."""
     found = {"speed": "samples/s relative to the reference: median of the rounds (lowest to highest)"}
-    if (floor := bench.floor) is not None:
+    copy = bench.row("copy")
+    if copy is not None and (floor := copy.speedup) is not None:
         found["noise"] = (
             f"two copies of the baseline differ by x{floor.low:.3f} to x{floor.high:.3f}; "
             '"=" marks a difference that is not clearly larger'
@@ -84,29 +120,18 @@ def legend(bench: Bench) -> dict[str, str]:
 
 def cells(row: BenchRow) -> tuple[str, ...]:
     """The cells of a row, in the order of COLUMNS."""
+    agrees = {True: "ok: ", False: "DIFFERS: ", None: ""}[row.loss_agrees]
     return (
         row.name,
-        seconds_text(row.seconds_per_step),
-        seconds_text(row.seconds_per_epoch),
-        ABSENT if row.samples_per_second is None else f"{row.samples_per_second:,.4g}",
-        ABSENT if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-        ABSENT if row.peak_gib is None else gib(row.peak_gib),
+        known(row.seconds_per_step, seconds_text),
+        known(row.seconds_per_epoch, seconds_text),
+        known(row.samples_per_second, "{:,.4g}".format),
+        known(row.tokens_per_second, "{:,.0f}".format),
+        known(row.peak_gib, gib),
         speed_text(row),
-        loss_text(row),
+        f"{agrees}{row.loss}" if row.loss else ABSENT,
         note_text(row),
     )
-
-
-UNITS = ((120.0, "min", 60.0), (1.0, "s", 1.0), (0.0, "ms", 1e-3))
-"""(seconds from which the unit is used, unit, its seconds)."""
-
-
-def seconds_text(seconds: float | None) -> str:
-    if seconds is None:
-        return ABSENT
-    unit, size = next((unit, size) for least, unit, size in UNITS if seconds >= least)
-    value = seconds / size
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
 def speed_text(row: BenchRow) -> str:
@@ -118,12 +143,6 @@ def speed_text(row: BenchRow) -> str:
         return f"x{found.value:.2f} of {row.reference} (1 round)"
     sign = "" if found.clear or row.role == "copy" else "= "
     return f"{sign}x{found.value:.2f} ({found.low:.2f} to {found.high:.2f}) of {row.reference}"
-
-
-def loss_text(row: BenchRow) -> str:
-    if not row.loss:
-        return ABSENT
-    return {True: "ok: ", False: "DIFFERS: ", None: ""}[row.loss_agrees] + row.loss
 
 
 def note_text(row: BenchRow) -> str:

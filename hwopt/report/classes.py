@@ -1,10 +1,11 @@
-"""Results as tables for the screen: the metrics of each class or target, and the confusion matrix."""
+"""Results as sheets: the metrics of each class or target, and the confusion matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hwopt.report.sheet import Sheet, known
 from hwopt.text import cut
 
 CORNER = "true \\ predicted"
@@ -19,11 +20,11 @@ class Limits(NamedTuple):
     classes: int = 20
     """Rows of a table; of more classes, those with the lowest F1."""
     columns: int = 5
-    """Labels up to which the whole confusion matrix is shown; of more, the most frequent errors. Five fit 80 columns."""
+    """Labels up to which the whole confusion matrix is shown; of more, the most frequent errors."""
     label: int = 24
     """Characters of a label in a row."""
     heading: int = 10
-    """Characters of a label above a column of the confusion matrix; more if `width` has room for them."""
+    """Characters of a label above a column of the matrix; more if `width` has room for them."""
     width: int = 80
     """Characters of the whole confusion matrix."""
 
@@ -31,16 +32,8 @@ class Limits(NamedTuple):
 SCREEN = Limits()
 
 
-class Sheet(NamedTuple):
-    """A table of texts, with a note below it."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
 def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN) -> Iterator[Sheet]:
-    """The tables of `details` (`Metrics.details`), which may have none. `title`: the heading of the first column."""
+    """The sheets of `details` (`Metrics.details`), which may have none. `title`: the heading of the first column."""
     if "classes" in details:
         yield class_sheet(details["classes"], title, limits)
     if "targets" in details:
@@ -50,13 +43,10 @@ def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN
 
 
 def target_sheet(targets: Sequence[Mapping[str, Any]], limits: Limits = SCREEN) -> Sheet:
-    """The metrics of each target of a regression; "-" for one that is not defined."""
+    """The metrics of each target of a regression."""
     names = [name for name in targets[0] if name != "target"]
-    rows = [
-        (cut(each["target"], limits.label), *("-" if each[name] is None else f"{each[name]:.4g}" for name in names))
-        for each in targets
-    ]
-    return Sheet(("target", *names), rows)
+    rows = [(cut(each["target"], limits.label), *(known(each[name], "{:.4g}".format) for name in names)) for each in targets]
+    return Sheet(("target", *names), rows, "targets")
 
 
 def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, limits: Limits = SCREEN) -> Sheet:
@@ -65,15 +55,11 @@ def class_sheet(classes: Sequence[Mapping[str, Any]], title: str, limits: Limits
     if len(classes) > limits.classes:
         note = f"the {limits.classes} classes with the lowest F1, of {len(classes):,}"
         classes = sorted(classes, key=lambda each: (each["f1"], -each["support"]))[: limits.classes]
+    scores = ("precision", "recall", "f1")
     rows = [
-        (
-            cut(each["label"], limits.label),
-            *(f"{each[name]:.4f}" for name in ("precision", "recall", "f1")),
-            f"{each['support']:,}",
-        )
-        for each in classes
+        (cut(each["label"], limits.label), *(f"{each[name]:.4f}" for name in scores), f"{each['support']:,}") for each in classes
     ]
-    return Sheet((title, "precision", "recall", "f1", "support"), rows, note)
+    return Sheet((title, *scores, "support"), rows, "classes", note)
 
 
 def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits: Limits = SCREEN) -> Sheet:
@@ -83,7 +69,7 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
         cells = [(label, *(f"{count:,}" for count in row)) for label, row in zip(short, rows, strict=True)]
         first = max(map(len, (CORNER, *short)))
         heading = max(limits.heading, (limits.width - first) // len(labels) - GAP)
-        return Sheet((CORNER, *(cut(label, heading) for label in labels)), cells)
+        return Sheet((CORNER, *(cut(label, heading) for label in labels)), cells, "confusion matrix")
     errors = sorted(
         (-count, true, predicted)
         for true, row in enumerate(rows)
@@ -92,4 +78,4 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     )
     found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[: limits.classes]]
     note = f"the {limits.classes} most frequent of {len(errors):,} confusions" if len(errors) > limits.classes else ""
-    return Sheet(("true label", "predicted label", "samples"), found, note)
+    return Sheet(("true label", "predicted label", "samples"), found, "most frequent confusions", note)

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
+
+from rich.console import Console
 
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.memory import gib, time_range
+from hwopt.report.sheet import ABSENT, Sheet, gib, known, time_range
+from hwopt.report.terminal import say, show_sheet
+from hwopt.text import cut
 
-ABSENT = "-"
 JOB_TABLES = ("model", "data", "task")
 """Tables of a job in which runs of the same job agree."""
 HARDWARE = ("name", "memory_gib", "memory_limit_gib", "count", "cpu_cores")
+MAX_VALUE = 48
+"""Characters of a value in the terminal's table of differences."""
+Differences = Mapping[str, Sequence[Any]]
+"""Key -> its value in each plan; None: the plan has no such key."""
 
-
-@dataclass(frozen=True)
-class Quantity:
-    """A row of the table: a value of each run."""
-
-    label: str
-    values: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A key of the plans whose values differ; None: a plan has no such key."""
-
-    key: str
-    values: Sequence[Any]
+FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "state": ("state", str),
+    "time per epoch": ("seconds_per_epoch", "{:,.4g} s".format),
+    "training time": ("train_runtime_seconds", "{:,.1f} s".format),
+    "samples/s": ("samples_per_second", "{:,.4g}".format),
+    "real tokens/s": ("tokens_per_second", "{:,.0f}".format),
+    "peak memory": ("peak_memory_gib", gib),
+    "mean GPU use": ("gpu_use_percent", "{:.0f} %".format),
+    "MFU": ("mfu", "{:.1%}".format),
+    "energy per sample": ("joules_per_sample", "{:.3g} J".format),
+    "waiting for data": ("data_wait", "{:.1%}".format),
+}
+"""Label -> (key of `figures`, how it is shown)."""
 
 
 def unique_names(records: Sequence[RunRecord]) -> list[str]:
@@ -61,76 +66,54 @@ def figures(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
-    """The rows of the table of runs; without rows that no run has a value for."""
+def figure_sheet(records: Sequence[RunRecord], names: Sequence[str]) -> Sheet:
+    """The figures of runs, without rows that no run has a value for."""
     found = [figures(record) for record in records]
-
-    def row(label: str, key: str, form: str, unit: str = "") -> Quantity:
-        values = [each[key] for each in found]
-        return Quantity(label, [ABSENT if value is None else f"{value:{form}}{unit}" for value in values])
-
-    rows = [
-        Quantity("state", [each["state"] for each in found]),
-        row("time per epoch", "seconds_per_epoch", ",.4g", " s"),
-        row("training time", "train_runtime_seconds", ",.1f", " s"),
-        row("samples/s", "samples_per_second", ",.4g"),
-        row("real tokens/s", "tokens_per_second", ",.0f"),
-        Quantity("peak memory", [ABSENT if each["peak_memory_gib"] is None else gib(each["peak_memory_gib"]) for each in found]),
-        row("mean GPU use", "gpu_use_percent", ".0f", " %"),
-        row("MFU", "mfu", ".1%"),
-        row("energy per sample", "joules_per_sample", ".3g", " J"),
-        row("waiting for data", "data_wait", ".1%"),
-    ]
+    rows = [(label, *(known(each[key], shown) for each in found)) for label, (key, shown) in FIGURES.items()]
     for kind in ("best", "test"):
-        names = dict.fromkeys(name for each in found for name in each[kind])
-        rows += [Quantity(f"{kind} {name}", [metric_text(each[kind].get(name)) for each in found]) for name in names]
-    return [row for row in rows if any(value != ABSENT for value in row.values)]
+        metrics = dict.fromkeys(name for each in found for name in each[kind])
+        rows += [(f"{kind} {name}", *(known(each[kind].get(name), metric_text) for each in found)) for name in metrics]
+    return Sheet(("", *names), [row for row in rows if set(row[1:]) != {ABSENT}], "Key figures")
 
 
 def metric_text(found: Any) -> str:
     """A metric, with the step of its evaluation if it is the best of several."""
-    if found is None:
-        return ABSENT
     return f"{found['value']:.4f} (step {found['step']:,})" if isinstance(found, Mapping) else f"{found:.4f}"
 
 
-def plan_quantities(plans: Sequence[Mapping[str, Any]]) -> list[Quantity]:
-    """The rows of the table of plans, all predicted."""
-    memory = [plan["memory"] for plan in plans]
-    times = [each["time"] for each in memory]
-    steps = [plan["batch"]["step"] for plan in plans]
-    peaks = [max(each["peak_gib"], each["eval_peak_gib"] or 0.0) for each in memory]
-    fits = [{True: "yes", False: "no", None: "unknown"}[each["fits"]] for each in memory]
-    return [
-        Quantity("card", [plan["hardware"]["name"] for plan in plans]),
-        Quantity("fits", fits),
-        Quantity("peak memory", [f"{gib(peak)} of {each['free_gib']:.2f} GiB" for peak, each in zip(peaks, memory, strict=True)]),
-        Quantity("time per epoch", [span(time, "epoch") for time in times]),
-        Quantity("training time", [span(time, "total") for time in times]),
-        Quantity("time per step", [span(time, "step") for time in times]),
-        Quantity("samples/s", [speed_range(rows, time) for rows, time in zip(steps, times, strict=True)]),
-    ]
+def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Sheet:
+    """The figures of plans, all predicted."""
+
+    def peak(memory: Mapping[str, Any]) -> str:
+        return f"{gib(max(memory['peak_gib'], memory['eval_peak_gib'] or 0.0))} of {memory['free_gib']:.2f} GiB"
+
+    def time(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: time_range(tuple(ends)))
+
+    rows: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+        "card": lambda plan: str(plan["hardware"]["name"]),
+        "fits": lambda plan: {True: "yes", False: "no", None: "unknown"}[plan["memory"]["fits"]],
+        "peak memory": lambda plan: peak(plan["memory"]),
+        "time per epoch": time("epoch"),
+        "training time": time("total"),
+        "time per step": time("step"),
+        "samples/s": lambda plan: known(plan["memory"]["time"], lambda time: speed_range(plan["batch"]["step"], time["step"])),
+    }
+    return Sheet(("", *names), [(label, *map(shown, plans)) for label, shown in rows.items()])
 
 
-def span(time: Mapping[str, Any] | None, key: str) -> str:
-    """A predicted time with its unit."""
-    return ABSENT if time is None or time[key] is None else time_range(tuple(time[key]))
-
-
-def speed_range(rows: int, time: Mapping[str, Any] | None) -> str:
-    """The predicted samples per second of steps of `rows` rows."""
-    if time is None:
-        return ABSENT
-    low, high = rows / time["step"][1], rows / time["step"][0]
+def speed_range(rows: int, step: Sequence[float]) -> str:
+    """The samples per second of steps of `rows` rows that take `step` (both ends) seconds."""
+    low, high = rows / step[1], rows / step[0]
     form = ",.0f" if low >= 100 else ".3g"
     return f"{low:{form}} to {high:{form}}"
 
 
-def speed_ratios(records: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, Ratio]]:
-    """(run, its samples per second over those of the first run), for each run after the first that can be compared."""
-    for record in records[1:]:
+def speed_ratios(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[tuple[str, Ratio]]:
+    """(name, its samples per second over those of the first run), for each run after the first that can be compared."""
+    for record, name in zip(records[1:], names[1:], strict=True):
         if ratio := rate_ratio(record.windows, records[0].windows, "samples"):
-            yield record, ratio
+            yield name, ratio
 
 
 def describe_ratio(ratio: Ratio) -> str:
@@ -143,15 +126,21 @@ def describe_ratio(ratio: Ratio) -> str:
     return f"{ratio.value:.3f} times the samples/s, {noise}{clear}"
 
 
-def differences(plans: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def differences(plans: Sequence[Mapping[str, Any]]) -> Differences:
     """The keys whose values differ, as `--set` spells them, in the order of the plans."""
-    flat = [dict(flattened(plan)) for plan in plans]
+    flat = [dict(plan_values(plan)) for plan in plans]
     keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [Difference(key, [each.get(key) for each in flat]) for key in keys]
-    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+    found = {key: [each.get(key) for each in flat] for key in keys}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
-def flattened(plan: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def difference_sheet(found: Differences, names: Sequence[str], longest: int, heading: str) -> Sheet:
+    """`differences` as a table, with values of at most `longest` characters."""
+    rows = [(key, *(cut(value_text(value), longest) for value in values)) for key, values in found.items()]
+    return Sheet((heading, *names), rows, "What differs in the plans")
+
+
+def plan_values(plan: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of what a plan sets. A plugin that is skipped has no options."""
     yield "profile", plan["profile"]
     yield from ((f"hardware.{key}", plan["hardware"].get(key)) for key in HARDWARE)
@@ -160,16 +149,14 @@ def flattened(plan: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         on = entry["decision"] != "skip"
         yield f"plugins.{entry['name']}", "on" if on else "skipped"
         yield from ((f"plugins.{entry['name']}.{key}", value) for key, value in entry["options"].items() if on)
-    yield from ((f"batch.{key}", value) for key, value in plan["batch"].items())
-    yield from ((f"training.{key}", value) for key, value in plan["training"].items())
-    for table in JOB_TABLES:
-        yield from ((f"{table}.{key}", value) for key, value in plan["job"].get(table, {}).items())
-    yield from ((f"software.{key}", value) for key, value in plan["software"].items())
+    tables = {name: plan[name] for name in ("batch", "training")} | {name: plan["job"].get(name, {}) for name in JOB_TABLES}
+    for name, table in (tables | {"software": plan["software"]}).items():
+        yield from ((f"{name}.{key}", value) for key, value in table.items())
 
 
 def job_differences(records: Sequence[RunRecord]) -> list[str]:
     """What makes the runs ones of different jobs: keys of model, data and task, or the content of the data."""
-    found = [each.key for each in differences([record.plan for record in records]) if each.key.split(".")[0] in JOB_TABLES]
+    found = [key for key in differences([record.plan for record in records]) if key.split(".")[0] in JOB_TABLES]
     stores = [record.last.get("data") for record in records]
     if not all(isinstance(store, Mapping) for store in stores):
         return found
@@ -179,7 +166,7 @@ def job_differences(records: Sequence[RunRecord]) -> list[str]:
     return [*found, *(f"the samples of data.{part}" for part in changed)]
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value of a plan as text."""
     if value is None:
         return ABSENT
@@ -196,28 +183,48 @@ def predicted_ratio(plan: Mapping[str, Any], baseline: Mapping[str, Any]) -> tup
     return ends[0], ends[1]
 
 
-def describe_predicted_ratio(plan: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
-    """The predicted ratio; "" without a prediction."""
-    ratio = predicted_ratio(plan, baseline)
-    if ratio is None:
-        return ""
-    return f"{ratio[0]:.2f} to {ratio[1]:.2f} times the samples/s ({plan['memory']['time']['basis']})"
+def show_runs(console: Console, records: Sequence[RunRecord]) -> None:
+    """Print the figures of runs, their speeds against the first one, and what differs in their plans."""
+    names = unique_names(records)
+    show_sheet(console, figure_sheet(records, names))
+    for name, ratio in speed_ratios(records, names):
+        say(console, f"{name} against {names[0]}", describe_ratio(ratio))
+    if others := job_differences(records):
+        say(console, "different jobs", f"{', '.join(others)} differ: speeds and metrics are not comparable", "bold yellow")
+    show_differences(console, names, differences([record.plan for record in records]))
+
+
+def show_plans(console: Console, plans: Sequence[Mapping[str, Any]]) -> None:
+    """Print the predicted figures of plans, their speeds against the first one, and what differs."""
+    names = [str(plan["profile"]) for plan in plans]
+    show_sheet(console, plan_sheet(plans, names))
+    for name, plan in zip(names[1:], plans[1:], strict=True):
+        if ratio := predicted_ratio(plan, plans[0]):
+            text = f"{ratio[0]:.2f} to {ratio[1]:.2f} times the samples/s ({plan['memory']['time']['basis']})"
+            say(console, f"{name} against {names[0]}", text)
+    show_differences(console, names, differences(plans))
+
+
+def show_differences(console: Console, names: Sequence[str], found: Differences) -> None:
+    console.print()
+    if found:
+        show_sheet(console, difference_sheet(found, names, MAX_VALUE, "differs"))
+    else:
+        say(console, "plan", "no difference")
 
 
 def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:
     """What `hwopt compare RUN RUN --format json` prints."""
-    plans = [record.plan for record in records]
-    named = {id(record): str(record.folder) for record in records}
-    ratios = [
-        {"run": named[id(record)], "samples_per_second_ratio": asdict(ratio) | {"clear": ratio.clear}}
-        for record, ratio in speed_ratios(records)
-    ]
+    folders = [str(record.folder) for record in records]
     return {
-        "runs": [{"folder": str(record.folder)} | figures(record) for record in records],
-        "against": str(records[0].folder),
-        "ratios": ratios,
+        "runs": [{"folder": folder} | figures(record) for folder, record in zip(folders, records, strict=True)],
+        "against": folders[0],
+        "ratios": [
+            {"run": folder, "samples_per_second_ratio": asdict(ratio) | {"clear": ratio.clear}}
+            for folder, ratio in speed_ratios(records, folders)
+        ],
         "different_job": job_differences(records),
-        "differences": [asdict(each) for each in differences(plans)],
+        "differences": listed(differences([record.plan for record in records])),
     }
 
 
@@ -228,5 +235,9 @@ def plans_to_dict(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "profiles": [{key: plan[key] for key in ("profile", "hardware", "batch", "memory")} for plan in plans],
         "against": plans[0]["profile"],
         "ratios": ratios,
-        "differences": [asdict(each) for each in differences(plans)],
+        "differences": listed(differences(plans)),
     }
+
+
+def listed(found: Differences) -> list[dict[str, Any]]:
+    return [{"key": key, "values": values} for key, values in found.items()]

@@ -10,16 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hwopt.report.classes import class_sheets
-from hwopt.report.terminal import say, short_path, show_table, table
+from hwopt.report.terminal import say, short_path, show_sheet, table
 
 
 def show_classes(console: Console, details: Mapping[str, Any], title: str) -> None:
     """Print the metrics of each class and the confusion matrix, if `details` has them."""
     for sheet in class_sheets(details, title):
         console.print()
-        show_table(console, sheet.columns, sheet.rows, folded=None)
-        if sheet.note:
-            say(console, "note", sheet.note)
+        show_sheet(console, sheet)
 
 
 def show_evaluation(console: Console, report: Any) -> None:

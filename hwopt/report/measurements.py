@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hwopt.report.sheet import with_unit
+
 PARTS = {
     "data_wait_share": "waiting for data",
     "forward_share": "forward",
@@ -36,19 +38,6 @@ NAMES = {
     "mfu": "MFU: arithmetic for real tokens / dense peak",
     "joules_per_sample": "energy per sample",
 }
-UNITS = {
-    "percent": ("{:.0f}", " %"),
-    "share": ("{:.1%}", ""),
-    "mfu": ("{:.1%}", ""),
-    "gib": ("{:.2f}", " GiB"),
-    "seconds": ("{:.4g}", " s"),
-    "ms": ("{:.4g}", " ms"),
-    "watts": ("{:.0f}", " W"),
-    "celsius": ("{:.0f}", " °C"),
-    "mhz": ("{:,.0f}", " MHz"),
-    "joules": ("{:.3g}", " J"),
-}
-"""The word of a name that is its unit -> (format, unit)."""
 
 
 class TimePart(NamedTuple):
@@ -86,10 +75,3 @@ def device_rows(use: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def with_unit(name: str, value: float) -> str:
-    """A figure with the unit that its name ends with, or that stands before "per"."""
-    word = name.split("_per_")[0].rpartition("_")[2]
-    form, unit = UNITS.get(word, ("{:,.4g}", ""))
-    return form.format(value) + unit

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.terminal import VERDICTS, say, show_problem, show_table, table
+from hwopt.report.sheet import Sheet, gib, time_range
+from hwopt.report.terminal import VERDICTS, say, show_problem, show_sheet, table
 
 if TYPE_CHECKING:
     from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
@@ -24,8 +25,9 @@ def show_memory(console: Console, plan: Plan) -> None:
     if memory.unpacked_gib:
         names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
         say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
-    images = plan.context.task.inputs == "images"
-    sizes = f"{memory.rows} images" if images else f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
+    sizes = micro_batch(plan, memory)
+    if plan.context.task.inputs != "images":
+        sizes += f" tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
     least = "at least " if memory.lower_bound else ""
     reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
@@ -55,9 +57,7 @@ def describe_verdict(memory: MemoryPlan) -> str:
 
 def show_change(console: Console, change: Change) -> None:
     """Print one change that saves memory."""
-    label, style = {True: ("fits with", "bold green"), False: ("saves memory", "bold"), None: ("saves memory", "bold")}[
-        change.fits
-    ]
+    label, style = ("fits with", "bold green") if change.fits else ("saves memory", "bold")
     effect = f"saves {gib(change.saves_gib)}, step time {time_change(change)}; {change.cost}"
     say(console, label, f"{', '.join(change.lines)}: {effect}", style)
 
@@ -99,14 +99,18 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         fits = f"{yes_or_no(memory.fits)}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
         if memory.fits is None:
             fits = f"unknown: {memory.note}"
-        batch = f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
-        sizes = f"{batch}, {plan.batch.step} rows per step"
+        sizes = f"{micro_batch(plan, memory)}, {plan.batch.step} rows per step"
         largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
         total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
         rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
     columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
-    show_table(console, columns, rows, folded=7)
+    show_sheet(console, Sheet(columns, rows, folded=7))
     say(console, "time", "of the whole training if the data was read, else of one step; predicted by roofline")
+
+
+def micro_batch(plan: Plan, memory: MemoryPlan) -> str:
+    """The size of a micro-batch: "64 x 192", "64 images"."""
+    return f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
 
 
 def yes_or_no(fits: bool | None) -> str:
@@ -145,18 +149,3 @@ def describe_time(time: Prediction) -> str:
     if time.epoch is not None and time.total is not None:
         parts += [f"{time_range(time.epoch)} per epoch", f"{time_range(time.total)} in total"]
     return f"{', '.join(parts)} ({time.basis})"
-
-
-def gib(size: float) -> str:
-    """`size`, in GiB, with its unit."""
-    return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
-
-
-UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
-
-
-def time_range(seconds: tuple[float, float]) -> str:
-    """Both ends of a range in one unit: "72.5 to 156 ms"."""
-    unit, size = next(((unit, size) for unit, size in UNITS if seconds[1] >= 2 * size), UNITS[-1])
-    low, high = (float(f"{value / size:.3g}") for value in seconds)
-    return f"{low:,g} to {high:,g} {unit}"

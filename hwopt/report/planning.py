@@ -1,7 +1,4 @@
-"""PlanScreen: prints a plan while it is made: the decisions, the memory, then each change that saves memory as it is found.
-
-If standard error is a terminal, its last line says what the planner does.
-"""
+"""Listeners of the planner: a line on standard error that says what it does, and screens that print what it finds, at once."""
 
 from __future__ import annotations
 
@@ -15,52 +12,42 @@ from hwopt.report.status_line import status_line
 from hwopt.report.terminal import show_plan
 
 
-class ProgressLine(PlanListener):
-    """A line on standard error that says what the planner does. Prints nothing if standard error is not a terminal."""
+class PlanProgress(PlanListener):
+    """A line on standard error that says what the planner does, if that is a terminal."""
 
     def on_trial(self, what: str) -> None:
         status_line.show(f"planning: {what}")
 
-    def clear(self) -> None:
-        """Remove the line, before something else is printed."""
-        status_line.clear()
 
-
-class PlanScreen(ProgressLine):
-    """Prints the plan, its memory and the changes."""
+class PlanScreen(PlanProgress):
+    """Prints the plan, its memory and each change."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def on_memory(self, plan: Plan) -> None:
-        self.clear()
         show_plan(self.console, plan)
         show_memory(self.console, plan)
 
     def on_largest_sizes(self, memory: MemoryPlan) -> None:
-        self.clear()
         show_largest(self.console, memory)
 
     def on_gain(self, gain: Gain) -> None:
-        self.clear()
         show_gain(self.console, gain)
 
     def on_change(self, change: Change) -> None:
-        self.clear()
         show_change(self.console, change)
 
 
-class RunScreen(ProgressLine):
+class RunScreen(PlanProgress):
     """Prints the plan of a run before it starts, and after it what its free memory could have bought."""
 
     def __init__(self, console: Console, verbose: bool = False) -> None:
         self.console, self.verbose = console, verbose
 
     def on_plan(self, plan: Plan) -> None:
-        self.clear()
         show_plan(self.console, plan, self.verbose)
         show_forecast(self.console, plan)
 
     def on_gain(self, gain: Gain) -> None:
-        self.clear()
         show_gain(self.console, gain)

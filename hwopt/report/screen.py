@@ -25,10 +25,27 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.3
 """Weight of the last log point in the mean speed from which the remaining time is estimated."""
-
-
 STARTING = "starting"
 """What the live line shows before the first step; then "training", and from the first log point on the metrics."""
+LINE = {
+    "loss": "loss {:.4f}",
+    "learning_rate": "lr {:.3g}",
+    "steps_per_second": "{:.3g} steps/s",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "samples_per_second": "{:,.1f} samples/s",
+    "peak_memory_gib": "peak {:.2f} GiB",
+    "gpu_utilization": "GPU {:.0f} %",
+    "data_wait": "data wait {:.0%}",
+    "skipped_updates": "skipped {:.0f}",
+}
+"""Key of a log point -> how a line of a file shows it."""
+SHORT = {
+    "loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "samples_per_second": "{:,.0f} samples/s",
+    "peak_memory_gib": "{:.2f} GiB",
+}
+"""The same of the live line, which has the samples only where there are no tokens."""
 
 
 class Screen(Listener):
@@ -74,7 +91,7 @@ class Screen(Listener):
                 self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
                 self.show_step(run)
             else:
-                self.console.print(Text(log_line(run, row, left)), soft_wrap=True)
+                self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
 
     def on_heartbeat(self, run: Run) -> None:
         self.show_step(run)
@@ -150,34 +167,18 @@ def live_line(console: Console) -> Progress:
 
 
 def short_line(row: Row, left: timedelta) -> str:
-    """ETA, loss, real tokens/s (samples/s of images) and peak memory. The other numbers are in the log."""
-    parts = [
-        f"ETA {left}",
-        f"loss {row['loss']:.4f}",
-        f"{row['tokens_per_second']:,.0f} tok/s" if "tokens_per_second" in row else f"{row['samples_per_second']:,.0f} samples/s",
-        f"{row['peak_memory_gib']:.2f} GiB",
-    ]
-    return "  ".join(parts)
+    """The numbers of the live line. The others are in the log."""
+    shown = [key for key in SHORT if key in row and not (key == "samples_per_second" and "tokens_per_second" in row)]
+    return "  ".join([f"ETA {left}", *(SHORT[key].format(row[key]) for key in shown)])
 
 
-def log_line(run: Run, row: Row, left: timedelta) -> str:
-    """step, ETA, loss, lr, steps/s, real tokens/s, samples/s, peak memory, GPU %, data wait."""
-    parts = [
-        f"step {int(row['step'])}/{run.total_steps}",
-        f"ETA {left}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['learning_rate']:.3g}",
-        f"{row['steps_per_second']:.3g} steps/s",
-        *([f"{row['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in row else []),
-        f"{row['samples_per_second']:,.1f} samples/s",
-        f"peak {row['peak_memory_gib']:.2f} GiB",
-    ]
-    if "gpu_utilization" in row:
-        parts.append(f"GPU {row['gpu_utilization']:.0f} %")
-    parts.append(f"data wait {row['data_wait']:.0%}")
-    if "skipped_updates" in row:
-        parts.append(f"skipped {row['skipped_updates']:.0f}")
-    return "  ".join(parts)
+def log_line(row: Row, total_steps: int | None, left: timedelta | None = None) -> str:
+    """A log point, or an evaluation, as a line of a file."""
+    for kind in ("eval", "test"):
+        if any(key.startswith(f"{kind}_") for key in row):
+            return f"{kind} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metrics_of(row, kind))}"
+    parts = [f"step {int(row['step'])}/{total_steps or '?'}", *([] if left is None else [f"ETA {left}"])]
+    return "  ".join([*parts, *(form.format(row[key]) for key, form in LINE.items() if key in row)])
 
 
 def progress_of(run: Run) -> str:
@@ -198,25 +199,25 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         if key == "mixture":
             total = sum(row["samples_per_epoch"] for row in value)
             yield key, ", ".join(f"{row['samples_per_epoch'] / total:.1%} {cut(row['source'], 40)}" for row in value)
-        if not isinstance(value, int | float):
-            continue
-        if key.endswith("_runtime"):
-            yield key, duration(value)
-        elif key.endswith("_per_second"):
-            number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-            yield key, f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
-        elif key == "data_wait":
-            yield key, f"{value:.1%}"
-        elif key == "peak_memory_gib":
-            yield key, f"{value:.2f} GiB"
-        elif key == "gpu_utilization":
-            yield key, f"{value:.0f} %"
-        elif key in ("step", "best_step"):
-            yield key, f"{int(value):,}"
-        elif isinstance(value, int) or key == "epoch":
-            yield key, f"{value:,.2f}".rstrip("0").rstrip(".")
-        else:
-            yield key, f"{value:.4f}"
+        elif isinstance(value, int | float):
+            yield key, summary_text(key, value)
+
+
+def summary_text(key: str, value: float) -> str:
+    """A number of a summary with its unit."""
+    if key.endswith("_runtime"):
+        return duration(value)
+    if key.endswith("_per_second"):
+        number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
+    if key in SUMMARY_FORMS:
+        return SUMMARY_FORMS[key].format(value)
+    return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, int) or key == "epoch" else f"{value:.4f}"
+
+
+SUMMARY_FORMS = {"data_wait": "{:.1%}", "peak_memory_gib": "{:.2f} GiB", "gpu_utilization": "{:.0f} %"} | dict.fromkeys(
+    ("step", "best_step"), "{:,.0f}"
+)
 
 
 def duration(seconds: float) -> str:

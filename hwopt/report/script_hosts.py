@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hwopt.hosts import accelerate, torch, trainer
-from hwopt.report.report_file import ReportFile
-from hwopt.report.run_files import Lines
-from hwopt.runs.script_journal import ScriptJournal
+from hwopt.report.run_files import ReportFile
+from hwopt.runs.journal import ScriptJournal
+from hwopt.text import printable
 from hwopt.training.listener import Listener, Listeners
 
 
@@ -27,6 +27,22 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *positional: Any, listener: Listener | None = None, **named: Any) -> None:
         super().__init__(*positional, listener=with_lines(listener), **named)
+
+
+class Lines(Listener):
+    """Prints what the plan says and what evidence finds, as lines between those of the script."""
+
+    def on_message(self, run: Any, message: str) -> None:
+        print(f"hwopt: {printable(message)}", flush=True)
+
+    def on_warning(self, run: Any, message: str) -> None:
+        self.on_message(run, f"WARNING: {message}")
+
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
+        for decision, evidence in found:
+            self.on_message(run, f"after step {run.step}: {evidence.status:8} {decision.name}: {evidence.seen}")
+
+    on_final_evidence = on_evidence
 
 
 def with_lines(listener: Listener | None, *files: Listener) -> Listeners:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.memory import gib, yes_or_no
-from hwopt.report.terminal import say, show_table
+from hwopt.report.memory import yes_or_no
+from hwopt.report.sheet import Sheet, gib
+from hwopt.report.terminal import say, show_sheet
 
 if TYPE_CHECKING:
     from hwopt.memory.forecast.sharding import Comparison
@@ -25,8 +26,13 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
     label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {nodes}"
     say(console, label, "ways to shard the model over them")
     across = ("in node", "node to node") if ranks.nodes > 1 else ()
-    show_table(console, ("", "states", "peak", "fits", "rank sends", *across), list(rows(comparison)), folded=0)
-    say(console, "memory per rank", describe_memory(comparison))
+    columns = ("", "states", "peak", "fits", "rank sends", *across)
+    show_sheet(console, Sheet(columns, list(rows(comparison)), folded=0))
+    states = "states: weights, gradients, optimizer state and masters, in closed form"
+    peak = "states, buffers and the largest layer: a lower bound, without activations"
+    if comparison.tier != "closed form":
+        peak = "traced, with activations, temporary tensors and, if weights are sharded, the largest layer gathered"
+    say(console, "memory per rank", f"{states}; peak: {peak}")
     say(console, "sent per step", describe_volume(comparison))
     say(console, "formulas", SOURCES)
 
@@ -41,14 +47,6 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         states = sum(scheme.states_gib.values())
         volumes = (gib(size / (1 << 30)) for size in sent)
         yield (scheme.name, gib(states), gib(peak), yes_or_no(scheme.fits), *volumes)
-
-
-def describe_memory(comparison: Comparison) -> str:
-    """What the columns "states" and "peak" count."""
-    states = "states: weights, gradients, optimizer state and masters, in closed form"
-    if comparison.tier == "closed form":
-        return f"{states}; peak: states, buffers and the largest layer: a lower bound, without activations"
-    return f"{states}; peak: traced, with activations, temporary tensors and, if weights are sharded, the largest layer gathered"
 
 
 def describe_volume(comparison: Comparison) -> str:

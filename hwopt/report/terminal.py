@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -18,31 +17,23 @@ from rich.table import Table
 from rich.text import Text
 
 from hwopt.config.job_sources import described, shares_of
+from hwopt.report.sheet import Sheet, gib
 from hwopt.report.status_line import status_line
 from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
+    from hwopt.planning.capabilities import Survey
     from hwopt.planning.decisions import PluginDecision
     from hwopt.planning.plan import Plan
 
-STYLES = {
-    "apply": "green",
-    "fallback": "yellow",
-    "skip": "yellow",
-    "active": "green",
-    "inactive": "red",
-    "unknown": "yellow",
-}
-
-
+STYLES = {"apply": "green", "fallback": "yellow", "skip": "yellow", "active": "green", "inactive": "red", "unknown": "yellow"}
+"""Decision or status of evidence -> its style."""
 LEAST, USUAL = 20, 80
 """The least plausible width of a screen in columns, and the width used instead of a smaller one."""
 UNFOLDED = 1 << 20
 """The width of output that is not a terminal."""
 TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
-
-
 VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
 """Whether a plan fits -> the word, its style."""
 
@@ -53,7 +44,7 @@ def show_verdict(console: Console, plan: Plan) -> None:
     if memory is not None:
         least = "at least " if memory.lower_bound else ""
         peak = max(memory.peak_gib, memory.eval_peak_gib or 0.0)
-        shown = f"{peak:.1f}" if peak >= 0.1 else f"{peak * 1024:.1f} MiB"
+        shown = f"{peak:.1f}" if peak >= 0.1 else gib(peak)
         parts.append(f"{least}{shown} of {memory.free_gib:.1f} GiB")
     counts = Counter(entry.decision for entry in plan.entries)
     plugins = [f"{counts['apply'] + counts['fallback']} of {len(plan.entries)} plugins on"]
@@ -162,23 +153,22 @@ LEAST_FOLDED = 24
 """The least width in columns of a folded column. If a table leaves it less, each row becomes a block of lines."""
 
 
-def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], folded: int | None = 2) -> None:
-    """Print a table whose column `folded` wraps, or one block of lines per row if the terminal is too narrow.
-
-    A cell of another column is never cut.
-    """
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
-    if folded is not None:
-        widths[folded] = min(widths[folded], LEAST_FOLDED)
+def show_sheet(console: Console, sheet: Sheet) -> None:
+    """Print a sheet, or one block of lines per row if the terminal is too narrow. A cell is never cut."""
+    cells = [[printable(cell) for cell in row] for row in sheet.rows]
+    widths = [max(map(cell_len, column)) for column in zip(sheet.columns, *cells, strict=True)]
+    if sheet.folded is not None:
+        widths[sheet.folded] = min(widths[sheet.folded], LEAST_FOLDED)
     if sum(widths) + 2 * (len(widths) - 1) <= console.width:
-        console.print(table(columns, cells, folded))
-        return
-    for heading, *values in cells:
-        console.print(Text(heading, style="bold"))
-        for column, value in zip(columns[1:], values, strict=True):
-            line = Text.assemble((f"{column}: " if column else "", "default"), (value, STYLES.get(value, "")))
-            console.print(Padding(line, (0, 0, 0, 2)))
+        console.print(table(sheet.columns, cells, sheet.folded))
+    else:
+        for heading, *values in cells:
+            console.print(Text(heading, style="bold"))
+            for column, value in zip(sheet.columns[1:], values, strict=True):
+                line = Text.assemble((f"{column}: " if column else "", "default"), (value, STYLES.get(value, "")))
+                console.print(Padding(line, (0, 0, 0, 2)))
+    if sheet.note:
+        say(console, "note", sheet.note)
 
 
 def say(console: Console, label: str, text: str, style: str = "bold") -> None:
@@ -199,30 +189,6 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-class WithoutTrailingSpaces(io.TextIOBase):
-    """Writes to another stream, without the spaces at the end of lines that pad the last column of a table."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.write(TRAILING_SPACES.sub("", text))
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def fileno(self) -> int:
-        return int(self.stream.fileno())
-
-    def isatty(self) -> bool:
-        return False
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return str(self.stream.encoding)
-
-
 class Terminal(Console):
     """A console that ignores a closed pipe (`| head`), so that the run continues.
 
@@ -233,13 +199,19 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"file": sys.stdout, **options})  # the real stdout, also while a plugin's prints go to stderr
         if not self.is_terminal and "width" not in options:
-            self.file, self.width = cast("IO[str]", WithoutTrailingSpaces(self.file)), UNFOLDED
+            self.width = UNFOLDED
         if self.width < LEAST:
             self.width = USUAL
 
     def print(self, *objects: Any, **options: Any) -> None:
         status_line.clear()
-        super().print(*objects, **options)
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        text = TRAILING_SPACES.sub("", captured.get())  # those that pad the last column of a table
+        super().print(text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -257,32 +229,32 @@ def show_values(console: Console, plan: Plan) -> None:
     for dotted, place in sorted(plan.provenance.items()):
         name, key = dotted.split(".", 1)
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
-    shown = ((key, show(value), short_place(place)) for key, value, place in rows if value is not None)
-    show_table(console, ("value", "", "from"), list(shown), folded=1)
+    shown = [(key, show(value), short_place(place)) for key, value, place in rows if value is not None]
+    show_sheet(console, Sheet(("value", "", "from"), shown, folded=1))
 
 
-def show_survey(console: Console, found: Any) -> None:
+def show_survey(console: Console, found: Survey) -> None:
+    """Print versions, the machine, and what each plugin could do on it."""
     hardware, system = found.hardware, found.system
     show_problem(console, hardware)
-    say(console, "hwopt", f"{system.hwopt}, {system.python}, {system.operating_system}")
-    build = f"CUDA {system.torch_cuda}" if system.torch_cuda else "CPUs"
-    say(console, "torch", f"{system.torch}, built for {build}")
+    built_for = f"CUDA {system.torch_cuda}" if system.torch_cuda else "CPUs"
     supports = f", for CUDA up to {system.driver_cuda}" if system.driver_cuda else ""
-    known = system.driver or ("of unknown version" if system.cards else "no NVIDIA driver")
-    say(console, "driver", f"{known}{supports}")
+    driver = system.driver or ("of unknown version" if system.cards else "no NVIDIA driver")
+    features = ", ".join(hardware.cpu_features) or "no wide units"
+    lines = {
+        "hwopt": f"{system.hwopt}, {system.python}, {system.operating_system}",
+        "torch": f"{system.torch}, built for {built_for}",
+        "driver": f"{driver}{supports}",
+    }
     for card in system.cards:
         memory = f"{card.free_memory_gib:g} of {card.memory_gib:g} GiB free"
-        say(console, f"card {card.index}", f"{card.name}, {memory}, compute capability {card.compute_capability}")
-    say(
-        console,
-        "hardware",
-        f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
-    )
-    say(console, "compute capability", f"{hardware.capability_text} ({hardware.architecture})")
-    say(
-        console,
-        "host",
-        f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {', '.join(hardware.cpu_features) or 'no wide units'}",
-    )
-    say(console, "software", ", ".join(f"{name} {version}" for name, version in found.software.items()))
-    show_table(console, ("plugin", "here", "why"), ((a.name, a.decision, a.reason) for a in found.plugins))
+        lines[f"card {card.index}"] = f"{card.name}, {memory}, compute capability {card.compute_capability}"
+    lines |= {
+        "hardware": f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
+        "compute capability": f"{hardware.capability_text} ({hardware.architecture})",
+        "host": f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {features}",
+        "software": ", ".join(f"{name} {version}" for name, version in found.software.items()),
+    }
+    for label, text in lines.items():
+        say(console, label, text)
+    show_sheet(console, Sheet(("plugin", "here", "why"), [(a.name, a.decision, a.reason) for a in found.plugins], folded=2))

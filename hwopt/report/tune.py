@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hwopt.records.throughput import Unit
-from hwopt.report.memory import gib
+from hwopt.report.sheet import gib, known
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say
 from hwopt.text import printable
@@ -39,9 +39,8 @@ class TuneScreen(TuneProgress):
         if row.failure:
             cells = ("-", "-", "-", f"{row.setting}: {row.outcome}")
         else:
-            ratio = "-" if row.ratio is None else f"{row.ratio.value:.2f}"
-            memory = "-" if row.peak_gib is None else gib(row.peak_gib)
-            cells = ("-" if row.rate is None else rate_text(row.rate), ratio, memory, row.setting)
+            ratio = known(row.ratio and row.ratio.value, "{:.2f}".format)
+            cells = (known(row.rate, rate_text), ratio, known(row.peak_gib, gib), row.setting)
         self.line((str(row.number), *cells), "yellow" if row.failure else "")
 
     def line(self, cells: Sequence[str], style: str) -> None:

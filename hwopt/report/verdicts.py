@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hwopt.records.run_record import RunRecord
-from hwopt.report.memory import gib
-from hwopt.text import printable
+from hwopt.report.measurements import is_number
+from hwopt.report.sheet import gib
 
 Grade = Literal["good", "bad", "open", "result"]
 """What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""
@@ -27,12 +27,8 @@ class Line:
     grade: Grade
 
 
-def verdict(record: RunRecord) -> list[Line]:
+def verdict(record: RunRecord) -> Iterator[Line]:
     """The statements that the files of the run support, the most important one first."""
-    return [Line(line.label, printable(line.text), line.grade) for line in statements(record)]
-
-
-def statements(record: RunRecord) -> Iterator[Line]:
     yield outcome(record)
     yield from fit(record)
     yield from proof(record)
@@ -89,13 +85,10 @@ def limit(record: RunRecord) -> Iterator[Line]:
 
 def quality(record: RunRecord) -> Iterator[Line]:
     """The best evaluation, by the metric that chose the weights."""
-    name = next(
-        (key.removeprefix("best_") for key in record.summary if key.startswith("best_eval_") and is_number(record, key)), ""
-    )
-    if name:
-        value, step = record.summary[f"best_{name}"], record.summary.get("best_step", 0)
-        yield Line("model", f"{name} {value:.4f}, the best evaluation, of step {int(step):,}", "result")
-
-
-def is_number(record: RunRecord, key: str) -> bool:
-    return isinstance(record.summary[key], int | float)
+    summary = record.summary
+    for key, value in summary.items():
+        if key.startswith("best_eval_") and is_number(value):
+            name = key.removeprefix("best_")
+            text = f"{name} {value:.4f}, the best evaluation, of step {int(summary.get('best_step', 0)):,}"
+            yield Line("model", text, "result")
+            return

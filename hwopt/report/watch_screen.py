@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hwopt.report.measurements import NAMES, with_unit
-from hwopt.report.memory import gib
-from hwopt.report.screen import Speed, metrics_of
+from hwopt.records.run_record import RunRecord
+from hwopt.report.measurements import NAMES
+from hwopt.report.screen import Speed, log_line
+from hwopt.report.sheet import with_unit
 from hwopt.text import printable
 
-if TYPE_CHECKING:
-    from hwopt.records.run_record import RunRecord
-
 GRADES = {True: "bold green", False: "bold red", None: "bold"}
+FIGURES = {
+    "loss": ("loss", "{:.4f}"),
+    "learning rate": ("learning_rate", "{:.3g}"),
+    "gradient norm": ("grad_norm", "{:.3g}"),
+    "real tokens/s": ("tokens_per_second", "{:,.0f}"),
+    "samples/s": ("samples_per_second", "{:,.1f}"),
+    "peak memory": ("peak_memory_gib", "{:.2f} GiB of {memory} GiB"),
+    "GPU use": ("gpu_utilization", "{:.0f} %, mean {gpu_use:.0f} %"),
+    "waiting for data": ("data_wait", "{:.1%}"),
+    "skipped updates": ("skipped_updates", "{:.0f}"),
+}
+"""Label -> (key of a log point, how it is shown)."""
 
 
 def panel(record: RunRecord, warnings: list[str], width: int) -> Group:
@@ -32,58 +43,36 @@ def panel(record: RunRecord, warnings: list[str], width: int) -> Group:
     style = GRADES[None if record.exit_code is None else record.complete]
     parts.append(Text.assemble((record.state, style), f"  {printable(record.message)}" if record.exit_code else ""))
     grid = Table.grid(padding=(0, 2))
-    for label, value in figures(record):
+    for label, value in panel_rows(record):
         grid.add_row(Text(label, style="dim"), Text(printable(value), overflow="fold"))
     parts.append(grid)
     parts += [Text(printable(line), style="yellow") for line in warnings]
     return Group(*parts)
 
 
-def figures(record: RunRecord) -> Iterator[tuple[str, str]]:
+def panel_rows(record: RunRecord) -> Iterator[tuple[str, str]]:
     """(label, value with its unit) of the newest rows."""
     if not record.log_rows:
         yield "log", "no log point yet: data and model are being prepared, or the first steps run"
         return
-    row = record.log_rows[-1]
+    row = with_nan(record.log_rows[-1])
     if record.exit_code is None and record.total_steps:
         yield "time left", str(seconds_left(record))
-    yield "loss", number(row.get("loss"), ".4f")
-    yield "learning rate", number(row.get("learning_rate"), ".3g")
-    yield "gradient norm", number(row.get("grad_norm"), ".3g")
-    yield "real tokens/s", number(row.get("tokens_per_second"), ",.0f")
-    yield "samples/s", number(row.get("samples_per_second"), ",.1f")
-    memory = record.plan["hardware"].get("memory_gib")
-    peak = row.get("peak_memory_gib")
-    yield "peak memory", "-" if peak is None else f"{gib(peak)} of {memory} GiB"
-    if "gpu_utilization" in row:
-        yield "GPU use", f"{number(row['gpu_utilization'], '.0f')} %, mean {number(record.gpu_use, '.0f')} %"
-    for key in ("use.power_watts", "use.temperature_celsius", "use.throttled_share"):
-        if (value := row.get(key)) is not None:
-            name = key.removeprefix("use.")
+    others = {"memory": record.plan["hardware"].get("memory_gib"), "gpu_use": record.gpu_use}
+    yield from ((label, form.format(row[key], **others)) for label, (key, form) in FIGURES.items() if key in row)
+    for name in ("power_watts", "temperature_celsius", "throttled_share"):
+        if (value := row.get(f"use.{name}")) is not None:
             yield NAMES[name].removesuffix(", mean"), with_unit(name, value)
-    yield "waiting for data", number(row.get("data_wait"), ".1%")
-    if row.get("skipped_updates"):
-        yield "skipped updates", number(row["skipped_updates"], ".0f")
     if record.evaluations:
-        yield "evaluation", eval_text(record)
+        yield "evaluation", plain_line(record, record.evaluations[-1]).removeprefix("eval ")
     if record.evidence:
         active = sum(entry["status"] == "active" for entry in record.evidence)
         yield "evidence", f"{active} of {len(record.evidence)} plugins are active"
 
 
-def number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else f"{value:{form}}"
-
-
-def eval_text(record: RunRecord) -> str:
-    """The newest evaluation."""
-    finite = {key: value for key, value in record.evaluations[-1].items() if value is not None}
-    return evaluation_line(finite)
-
-
-def evaluation_line(row: dict[str, Any], prefix: str = "eval") -> str:
-    """The metrics of an evaluation, or of the test, with its step."""
-    return f"at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metrics_of(row, prefix))}"
+def with_nan(row: Mapping[str, float | None]) -> dict[str, float]:
+    """`row` with NaN for values that were not finite, which JSON cannot hold."""
+    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def seconds_left(record: RunRecord) -> timedelta:
@@ -91,22 +80,10 @@ def seconds_left(record: RunRecord) -> timedelta:
     speed = Speed()
     for row in record.log_rows[-20:]:
         if row.get("steps_per_second"):
-            speed.add({"steps_per_second": row["steps_per_second"] or 0.0})
+            speed.add(dict(row))
     return speed.seconds_left((record.total_steps or 0) - record.step)
 
 
-def plain_line(record: RunRecord, row: Any) -> str:
+def plain_line(record: RunRecord, row: Mapping[str, float | None]) -> str:
     """One row of metrics as a line for a file or a pipe."""
-    finite = {key: value for key, value in row.items() if value is not None}
-    for kind in ("eval", "test"):
-        if any(key.startswith(f"{kind}_") for key in row):
-            return f"{kind} {evaluation_line(finite, kind)}"
-    parts = [
-        f"step {int(row['step'])}/{record.total_steps or '?'}",
-        f"loss {number(row.get('loss'), '.4f')}",
-        f"{number(row.get('tokens_per_second'), ',.0f')} tokens/s",
-        f"peak {number(row.get('peak_memory_gib'), '.2f')} GiB",
-    ]
-    if "gpu_utilization" in row:
-        parts.append(f"GPU {number(row['gpu_utilization'], '.0f')} %")
-    return "  ".join([*parts, f"data wait {number(row.get('data_wait'), '.0%')}"])
+    return log_line(with_nan(row), record.total_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError
+from hwopt.runs.status import read_object
 from hwopt.saving.reader import checkpoint_in, list_checkpoints, quarantine, read_metadata
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import path_kind, refuse_non_utf8
@@ -196,18 +196,14 @@ def in_use_on_this_host(folder: Path) -> bool:
     owner = read_owner(folder)
     if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copied folder
         return False
-    with suppress(psutil.Error, ValueError, TypeError):
+    with suppress(psutil.Error):
         return bool(psutil.Process(int(owner["pid"])).create_time() == owner["began"])
     return False
 
 
 def read_owner(folder: Path) -> dict[str, Any]:
     """Return pid, host and start time of the process that trains in `folder`; {} without a readable file."""
-    try:
-        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return owner if isinstance(owner, dict) and {"pid", "host", "began"} <= owner.keys() else {}
+    return read_object(folder / OWNER)
 
 
 def folder_in_use_error(folder: Path) -> FolderInUseError:

@@ -6,14 +6,14 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tomlkit
 
-from hwopt.errors import StorageError
+from hwopt.errors import StorageError, exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
-from hwopt.runs.processes import add_process
+from hwopt.runs.processes import METRICS, add_line, add_process
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence as observe
@@ -22,22 +22,43 @@ from hwopt.training.oom_report import memory_by_kind
 
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
+    from hwopt.plugin import Observation
     from hwopt.training.run import Run
 
 
-class Journal(Listener):
-    """Listener of rank 0 that writes the run folder."""
+class JournalFiles(Listener):
+    """Writes what the run folders of all hosts have: evidence, metrics and summary."""
 
     def __init__(self) -> None:
         self.evidence: dict[str, Any] = {}
 
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
+        self.evidence = observe.to_dict(found, run.observation, run.step)
+        write_json(run.folder / "evidence.json", self.evidence)
+
+    def on_final_evidence(self, run: Any, found: list[Any]) -> None:
+        at_end = observe.to_dict(found, run.observation, run.step)
+        write_json(run.folder / "evidence.json", self.evidence | {"at_end": at_end})
+
+    def on_log(self, run: Any, row: Row) -> None:
+        try:
+            with open(run.folder / METRICS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(finite(row)) + "\n")
+        except OSError as error:
+            raise StorageError(f"{METRICS} could not be written: {error.strerror or error}") from error
+
+    def on_finish(self, run: Any, summary: Summary) -> None:
+        write_json(run.folder / SUMMARY, finite(summary))
+
+
+class Journal(JournalFiles):
+    """Listener of rank 0 that writes the run folder."""
+
     def on_start(self, run: Run) -> None:
         folder = run.folder
+        evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
-            (folder / SUMMARY).unlink(missing_ok=True)  # its presence marks a complete run
-            drop_rows_after(folder / "metrics.jsonl", run.step, evaluated)
+            begin(run, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
             add_process(run)
@@ -49,23 +70,46 @@ class Journal(Listener):
         write_status(folder, None, "running")
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
-        self.evidence = observe.to_dict(found, run.observation, run.step)
-        write_json(run.folder / "evidence.json", self.evidence)
+        super().on_evidence(run, found)
         write_json(run.folder / "memory.json", memory_by_kind(run))
 
-    def on_final_evidence(self, run: Run, found: list[Any]) -> None:
-        at_end = observe.to_dict(found, run.observation, run.step)
-        write_json(run.folder / "evidence.json", self.evidence | {"at_end": at_end})
 
-    def on_log(self, run: Run, row: Row) -> None:
-        try:
-            with open(run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite(row)) + "\n")
-        except OSError as error:
-            raise StorageError(f"metrics.jsonl could not be written: {error.strerror or error}") from error
+class ScriptRun(Protocol):
+    """What is read of the run of a script (`hwopt.hosts`)."""
 
-    def on_finish(self, run: Run, summary: Summary) -> None:
-        write_json(run.folder / SUMMARY, finite(summary))
+    folder: Path
+    plan: Plan
+    samples: int
+    error: BaseException | None
+    observation: Observation
+
+    @property
+    def step(self) -> int: ...
+
+
+class ScriptJournal(JournalFiles):
+    """Listener of rank 0 for a training loop that is not hwopt's: its folder can be read by `hwopt report` and `compare`.
+
+    The files stand in the output folder of the script, beside its checkpoints.
+    """
+
+    def on_start(self, run: ScriptRun) -> None:
+        begin(run, run.step)
+        add_line(run, samples=run.samples, metric_directions={})
+        write_json(run.folder / "plan.json", run.plan.to_dict())
+        write_status(run.folder, None, "running")
+
+    def on_end(self, run: ScriptRun, ending: str) -> None:
+        if run.folder.is_dir():
+            code = 0 if run.error is None else exit_code_of(run.error) or 1
+            write_status(run.folder, code, ending)
+
+
+def begin(run: Any, evaluated: int) -> None:
+    """Make the folder of `run`, without what its process writes again. `evaluated`: step of the last evaluation that stays."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / SUMMARY).unlink(missing_ok=True)  # its presence marks a complete run
+    drop_rows_after(run.folder / METRICS, run.step, evaluated)
 
 
 def finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hwopt.training.run import Run
 
-PROCESSES = "processes.jsonl"
+PROCESSES, METRICS = "processes.jsonl", "metrics.jsonl"
 
 
 def add_process(run: Run) -> None:

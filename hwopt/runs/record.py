@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 from hwopt.errors import InputError
 from hwopt.records.run_record import Row, RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
-from hwopt.runs.processes import PROCESSES, read_lines
-from hwopt.runs.status import read_status, read_summary
-from hwopt.text import cut, printable
+from hwopt.runs.processes import METRICS, PROCESSES, read_lines
+from hwopt.runs.status import read_object, read_status, read_summary
+from hwopt.text import printable
 
-METRICS, LOG = "metrics.jsonl", "run.log"
-PLAN_KEYS = {"profile": str, "hardware": dict, "software": dict, "model": dict, "job": dict, "training": dict, "batch": dict}
+LOG = "run.log"
+PLAN_KEYS = {"profile", "hardware", "software", "model", "job", "training", "batch", "plugins"}
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -55,6 +54,17 @@ def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
         raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
+def read_records(folders: Sequence[Path]) -> list[RunRecord]:
+    """The records of run folders. Raises InputError for a run that has no metrics yet."""
+    records = [read_record(folder) for folder in folders]
+    for record in records:
+        if not record.rows:
+            raise InputError(
+                f"{record.folder} has no metrics yet: {record.state}. {record.message or 'Wait for its first log point'}"
+            )
+    return records
+
+
 def metric_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of metrics.jsonl that have a step."""
     return [row for line in lines if (row := numbers(line)).get("step") is not None]
@@ -66,18 +76,11 @@ def process_alive(folder: Path) -> bool | None:
     return None if host not in (None, platform.node()) else in_use_on_this_host(folder)
 
 
-def read_plan(path: Path) -> Any:
+def read_plan(path: Path) -> dict[str, Any]:
     """The plan of a run. Raises InputError unless hwopt wrote it."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} cannot be read: {cut(str(error))}") from error
-    valid = isinstance(plan, dict) and all(isinstance(plan.get(key), kind) for key, kind in PLAN_KEYS.items())
-    plugins = plan.get("plugins") if valid else None
-    if not isinstance(plugins, list) or not all(
-        isinstance(entry, dict) and {"name", "decision", "reason", "options"} <= entry.keys() for entry in plugins
-    ):
-        raise InputError(f"{path} is not a plan of hwopt")
+    plan = read_object(path)
+    if not plan.keys() >= PLAN_KEYS:
+        raise InputError(f"{path} is not a plan of hwopt, or it is corrupt")
     return plan
 
 
@@ -87,29 +90,12 @@ def read_evidence(path: Path) -> list[dict[str, Any]]:
     Inactive evidence of either step counts. Active evidence counts more than unknown one: the last step may be too small to tell.
     """
     first = read_object(path)
-    at_end = first.get("at_end")
-    last = {entry["name"]: entry for entry in evidence_entries(at_end if isinstance(at_end, dict) else {})}
+    last = {entry["name"]: entry for entry in first.get("at_end", {}).get("plugins", [])}
     found = []
-    for entry in evidence_entries(first):
+    for entry in first.get("plugins", []):
         both = [last.pop(entry["name"], entry), entry]
         found.append(next((each for status in ("inactive", "active") for each in both if each["status"] == status), both[0]))
     return [*found, *last.values()]
-
-
-def evidence_entries(collected: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of evidence.json, of one step."""
-    plugins = collected.get("plugins")
-    entries = plugins if isinstance(plugins, list) else []
-    return [entry for entry in entries if isinstance(entry, dict) and {"name", "status", "seen"} <= entry.keys()]
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} without a readable one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float | None]:

@@ -1,22 +1,34 @@
-"""`status.json` (exit code and message) and `summary.json` (final metrics) of a run folder."""
+"""`status.json` (exit code and message), `summary.json` (final metrics) and the other small JSON files of a run folder."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hwopt.system.atomic_folder import write_json
 
-if TYPE_CHECKING:
-    from hwopt.training.listener import Summary
-
-SUMMARY = "summary.json"
+STATUS, SUMMARY = "status.json", "summary.json"
 
 
 def write_status(folder: Path, exit_code: int | None, message: str) -> None:
     """Write `status.json`. `exit_code` is None while the run trains. Launchers lose the exit code; this file keeps it."""
-    write_json(folder / "status.json", {"exit_code": exit_code, "message": message})
+    write_json(folder / STATUS, {"exit_code": exit_code, "message": message})
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} without a readable one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_status(folder: Path) -> tuple[int | None, str]:
+    """Return the exit code and the message of `status.json`; (None, "") without a readable file."""
+    status = read_object(folder / STATUS)
+    return status.get("exit_code"), status.get("message", "")
 
 
 def status_code(folder: Path) -> int | None:
@@ -24,23 +36,9 @@ def status_code(folder: Path) -> int | None:
     return read_status(folder)[0]
 
 
-def read_status(folder: Path) -> tuple[int | None, str]:
-    """Return the exit code and the message of `status.json`; (None, "") without a readable file."""
-    try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-        code, message = status["exit_code"], status["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, ""
-    return (code if isinstance(code, int) else None), str(message)
-
-
-def read_summary(folder: Path) -> Summary:
+def read_summary(folder: Path) -> dict[str, Any]:
     """Return the final metrics of a complete run; {} without a readable file."""
-    try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    return read_object(folder / SUMMARY)
 
 
 def completed_steps(folder: Path) -> int:

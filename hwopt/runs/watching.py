@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hwopt.records.run_record import Row, RunRecord
-from hwopt.runs.processes import objects
-from hwopt.runs.record import LOG, METRICS, is_run_folder, metric_rows, process_alive, read_record
+from hwopt.runs.processes import METRICS, objects
+from hwopt.runs.record import LOG, is_run_folder, metric_rows, process_alive, read_record
 
 GRACE = 3.0
 """Seconds without a process and without an exit code after which a run counts as ended: a launcher may restart its ranks."""

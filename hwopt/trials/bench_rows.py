@@ -6,19 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from hwopt.trials.rounds import Speedup
+
 Role = Literal["baseline", "copy", "added", "profile", "left out"]
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """A speed over that of a reference: the median of the rounds, the lowest and the highest round."""
-
-    value: float
-    low: float
-    high: float
-    rounds: int
-    clear: bool
-    """Whether it differs from 1 by more than the noise."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +37,11 @@ class BenchRow:
     note: str = ""
     """Why it was not measured, and what else there is to say."""
 
+    def to_dict(self) -> dict[str, Any]:
+        found = self.speedup
+        figures = ("value", "low", "high", "rounds", "clear")
+        return asdict(self) | {"speedup": found and {name: getattr(found, name) for name in figures}}
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -62,17 +57,11 @@ class Bench:
         """The first row with this role."""
         return next((row for row in self.rows if row.role == role), None)
 
-    @property
-    def floor(self) -> Speedup | None:
-        """The copy of the baseline over the baseline: the noise."""
-        copy = self.row("copy")
-        return None if copy is None else copy.speedup
-
     def to_dict(self) -> dict[str, Any]:
         """What `hwopt bench --format json` prints."""
         return {
             "facts": dict(self.facts),
             "memory_kind": self.memory_kind,
             "notes": list(self.notes),
-            "variants": [asdict(row) for row in self.rows],
+            "variants": [row.to_dict() for row in self.rows],
         }

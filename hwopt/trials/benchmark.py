@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import median
 
 from hwopt.planning.plan import Plan
-from hwopt.records.throughput import Unit
-from hwopt.trials.bench_rows import BenchRow, Speedup
+from hwopt.trials.bench_rows import BenchRow
 from hwopt.trials.processes import Launch
-from hwopt.trials.rounds import Ratios, parity, ratios, rotated, steps_for
+from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
 from hwopt.trials.trial import Outcome, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, effect_between, loss_obstacle
 
@@ -44,6 +43,9 @@ class BenchEffort:
 class BenchListener:
     """Hears what is measured next. Does nothing by default."""
 
+    def on_plan(self, name: str) -> None:
+        """The variant `name` is planned."""
+
     def on_round(self, number: int, rounds: int) -> None:
         """Round `number` begins; 0 is the round without dropout."""
 
@@ -61,11 +63,11 @@ class Benchmark:
         effort: BenchEffort,
         folder: Path,
         launcher: Callable[[], AbstractContextManager[Launch]],
-        progress: BenchListener | None = None,
+        progress: BenchListener,
     ) -> None:
         self.job, self.effort, self.folder = job, effort, folder
         self.candidates = {candidate.name: candidate for candidate in candidates}
-        self.launcher, self.progress = launcher, progress or BenchListener()
+        self.launcher, self.progress = launcher, progress
         self.first: dict[str, Outcome] = {}
         """The outcomes of the first round, without dropout."""
         self.measured: dict[str, dict[int, Outcome]] = {name: {} for name in self.candidates}
@@ -122,18 +124,17 @@ class Benchmark:
     def unfinished(self) -> list[str]:
         """The variants that the next round measures: those that are not clear, and their references."""
         running = [name for name, candidate in self.candidates.items() if candidate.runs and name not in self.failed]
-        open_ = [name for name in running if name not in (BASELINE, COPY) and not self.is_clear(name)]
+        open_ = [name for name in running if name not in (BASELINE, COPY) and not ((found := self.speedup(name)) and found.clear)]
         needed = {self.candidates[name].reference for name in open_} | ({BASELINE, COPY} if open_ else set())
         return [name for name in running if name in open_ or name in needed]
 
-    def is_clear(self, name: str) -> bool:
-        found = self.ratios(name)
-        return found is not None and found.clear(self.ratios(COPY))
-
-    def ratios(self, name: str) -> Ratios | None:
-        """The speed of a variant over that of its reference, by round."""
+    def speedup(self, name: str) -> Speedup | None:
+        """The speed of a variant over that of its reference."""
         reference = self.candidates[name].reference
-        return ratios(self.speeds(name), self.speeds(reference)) if reference in self.candidates else None
+        if reference not in self.candidates:
+            return None
+        floor = None if name == COPY else self.speedup(COPY)
+        return speedup(self.speeds(name), self.speeds(reference), floor)
 
     def speeds(self, name: str) -> dict[int, float]:
         """Round -> samples per second."""
@@ -147,6 +148,11 @@ class Benchmark:
     def row(self, candidate: PlannedVariant) -> BenchRow:
         name = candidate.name
         outcomes = list(self.measured[name].values())
+
+        def middle(values: Iterable[float | None]) -> float | None:
+            """The median of the values that are known. 0 is not, as with the tokens of images."""
+            return median(known) if (known := [value for value in values if value]) else None
+
         loss, agrees = self.loss_of(candidate)
         ending, note = self.ending_of(candidate)
         return BenchRow(
@@ -157,8 +163,8 @@ class Benchmark:
             rows_per_step=None if candidate.plan is None else candidate.plan.batch.step,
             seconds_per_step=middle(outcome.seconds_per_step for outcome in outcomes),
             seconds_per_epoch=middle(outcome.seconds_per_epoch for outcome in outcomes),
-            samples_per_second=middle(speed_of(outcome, "samples") for outcome in outcomes),
-            tokens_per_second=middle(speed_of(outcome, "tokens") for outcome in outcomes),
+            samples_per_second=middle(outcome.rate("samples") for outcome in outcomes),
+            tokens_per_second=middle(outcome.rate("tokens") for outcome in outcomes),
             peak_gib=max((outcome.peak_gib for outcome in outcomes if outcome.peak_gib is not None), default=None),
             speedup=self.speedup(name),
             loss=loss,
@@ -166,12 +172,6 @@ class Benchmark:
             ending=ending,
             note=note,
         )
-
-    def speedup(self, name: str) -> Speedup | None:
-        found = self.ratios(name)
-        if found is None:
-            return None
-        return Speedup(found.median, found.low, found.high, len(found.values), self.is_clear(name))
 
     def loss_of(self, candidate: PlannedVariant) -> tuple[str, bool | None]:
         """The losses of a variant against those of its reference, in words, and whether they agree."""
@@ -181,8 +181,7 @@ class Benchmark:
             return "", None
         if obstacle := loss_obstacle(candidate.plan, reference.plan):
             return f"not compared: {obstacle}", None
-        found = parity(effect_between(candidate.plan, reference.plan), own.losses, other.losses)
-        return (found.text, found.agrees) if found is not None else ("", None)
+        return parity(effect_between(candidate.plan, reference.plan), own.losses, other.losses)
 
     def ending_of(self, candidate: PlannedVariant) -> tuple[str, str]:
         """How the variant ended, and what to say of it."""
@@ -202,14 +201,3 @@ def remarks(plan: Plan | None, outcomes: Sequence[Outcome]) -> Iterator[str]:
     for outcome in outcomes:
         if outcome.reduced_rows is not None and plan is not None:
             yield f"{plan.batch.train} rows ran out of memory: measured with micro-batches of {outcome.reduced_rows}"
-
-
-def speed_of(outcome: Outcome, unit: Unit) -> float | None:
-    """`unit` per second; None for 0, as with tokens of images."""
-    return outcome.rate(unit) or None
-
-
-def middle(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are known; None without one."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

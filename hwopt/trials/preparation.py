@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -59,16 +59,14 @@ class PreparedBench:
         }
 
 
-def prepare(
-    inputs: Inputs, job: Path | None, subject: Variant, against: str | None, on_plan: Callable[[str], None] = lambda name: None
-) -> PreparedBench:
+def prepare(inputs: Inputs, job: Path | None, subject: Variant, against: str | None, progress: BenchListener) -> PreparedBench:
     """The variants for `subject` (a profile, with assignments) against the profile `against` (see `contest_of`).
 
-    `on_plan` gets the name of each variant before it is planned. Raises InputError, PluginError or DataError as `hwopt run` does.
+    Raises InputError, PluginError or DataError as `hwopt run` does.
     """
 
     def resolve(variant: Variant) -> Plan:
-        on_plan(variant.name)
+        progress.on_plan(variant.name)
         return resolve_plan(
             variant.profile, job, assignments=variant.assignments, memory_limit=variant.memory_limit, inputs=inputs
         )

@@ -20,13 +20,15 @@ TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Ratios:
+class Speedup:
     """The speed of a variant over that of its reference, one value per round."""
 
     values: tuple[float, ...]
+    clear: bool = False
+    """Whether it differs from 1 by more than the noise."""
 
     @property
-    def median(self) -> float:
+    def value(self) -> float:
         return median(self.values)
 
     @property
@@ -37,22 +39,35 @@ class Ratios:
     def high(self) -> float:
         return max(self.values)
 
-    def clear(self, floor: Ratios | None) -> bool:
-        """Whether every round lies on the same side of 1, further away than any round of `floor`, two copies of the baseline.
-
-        If a variant equals its reference, its distances and those of the copies are alike: after three rounds this happens in
-        about one of 80 benches (1/4 for the same side, 1/20 for the order of the six distances), after five in one of 4,000.
-        """
-        if len(self.values) < LEAST_ROUNDS or floor is None or len(floor.values) < LEAST_ROUNDS:
-            return False
-        logs = [math.log(value) for value in self.values]
-        one_side = min(logs) > 0 or max(logs) < 0
-        return one_side and min(map(abs, logs)) > floor.distance
-
     @property
-    def distance(self) -> float:
-        """The largest distance from 1, as a logarithm."""
-        return max(abs(math.log(value)) for value in self.values)
+    def rounds(self) -> int:
+        return len(self.values)
+
+
+def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speedup | None = None) -> Speedup | None:
+    """The ratio of two speeds by round, of the rounds that both have; None without one.
+
+    `floor`: the ratio of two copies of the baseline, without which nothing is clear.
+    """
+    values = tuple(ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys()))
+    return Speedup(values, floor is not None and is_clear(values, floor.values)) if values else None
+
+
+def is_clear(values: Sequence[float], floor: Sequence[float]) -> bool:
+    """Whether every round lies on the same side of 1, further away than any round of `floor`, two copies of the baseline.
+
+    If a variant equals its reference, its distances and those of the copies are alike: after three rounds this happens in
+    about one of 80 benches (1/4 for the same side, 1/20 for the order of the six distances), after five in one of 4,000.
+    """
+    if min(len(values), len(floor)) < LEAST_ROUNDS:
+        return False
+    one_side = min(values) > 1 or max(values) < 1
+    return one_side and min(map(distance, values)) > max(map(distance, floor))
+
+
+def distance(ratio: float) -> float:
+    """How far a ratio is from 1, in both directions alike."""
+    return abs(math.log(ratio))
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
@@ -61,45 +76,31 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratios | None:
-    """The ratio of two speeds by round, of the rounds that both have; None without one."""
-    common = sorted(ours.keys() & theirs.keys())
-    return Ratios(tuple(ours[number] / theirs[number] for number in common)) if common else None
-
-
 def steps_for(rows: int, rows_per_step: int, least: int) -> int:
     """The optimizer steps that train at least `rows` rows, and at least `least` steps."""
     return max(least, -(-rows // rows_per_step))
 
 
-@dataclass(frozen=True)
-class Parity:
-    """Whether the losses of two variants agree as far as `effect` promises; `agrees` is None if it promises nothing."""
+def parity(
+    effect: MeasuredEffect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]
+) -> tuple[str, bool | None]:
+    """The losses of two variants, compared step by step, in words; and whether they agree as far as `effect` promises.
 
-    agrees: bool | None
-    text: str
-
-
-def parity(effect: MeasuredEffect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Parity | None:
-    """Compares the losses of two variants, step by step; None without a common step."""
-    steps = sorted(ours.keys() & theirs.keys())
-    if not steps:
-        return None
-    pairs = [(ours[step], theirs[step]) for step in steps]
+    None: it promises nothing, or there is no common step.
+    """
+    pairs = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
+    if not pairs:
+        return "", None
     finite = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(finite) < len(pairs):
         same = all((a is None) == (b is None) for a, b in pairs)
-        return Parity(None if effect == "method" else same, f"{len(pairs) - len(finite)} of {len(pairs)} losses not finite")
+        return f"{len(pairs) - len(finite)} of {len(pairs)} losses not finite", None if effect == "method" else same
+    if effect == "method":
+        mean, before = (sum(each[index] for each in finite) / len(finite) for index in (0, 1))
+        return f"another method: mean loss {mean:.4g}, {before:.4g} without", None
     largest = max(abs(a - b) / max(abs(b), 1e-12) for a, b in finite)
-    apart = f"up to {largest:.2g} apart" if largest else "equal"
-    match effect:
-        case "method":
-            mean, before = (sum(each[index] for each in finite) / len(finite) for index in (0, 1))
-            return Parity(None, f"another method: mean loss {mean:.4g}, {before:.4g} without")
-        case "bits":
-            return Parity(largest == 0.0, apart)
-        case _:
-            return Parity(largest <= TOLERANCE, apart)
+    text = f"up to {largest:.2g} apart" if largest else "equal"
+    return text, largest <= (TOLERANCE if effect == "rounding" else 0.0)
 
 
 def strongest(effects: Sequence[MeasuredEffect]) -> MeasuredEffect:

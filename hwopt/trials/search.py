@@ -11,7 +11,7 @@ trial so far: the change that the forecast expects to gain most. Of two changes 
 Nothing is tried that the planner says does not fit, that the forecast makes 1.5 times slower, that needs as much memory as what
 ran out of it, or that has the choices with which a trial crashed. The search ends when no change is left, or after 12 trials.
 Its result is the fastest trial that is clearly faster than the start: the 95 % interval of the ratio is above 1.
-docs/decisions/0012 compares it with two other methods.
+docs/decisions/0018-search-of-tune.md compares it with two other methods.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ SLOWER = 1.5
 badly, so it may be wrong about what makes room for larger ones."""
 LARGER = 0.2
 """The part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast."""
-SAME = 0.003
-"""Settings whose times differ by a smaller part are equally fast."""
 UNKNOWN_NOISE_GAIN = 1.05
 """The least ratio that counts as faster if a trial has too few windows to know its noise."""
 
@@ -86,6 +84,9 @@ class Measurement:
     """The part of the time in which the loop waited for data."""
     failure: Failure | None = None
     unit: Unit = "samples"
+    peak_gib: float | None = None
+    message: str = ""
+    """Why it failed."""
 
     @property
     def seconds(self) -> float:
@@ -146,11 +147,9 @@ class Search:
 
     @property
     def winner(self) -> Trial:
-        """The fastest trial of those that are clearly faster than the start, with the fewest changes; else the first one."""
+        """The fastest trial of those that are clearly faster than the start; else the first one."""
         faster = [trial for trial in self.good if clearly_faster(trial.ratio)]
-        least = min((trial.measurement.seconds for trial in faster), default=0.0)
-        same = [trial for trial in faster if trial.measurement.seconds <= (1 + SAME) * least]
-        return min(same, key=lambda trial: changes(trial.setting, self.start), default=self.trials[0])
+        return min(faster, key=lambda trial: trial.measurement.seconds, default=self.trials[0])
 
     @property
     def best(self) -> Setting:
@@ -191,9 +190,7 @@ class Search:
                 tried = {each.setting[number] for each in self.trials}
                 for choice in set(range(axis.choices)) - tried:
                     setting = with_choice(here, number, choice)
-                    yield axis, self.with_rows(setting, fewer=True)
-                    if axis.ordered and choice < here[number]:
-                        yield axis, self.with_rows(setting, fewer=False)
+                    yield axis, self.with_rows(setting, more=axis.ordered and choice < here[number])
 
     def sizes(self, trial: Trial, number: int) -> Iterator[int]:
         """The sizes to try beside `trial`: the largest that fits, or halfway back from what was slower; if none was, one less."""
@@ -207,14 +204,13 @@ class Search:
         elif here and slower is None and not beside:
             yield here - 1
 
-    def with_rows(self, setting: Setting, fewer: bool) -> Setting:
-        """`setting` with the most rows that fit, at most its own if `fewer`, else at least its own."""
+    def with_rows(self, setting: Setting, more: bool) -> Setting:
+        """`setting` with the most rows that fit: any number if it may need `more` rows than its own, else at most its own."""
         number = next((number for number, axis in enumerate(self.axes) if axis.is_size), None)
         if number is None:
             return setting
-        own = setting[number]
-        sizes = range(own, -1, -1) if fewer else range(self.axes[number].choices - 1, own, -1)
-        resized = (with_choice(setting, number, size) for size in sizes)
+        largest = self.axes[number].choices - 1 if more else setting[number]
+        resized = (with_choice(setting, number, size) for size in range(largest, -1, -1))
         return next(filter(self.fits, resized), setting)
 
     # what the planner and the trials rule out
@@ -249,14 +245,9 @@ class Search:
         return any(self.crashes(setting, each) for each in crashed)
 
     def crashes(self, setting: Setting, failed: Setting) -> bool:
-        """Whether `setting` has a choice of `failed` that no trial had without a failure, or a larger size."""
-        for number, axis in enumerate(self.axes):
-            choice = failed[number]
-            if axis.input or any(trial.setting[number] == choice for trial in self.good):
-                continue
-            if setting[number] == choice or (axis.ordered and self.start[number] < choice < setting[number]):
-                return True
-        return False
+        """Whether `setting` has a choice of `failed` that no trial had without a failure."""
+        shared = [number for number, axis in enumerate(self.axes) if not axis.input and setting[number] == failed[number]]
+        return any(all(trial.setting[number] != failed[number] for trial in self.good) for number in shared)
 
     def relative_seconds(self, setting: Setting, to: Setting) -> tuple[float, float]:
         """The predicted time of a step with `setting` relative to that with `to`, at both ends; 1 without a forecast."""

@@ -17,8 +17,8 @@ from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Unit, Window, rate
-from hwopt.runs.record import read_object, read_record
-from hwopt.runs.status import read_status
+from hwopt.runs.record import read_record
+from hwopt.runs.status import read_object, read_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.text import cut, printable
 from hwopt.trials.processes import Launch, in_new_process
@@ -70,8 +70,7 @@ class Outcome:
     """Step -> part of its time in which the loop waited for data."""
     steps_per_epoch: int | None = None
     peak_gib: float | None = None
-    """Peak memory of training and of the largest evaluation batch; `memory_kind` names the counter."""
-    memory_kind: str = ""
+    """Peak memory of training and of the largest evaluation batch; MEMORY_KINDS names the counter."""
     not_active: tuple[str, ...] = ()
     """Plugins whose evidence is not "active", each with its status and what was seen."""
     reduced_rows: int | None = None
@@ -128,7 +127,6 @@ def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Ou
 
 def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], steps: int) -> Outcome:
     """The outcome of a completed trial. `result` is the content of RESULT."""
-    device = str(record.plan["hardware"].get("device_type"))
     return Outcome(
         variant,
         "completed",
@@ -137,7 +135,6 @@ def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], ste
         data_waits={int(row["step"] or 0): row.get("data_wait") or 0.0 for row in record.log_rows},
         steps_per_epoch=record.last.get("steps_per_epoch"),
         peak_gib=record.peak_gib,
-        memory_kind=MEMORY_KINDS.get(device, device),
         not_active=tuple(not_active(record)),
         reduced_rows=result.get("reduced_rows"),
     )

@@ -43,7 +43,7 @@ class TuneResult:
     rows: Sequence[TrialRow]
     best: TrialRow
     ending: str
-    file: Path | None
+    file: Path | None = None
     """The profile that was written; None if the start is the best setting."""
     job_sets: Sequence[str] = ()
     """Options of the best setting that the job sets otherwise, so that the profile does not count."""
@@ -54,13 +54,8 @@ class TuneResult:
 
     def to_dict(self) -> dict[str, Any]:
         """What `hwopt tune --format json` prints."""
-        return {
-            "trials": [asdict(row) for row in self.rows],
-            "best": asdict(self.best),
-            "ended": self.ending,
-            "file": None if self.file is None else str(self.file),
-            "job_sets": list(self.job_sets),
-        }
+        found = asdict(self) | {"file": None if self.file is None else str(self.file)}
+        return {"trials": found.pop("rows"), "best": found.pop("best"), "ended": found.pop("ending"), **found}
 
 
 class TuneListener:

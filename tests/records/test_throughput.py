@@ -9,7 +9,7 @@ import pytest
 from report.run_folders import log_row, log_rows
 from scipy.stats import t
 
-from hwopt.records.throughput import Window, rate, rate_ratio, student_t, variance_of, windows_of
+from hwopt.records.throughput import Window, rate, rate_ratio, variance_of, windows_of
 
 
 def windows(speeds: list[float], samples: list[float] | None = None) -> list[Window]:
@@ -37,11 +37,6 @@ def test_rows_without_a_speed_are_no_windows() -> None:
 def test_rate_weighs_windows_by_time() -> None:
     assert rate(windows([10.0, 30.0]), "samples") == pytest.approx(15.0)
     assert rate([], "samples") is None
-
-
-@pytest.mark.parametrize("freedom", [2, 3, 5, 9.5, 30, 200])
-def test_student_t_agrees_with_scipy(freedom: float) -> None:
-    assert student_t(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=0.01)
 
 
 def test_paired_ratio_has_the_interval_of_a_paired_t_test() -> None:

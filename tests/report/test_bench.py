@@ -14,10 +14,12 @@ from report.browser import CHROMIUM, Browser, browser
 from report.test_page import CONTRAST, MARKUP, text_of
 
 from hwopt.errors import StorageError
-from hwopt.report.bench import seconds_text, show_bench, verdict
-from hwopt.report.bench_page import bench_page, write_bench_page
+from hwopt.report.bench import bench_page, bench_verdict, show_bench
+from hwopt.report.html import write_page
+from hwopt.report.sheet import seconds_text
 from hwopt.report.terminal import Terminal
-from hwopt.trials.bench_rows import Bench, BenchRow, Speedup
+from hwopt.trials.bench_rows import Bench, BenchRow
+from hwopt.trials.rounds import Speedup
 
 BROKEN_WORDS = """
 [...document.querySelectorAll("tbody th, tbody td")].map(e => e.firstChild).filter(Boolean).flatMap(text =>
@@ -37,7 +39,7 @@ FACTS = {"profile": "mine", "baseline": "no plugins: fp32, 8 rows per step"}
 
 def row(name: str, role: str, reference: str = "", value: float | None = None, **more: Any) -> BenchRow:
     clear = more.pop("clear", True)
-    found = None if value is None else Speedup(value, value * 0.98, value * 1.02, 5, clear)
+    found = None if value is None else Speedup((value * 0.98, value, value, value, value * 1.02), clear)
     measured = {"samples_per_second": 100.0, "tokens_per_second": 2345.6, "seconds_per_step": 0.08, "seconds_per_epoch": 150.0}
     figures = {} if more.get("ending") else {"rounds": 5, "peak_gib": 0.75, **measured}
     return BenchRow(name, role, reference, speedup=found, **(figures | more))  # type: ignore[arg-type]
@@ -100,7 +102,7 @@ def test_table_has_a_row_per_variant() -> None:
 def test_verdict_says_what_the_profile_gains(speed: float | None, clear: bool, grade: str, text: str) -> None:
     more = {} if speed else {"ending": "crashed", "note": "a bug"}
     rows = [*ROWS[:5], row("profile", "profile", "baseline", speed, clear=clear, **more)]
-    found = next(iter(verdict(replace(BENCH, rows=rows))))
+    found = next(iter(bench_verdict(replace(BENCH, rows=rows))))
     assert (found.label, found.grade, found.text) == ("speed", grade, f"the profile {text}")
 
 
@@ -145,7 +147,7 @@ def test_page_escapes_names_and_messages() -> None:
 
 def test_page_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"no-such/page.html could not be written: No such file"):
-        write_bench_page(BENCH, tmp_path / "no-such" / "page.html", "hwopt bench")
+        write_page(bench_page(BENCH, "hwopt bench"), tmp_path / "no-such" / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
 def test_browser_draws_the_page(chromium: Browser, tmp_path: Path, width: int, dark: bool) -> None:
-    write_bench_page(BENCH, tmp_path / "page.html", "hwopt bench --profile mine")
+    write_page(bench_page(BENCH, "hwopt bench --profile mine"), tmp_path / "page.html")
     chromium.requested.clear()
     chromium.errors.clear()
     chromium.open(tmp_path / "page.html", width=width, dark=dark)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from report.run_folders import MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
 
-from hwopt.report.compare_screen import show_plans, show_runs
 from hwopt.report.comparison import (
     differences,
+    figure_sheet,
     figures,
     job_differences,
     plans_to_dict,
     predicted_ratio,
-    quantities,
     runs_to_dict,
+    show_plans,
+    show_runs,
     unique_names,
 )
 from hwopt.report.terminal import Terminal
@@ -47,7 +48,7 @@ def test_lower_metric_is_best_if_the_task_says_so(tmp_path: Path) -> None:
 
 def test_figures_that_no_run_has_are_left_out(tmp_path: Path) -> None:
     records = [record_of(tmp_path / name, rows_of(100)) for name in "ab"]
-    labels = [row.label for row in quantities(records)]
+    labels = [row[0] for row in figure_sheet(records, "ab").rows]
     assert "mean GPU use" not in labels
     assert labels[-2:] == ["best loss", "best f1"]
 
@@ -55,13 +56,12 @@ def test_figures_that_no_run_has_are_left_out(tmp_path: Path) -> None:
 def test_differences_are_keys_as_set_takes_them() -> None:
     other = changed(PLAN, training__seed=7)
     other["plugins"][1] = changed(other["plugins"][1], decision="apply")
-    found = {each.key: each.values for each in differences([PLAN, other])}
-    assert found == {
+    assert differences([PLAN, other]) == {
         "training.seed": [42, 7],
         "plugins.tf32": ["skipped", "on"],
         "plugins.tf32.enabled": [None, True],
     }
-    assert differences([PLAN, PLAN]) == []
+    assert differences([PLAN, PLAN]) == {}
 
 
 def test_job_differs_by_model_data_or_task(tmp_path: Path) -> None:

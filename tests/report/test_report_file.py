@@ -13,8 +13,8 @@ from runs.test_execute import Failing, make_plan, status
 import hwopt
 from hwopt import api
 from hwopt.errors import NonFiniteError
-from hwopt.report import report_file
-from hwopt.report.report_file import REPORT
+from hwopt.report import run_files
+from hwopt.report.page import REPORT
 from hwopt.report.run_files import with_run_files
 from hwopt.runs.processes import PROCESSES
 from hwopt.runs.record import read_record
@@ -66,7 +66,7 @@ def test_report_that_cannot_be_written_is_a_warning(fault: str, tmp_path: Path, 
 
     heard = Recorder() if fault == "template" else InTheWay()
     if fault == "template":
-        monkeypatch.setattr(report_file, "page_of", lambda records: 1 / 0)
+        monkeypatch.setattr(run_files, "page_of", lambda records: 1 / 0)
     summary = api.execute(make_plan(tmp_path), tmp_path / "run", with_run_files(heard), cache=tmp_path / "cache")
     assert summary["step"] == 3
     assert status(tmp_path / "run") == (0, "done")

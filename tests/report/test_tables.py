@@ -21,9 +21,10 @@ from hwopt.hardware.device import Hardware, described
 from hwopt.memory.forecast.communication import Ranks, Volume
 from hwopt.memory.forecast.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
-from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side, time_range
+from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side
 from hwopt.report.sharding import show_parallel
-from hwopt.report.terminal import Terminal, show_table
+from hwopt.report.sheet import Sheet, time_range
+from hwopt.report.terminal import Terminal, show_sheet
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "screen"
 CARD = described("GeForce RTX 3070", (8, 6), 8.0)
@@ -84,7 +85,7 @@ def sharding(console: Terminal) -> None:
 def plugins(console: Terminal) -> None:
     reason = "adamw_bnb_8bit: bitsandbytes on a CPU is slow and there is no card memory to save; takes adamw_torch_fused"
     rows = [("optimizer", "fallback", reason), ("tf32", "skip", "needs a CUDA device of compute capability 8.0, found a CPU")]
-    show_table(console, ("plugin", "here", "why"), rows)
+    show_sheet(console, Sheet(("plugin", "here", "why"), rows, folded=2))
 
 
 TABLES = [side_by_side, memory, sharding, plugins]

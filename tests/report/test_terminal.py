@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
@@ -106,6 +105,9 @@ def test_plan_lists_all_values_on_request_only(
     assert ("training.learning_rate" in result.output) is listed
 
 
+CHANGE = Change(("plugins.batch.train = 4",), 1.5, True, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
+
+
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -116,18 +118,17 @@ def test_progress_of_a_plan_is_shown_on_a_terminal_only_and_removed(
     stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = planning_report.PlanScreen(Console(file=io.StringIO()))
+    screen = planning_report.PlanScreen(Terminal(file=io.StringIO()))
     screen.on_trial("tracing a step")
     assert ("planning: tracing a step" in stream.getvalue()) is shown
-    screen.clear()
-    screen.clear()
+    screen.on_change(CHANGE)
+    screen.on_change(CHANGE)
     assert stream.getvalue().count(CLEAR_LINE) == (2 if shown else 0)
 
 
 @pytest.mark.parametrize(("fits", "label"), [(True, "fits with"), (False, "saves memory"), (None, "saves memory")])
 def test_each_change_is_one_line_with_its_effect(fits: bool | None, label: str) -> None:
     output = io.StringIO()
-    change = Change(("plugins.batch.train = 4",), 1.5, fits, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
-    planning_report.PlanScreen(Console(file=output, width=200)).on_change(change)
+    planning_report.PlanScreen(Terminal(file=output)).on_change(replace(CHANGE, fits=fits))
     expected = f"{label}: plugins.batch.train = 4: saves 1.50 GiB, step time about +10%; finer micro-batches\n"
     assert output.getvalue() == expected

@@ -104,13 +104,6 @@ def test_folder_of_a_dead_process_is_free(tmp_path: Path) -> None:
         assert not in_use_on_this_host(folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', "\x00"])
-def test_unreadable_owner_file_does_not_lock_the_folder(content: str, tmp_path: Path) -> None:
-    (tmp_path / OWNER).write_text(content)
-    assert read_owner(tmp_path) == {}
-    assert not in_use_on_this_host(tmp_path)
-
-
 def test_newest_checkpoint_resumes_in_its_own_folder(tmp_path: Path) -> None:
     own = tmp_path / "run"
     for step in (5, 10):

@@ -70,19 +70,11 @@ def test_best_value_is_the_last_one_if_the_direction_is_unknown(tmp_path: Path) 
     assert record.seconds_per_epoch is None
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ("{", "plan.json cannot be read"),
-        ("[]", "is not a plan of hwopt"),
-        (json.dumps(PLAN | {"plugins": [1]}), "is not a plan of hwopt"),
-        (json.dumps({key: value for key, value in PLAN.items() if key != "batch"}), "is not a plan of hwopt"),
-    ],
-)
-def test_unreadable_plan_is_bad_input(plan: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["{", json.dumps({key: value for key, value in PLAN.items() if key != "batch"})])
+def test_unreadable_plan_is_bad_input(plan: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [log_row(5)])
     (folder / "plan.json").write_text(plan)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="is not a plan of hwopt, or it is corrupt"):
         read_record(folder)
 
 
@@ -91,15 +83,6 @@ def test_folder_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
         read_record(tmp_path / "missing")
     with pytest.raises(InputError, match=r"is not a run folder: it has no plan\.json"):
         read_record(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["[1]", '"text"', "{", '{"plugins": "text", "at_end": 3}'])
-def test_damaged_files_beside_the_plan_are_left_out(content: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [log_row(5)])
-    for name in ("evidence.json", "memory.json", "summary.json", "status.json"):
-        (folder / name).write_text(content)
-    record = read_record(folder)
-    assert (record.evidence, dict(record.held_gib), record.exit_code) == ([], {"at_end": 3} if "at_end" in content else {}, None)
 
 
 @pytest.mark.parametrize(

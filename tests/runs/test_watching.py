@@ -144,4 +144,4 @@ def test_panel_before_the_first_log_point_says_so(tmp_path: Path) -> None:
 
 def test_line_of_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     record = read_record(write_run(tmp_path / "run", [log_row(5, loss=None)]))
-    assert plain_line(record, record.rows[0]).startswith("step 5/100  loss not finite  2,000 tokens/s")
+    assert plain_line(record, record.rows[0]).startswith("step 5/100  loss nan  lr 0.001  6.25 steps/s  2,000 tokens/s")

@@ -92,7 +92,7 @@ def run(
     machine: Machine, candidates: list[PlannedVariant], folder: Path, monkeypatch: pytest.MonkeyPatch, **effort: float
 ) -> tuple[Benchmark, dict[str, BenchRow]]:
     monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
-    made = Benchmark(None, candidates, BenchEffort(**effort), folder, no_process)  # type: ignore[arg-type]
+    made = Benchmark(None, candidates, BenchEffort(**effort), folder, no_process, BenchListener())  # type: ignore[arg-type]
     try:
         made.run()
     except KeyboardInterrupt:

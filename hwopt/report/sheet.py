@@ -1,0 +1,79 @@
+"""Sheet: a table of texts. `terminal.show_sheet` prints it, page_table.html draws it; and how figures become texts with units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hwopt.text import cut, printable
+
+ABSENT = "-"
+"""The cell of a value that was not measured."""
+SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+UNITS = {
+    "percent": "{:.0f} %",
+    "share": "{:.1%}",
+    "mfu": "{:.1%}",
+    "gib": "{:.2f} GiB",
+    "seconds": "{:.4g} s",
+    "ms": "{:.4g} ms",
+    "watts": "{:.0f} W",
+    "celsius": "{:.0f} °C",
+    "mhz": "{:,.0f} MHz",
+    "joules": "{:.3g} J",
+}
+"""The word of a name that is its unit -> how the figure is shown."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table whose first column names the row."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    """What a page writes above the table."""
+    note: str = ""
+    """What stands below it."""
+    folded: int | None = None
+    """The column that wraps on a terminal; None: no cell wraps."""
+
+    def is_number(self, column: int) -> bool:
+        """Whether all cells of a column after the first one are numbers, with or without a unit."""
+        return column > 0 and all(row[column][:1].isdigit() or row[column] == ABSENT for row in self.rows)
+
+    def shortened(self, first: int, others: int) -> Sheet:
+        """The sheet with cells of at most so many characters, which show control characters."""
+        rows = [[cut(printable(cell), others if number else first) for number, cell in enumerate(row)] for row in self.rows]
+        return replace(self, columns=[printable(column) for column in self.columns], rows=rows)
+
+
+def known(value: Any, shown: Callable[[Any], str]) -> str:
+    """`value` as `shown` writes it; a dash for None."""
+    return ABSENT if value is None else shown(value)
+
+
+def gib(size: float) -> str:
+    """`size`, in GiB, with its unit."""
+    return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
+
+
+def time_range(seconds: tuple[float, float]) -> str:
+    """Both ends of a range in one unit: "72.5 to 156 ms"."""
+    unit, size = next(((unit, size) for unit, size in SECONDS if seconds[1] >= 2 * size), SECONDS[-1])
+    low, high = (float(f"{value / size:.3g}") for value in seconds)
+    return f"{low:,g} to {high:,g} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`seconds` with three digits, in minutes, seconds or milliseconds."""
+    unit, size = ("min", 60.0) if seconds >= 120 else ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+
+
+def with_unit(name: str, value: float) -> str:
+    """A figure with the unit that its name ends with, or that stands before "per"."""
+    word = name.split("_per_")[0].rpartition("_")[2]
+    return UNITS.get(word, "{:,.4g}").format(value)
