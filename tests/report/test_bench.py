@@ -121,7 +121,7 @@ def test_time_is_shown_without_an_exponent(seconds: float, text: str) -> None:
 
 
 def test_difference_that_is_not_clear_is_marked() -> None:
-    found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup(1.01, 0.98, 1.02, 5, False))])
+    found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup((0.98, 1.0, 1.01, 1.02, 1.02)))])
     assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(printed(found))
 
 

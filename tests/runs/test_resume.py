@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from hwopt import api
 from hwopt.errors import InputError, StorageError
 from hwopt.planning.plan import Plan
-from hwopt.runs.folder import in_use_on_this_host, lock_run_folder
 from hwopt.saving import reader as resume
 from hwopt.saving import save_timing
 from hwopt.saving.plugin_state import named_by_class
