@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     garbage.collect_seldom()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run_command(arguments)
-    end_workers()
+    kill_workers()
     sys.exit(last_words(code))
 
 
@@ -148,7 +148,7 @@ def throw_away(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def end_workers() -> None:
+def kill_workers() -> None:
     """Kill remaining worker processes, for which Python would wait at exit."""
     if (multiprocessing := sys.modules.get("multiprocessing")) and (workers := multiprocessing.active_children()):
         if hasattr(signal, "SIGCHLD"):

@@ -54,14 +54,14 @@ def bench(
     from hwopt.runs.processes import command_line
     from hwopt.system import signals
     from hwopt.trials.benchmark import BenchEffort
-    from hwopt.trials.preparation import prepare, run_bench
+    from hwopt.trials.preparation import prepare_bench, run_bench
     from hwopt.trials.trial import Variant
 
     quiet_transformers()
     signals.install_handlers()
     progress, effort = BenchProgress(), BenchEffort(rounds, seconds, steps, time_limit)
     subject = Variant("profile", profile, asked["assignments"], asked["memory_limit"])
-    prepared = prepare(inputs, asked["job"], subject, against, progress)
+    prepared = prepare_bench(inputs, asked["job"], subject, against, progress)
     found, ended = run_bench(prepared, effort, progress)
     if output is not None:
         write_page(bench_page(found, command_line(sys.orig_argv)), output)

@@ -15,7 +15,7 @@ from hwopt.plugin.registry import Registry
 
 def list_plugins(format_: str) -> None:
     registry = Registry()
-    rows = [describe(registry, name, writes=format_ == "json") for name in registry.names]
+    rows = [plugin_row(registry, name, writes=format_ == "json") for name in registry.names]
     if format_ == "json":
         return say_json(rows)
     width = max((len(row["name"]) for row in rows), default=0)
@@ -32,7 +32,7 @@ plugins = lister("List the plugins, or show one with its options.", list_plugins
 def show(name: str, format_: str) -> None:
     registry = Registry()
     plugin = registry.plugin(name)
-    row = describe(registry, name, writes=True)
+    row = plugin_row(registry, name, writes=True)
     row["module"] = f"{plugin.__module__}:{plugin.__qualname__}"
     schemas = plugin.Options.model_json_schema()["properties"] if plugin.Options.model_fields else {}
     row["options"] = [option(key, field, schemas[key]) for key, field in plugin.Options.model_fields.items()]
@@ -51,7 +51,7 @@ def show(name: str, format_: str) -> None:
         click.echo("# no options")
 
 
-def describe(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
+def plugin_row(registry: Registry, name: str, *, writes: bool) -> dict[str, Any]:
     """The row of a plugin; `writes`: with the recipe fields that it writes, for which its hooks are called."""
     from hwopt.plugin.contract import effect_by_default
 
@@ -81,16 +81,21 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 def option(key: str, field: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
-    return {"name": key, "type": accepted(schema), "default": default, "about": " ".join((field.description or "").split())}
+    return {
+        "name": key,
+        "type": accepted_values(schema),
+        "default": default,
+        "about": " ".join((field.description or "").split()),
+    }
 
 
-def accepted(schema: Mapping[str, Any]) -> str:
+def accepted_values(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema accepts, in one line: `"auto" or int >= 0`."""
     if "anyOf" in schema:
-        return " or ".join(accepted(each) for each in schema["anyOf"])
+        return " or ".join(accepted_values(each) for each in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " or ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"list of {accepted(schema.get('items', {}))}"
+        return f"list of {accepted_values(schema.get('items', {}))}"
     bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema]
     return " ".join([TYPES.get(schema.get("type", ""), "any value"), *bounds])

@@ -47,15 +47,15 @@ def show(name: str, format_: str) -> None:
     data = profile.document.data
     if format_ == "json":
         return say_json(data)
-    for key, value, place in leaves(data, (), profile.document.place):
+    for key, value, place in profile_values(data, (), profile.document.place):
         say(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
 
 
-def leaves(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
+def profile_values(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
     """Dotted key, value and place of everything in `table`; an empty table counts as a value."""
     for key, value in table.items():
         path = (*above, key)
         if isinstance(value, dict) and value:
-            yield from leaves(value, path, place)
+            yield from profile_values(value, path, place)
         else:
             yield ".".join(path), value, short_place(place(path))

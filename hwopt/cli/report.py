@@ -35,11 +35,11 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
         if len(runs) > 1 or output is not None:
             raise InputError("--watch follows one run and writes no file: hwopt report --watch RUN")
         return watch(runs[0], interval)
-    write_report(runs, output)
+    write_html(runs, output)
     return 0
 
 
-def write_report(runs: tuple[Path, ...], output: Path | None) -> None:
+def write_html(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write the page of RUNS."""
     from hwopt.report.html import write_page
     from hwopt.report.page import REPORT, page_of

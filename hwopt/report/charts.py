@@ -107,7 +107,7 @@ def line_chart(
         id,
         title,
         unit,
-        " ".join(describe(each) for each in drawn),
+        " ".join(sentence(each) for each in drawn),
         [(x_position(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
         [(y_position(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
         lines,
@@ -191,7 +191,7 @@ def reduced(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def describe(series: Series) -> str:
+def sentence(series: Series) -> str:
     """One sentence on a line, for those who do not see it."""
     finite = series.finite
     values = [y for _, y in finite]
@@ -199,8 +199,8 @@ def describe(series: Series) -> str:
     lost = f"; {missing:,} values are not finite" if missing else ""
     (first, start), (last, end) = finite[0], finite[-1]
     return (
-        f"{series.name}: {number(start)} at step {number(first)}, {number(end)} at step {number(last)}, "
-        f"lowest {number(min(values))}, highest {number(max(values))}{lost}."
+        f"{series.name}: {number_text(start)} at step {number_text(first)}, {number_text(end)} at step {number_text(last)}, "
+        f"lowest {number_text(min(values))}, highest {number_text(max(values))}{lost}."
     )
 
 
@@ -210,10 +210,10 @@ def table_rows(series: Series) -> Iterator[tuple[str, str, str]]:
     shown = sorted({round(index * (count - 1) / max(TABLE_ROWS - 1, 1)) for index in range(TABLE_ROWS)}) if count > 1 else [0]
     for index in shown:
         x, y = series.points[index]
-        yield series.name, number(x), "not finite" if y is None or not math.isfinite(y) else number(y)
+        yield series.name, number_text(x), "not finite" if y is None or not math.isfinite(y) else number_text(y)
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """`value` with at most four significant digits, and separators of thousands."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
@@ -224,7 +224,7 @@ def number(value: float) -> str:
 
 def different_texts(values: Sequence[float]) -> list[str]:
     """`values` as texts with as many digits as they need to differ."""
-    texts = [number(value) for value in values]
+    texts = [number_text(value) for value in values]
     for digits in range(5, 17):
         if len(set(texts)) == len(set(values)):
             break

@@ -17,18 +17,18 @@ WIDTH = max(map(len, NAMES.values()))
 
 def show_report(console: Console, report: CheckReport) -> None:
     """Print the format of the file and the card, then each finding with its reason and its fix, and the counts."""
-    say(console, f"{report.file}: {report.format} (by {report.recognised_by})")
+    show_line(console, f"{report.file}: {report.format} (by {report.recognised_by})")
     if report.card:
-        say(console, f"card: {report.card}")
+        show_line(console, f"card: {report.card}")
     console.print()
     for finding in report.findings:
         show_finding(console, finding)
     if report.unread:
-        say(console, f"keys that no rule reads: {listing(report.unread, 20)}")
+        show_line(console, f"keys that no rule reads: {listing(report.unread, 20)}")
     for rules in report.waiting:
-        say(console, f"not checked: {rules}")
+        show_line(console, f"not checked: {rules}")
     counts = [counted(report.count(level), NAMES[level]) for level in LEVELS]
-    say(console, ", ".join(counts))
+    show_line(console, ", ".join(counts))
 
 
 def counted(number: int, what: str) -> str:
@@ -49,10 +49,10 @@ def show_left(console: Console, lines: Sequence[tuple[str, Sequence[str]]]) -> N
     """Print titles with the lines below them."""
     for title, below in lines:
         if below:
-            say(console, title)
+            show_line(console, title)
             for line in below:
-                say(console, f"  {line}")
+                show_line(console, f"  {line}")
 
 
-def say(console: Console, text: str) -> None:
+def show_line(console: Console, text: str) -> None:
     console.print(Text(printable(text)), soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.sheet import ABSENT, Sheet, gib, known, time_range
+from hwopt.report.sheet import ABSENT, Sheet, gib, known, time_range, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
@@ -164,13 +164,6 @@ def job_differences(records: Sequence[RunRecord]) -> list[str]:
     parts = dict.fromkeys(part for store in stores if store for part in store)
     changed = [part for part in parts if len({store.get(part) for store in stores if store}) > 1]
     return [*found, *(f"the samples of data.{part}" for part in changed)]
-
-
-def value_text(value: Any) -> str:
-    """A value of a plan as text."""
-    if value is None:
-        return ABSENT
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def predicted_ratio(plan: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -17,11 +17,10 @@ from hwopt.report.comparison import (
     job_differences,
     speed_ratios,
     unique_names,
-    value_text,
 )
 from hwopt.report.html import MAX_VALUE, render
 from hwopt.report.measurements import TimePart, device_rows, step_parts, step_rows
-from hwopt.report.sheet import Sheet, gib, known
+from hwopt.report.sheet import Sheet, gib, known, value_text
 from hwopt.report.verdicts import Line, verdict
 from hwopt.text import printable
 

@@ -106,7 +106,7 @@ class Screen(Listener):
     def show_evaluation(self, row: Row, prefix: str) -> None:
         """Print the metrics of an evaluation ("eval"), or of the test ("test")."""
         label = f"{prefix} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
-        say_parts(self.console, label, metrics_of(row, prefix))
+        say_parts(self.console, label, metric_texts(row, prefix))
 
     def on_message(self, run: Run, message: str) -> None:
         say(self.console, "note", message)
@@ -176,7 +176,7 @@ def log_line(row: Row, total_steps: int | None, left: timedelta | None = None) -
     """A log point, or an evaluation, as a line of a file."""
     for kind in ("eval", "test"):
         if any(key.startswith(f"{kind}_") for key in row):
-            return f"{kind} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metrics_of(row, kind))}"
+            return f"{kind} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metric_texts(row, kind))}"
     parts = [f"step {int(row['step'])}/{total_steps or '?'}", *([] if left is None else [f"ETA {left}"])]
     return "  ".join([*parts, *(form.format(row[key]) for key, form in LINE.items() if key in row)])
 
@@ -186,7 +186,7 @@ def progress_of(run: Run) -> str:
     return f"step {run.step:,}/{run.total_steps:,}"
 
 
-def metrics_of(row: Row, prefix: str) -> list[str]:
+def metric_texts(row: Row, prefix: str) -> list[str]:
     """The metrics of an evaluation, or of the test, without its speed."""
     timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
     shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}

@@ -54,6 +54,15 @@ def known(value: Any, shown: Callable[[Any], str]) -> str:
     return ABSENT if value is None else shown(value)
 
 
+def value_text(value: Any) -> str:
+    """An option or a key of a plan; a list in its order of preference."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, list):
+        return " > ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def gib(size: float) -> str:
     """`size`, in GiB, with its unit."""
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwopt.config.job_sources import described, shares_of
-from hwopt.report.sheet import Sheet, gib
+from hwopt.report.sheet import Sheet, gib, value_text
 from hwopt.report.status_line import status_line
 from hwopt.text import printable, short_place
 
@@ -79,7 +79,7 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
             say(console, "changes the training method", f"{entry.name}: {entry.reason}", "bold magenta")
     for note in plan.notes:
         say(console, "note", note, "yellow")
-    rows = [(e.name, e.decision, describe(e) if verbose else e.reason) for e in plan.entries]
+    rows = [(e.name, e.decision, options_text(e) if verbose else e.reason) for e in plan.entries]
     short = set() if verbose else {number for number, entry in enumerate(plan.entries) if entry.decision == "apply"}
     columns = ("plugin", "decision", "why")
     console.print(table(columns, one_line(columns, rows, short, console.width)))
@@ -104,21 +104,11 @@ def describe_batch(plan: Plan) -> str:
     return f"{steps}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
 
 
-def describe(entry: PluginDecision) -> str:
+def options_text(entry: PluginDecision) -> str:
     options = ", ".join(
-        f"{key} {show(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
+        f"{key} {value_text(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
     )
     return entry.reason if entry.decision == "skip" or not options else f"{entry.reason} [{options}]"
-
-
-def show(value: Any) -> str:
-    return (
-        " > ".join(map(str, value)) or "none"
-        if isinstance(value, list)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
 
 
 def one_line(columns: Sequence[str], rows: Sequence[Sequence[str]], short: Container[int], width: int) -> Iterator[Sequence[str]]:
@@ -229,7 +219,7 @@ def show_values(console: Console, plan: Plan) -> None:
     for dotted, place in sorted(plan.provenance.items()):
         name, key = dotted.split(".", 1)
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
-    shown = [(key, show(value), short_place(place)) for key, value, place in rows if value is not None]
+    shown = [(key, value_text(value), short_place(place)) for key, value, place in rows if value is not None]
     show_sheet(console, Sheet(("value", "", "from"), shown, folded=1))
 
 

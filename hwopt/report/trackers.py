@@ -68,7 +68,7 @@ class Tracker(Listener):
         settings["model"] = plan.model.architecture
         try:
             self.tracker = self.start(run)
-            self.tracker.store_init_configuration({key: plain(value) for key, value in settings.items()})
+            self.tracker.store_init_configuration({key: storable(value) for key, value in settings.items()})
         except Exception as error:  # each tracker raises its own: no key, no server
             raise InputError(f"--report-to {self.name}: {type(error).__name__}: {first_line(error)}") from error
 
@@ -122,6 +122,6 @@ def flat(row: Row) -> dict[str, float]:
     return found
 
 
-def plain(value: Any) -> bool | int | float | str:
+def storable(value: Any) -> bool | int | float | str:
     """`value` in a type that every tracker stores."""
     return value if isinstance(value, bool | int | float | str) else str(value)

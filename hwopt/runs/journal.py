@@ -43,12 +43,12 @@ class JournalFiles(Listener):
     def on_log(self, run: Any, row: Row) -> None:
         try:
             with open(run.folder / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite(row)) + "\n")
+                file.write(json.dumps(without_nan(row)) + "\n")
         except OSError as error:
             raise StorageError(f"{METRICS} could not be written: {error.strerror or error}") from error
 
     def on_finish(self, run: Any, summary: Summary) -> None:
-        write_json(run.folder / SUMMARY, finite(summary))
+        write_json(run.folder / SUMMARY, without_nan(summary))
 
 
 class Journal(JournalFiles):
@@ -112,10 +112,10 @@ def begin(run: Any, evaluated: int) -> None:
     drop_rows_after(run.folder / METRICS, run.step, evaluated)
 
 
-def finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """`value` with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: without_nan(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

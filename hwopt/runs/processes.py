@@ -58,7 +58,7 @@ def command_line(words: list[str]) -> str:
     return shlex.join(words)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; [] without a file."""
     return objects(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 

@@ -10,7 +10,7 @@ from typing import Any
 from hwopt.errors import InputError
 from hwopt.records.run_record import Row, RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
-from hwopt.runs.processes import METRICS, PROCESSES, read_lines
+from hwopt.runs.processes import METRICS, PROCESSES, read_json_lines
 from hwopt.runs.status import read_object, read_status, read_summary
 from hwopt.text import printable
 
@@ -41,8 +41,8 @@ def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
         return RunRecord(
             folder,
             plan,
-            read_lines(folder / PROCESSES),
-            metric_rows(read_lines(folder / METRICS)) if rows is None else rows,
+            read_json_lines(folder / PROCESSES),
+            metric_rows(read_json_lines(folder / METRICS)) if rows is None else rows,
             read_evidence(folder / "evidence.json"),
             {kind: size for kind, size in numbers(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),

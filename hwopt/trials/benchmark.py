@@ -192,10 +192,10 @@ class Benchmark:
         outcomes = [*self.measured[candidate.name].values(), *filter(None, [self.first.get(candidate.name)])]
         if not outcomes:
             return "not measured", ""
-        return "completed", "; ".join(dict.fromkeys(remarks(candidate.plan, outcomes)))
+        return "completed", "; ".join(dict.fromkeys(row_remarks(candidate.plan, outcomes)))
 
 
-def remarks(plan: Plan | None, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def row_remarks(plan: Plan | None, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """What a reader must know of completed trials: plugins that are not active, and smaller micro-batches."""
     yield from (f"evidence: {seen}" for seen in outcomes[0].not_active)
     for outcome in outcomes:

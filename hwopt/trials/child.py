@@ -52,7 +52,7 @@ def run(folder: Path) -> int:
     """Run the trial of `folder`; returns its exit code. status.json says why it failed."""
     warnings.simplefilter("ignore")
     try:
-        train(folder, read_request(folder))
+        train_variant(folder, read_request(folder))
     except BaseException as error:
         code = exit_code_of(error) or 1
         message = str(error) if isinstance(error, HwoptError) else f"{type(error).__name__}: {error}"
@@ -63,7 +63,7 @@ def run(folder: Path) -> int:
     return 0
 
 
-def train(folder: Path, request: dict[str, Any]) -> None:
+def train_variant(folder: Path, request: dict[str, Any]) -> None:
     """Plan the variant of `request` as `hwopt run` does, and train its steps."""
     from hwopt.export.accelerate import exports_of
     from hwopt.export.launcher_environment import refuse_contradictions

@@ -59,7 +59,9 @@ class PreparedBench:
         }
 
 
-def prepare(inputs: Inputs, job: Path | None, subject: Variant, against: str | None, progress: BenchListener) -> PreparedBench:
+def prepare_bench(
+    inputs: Inputs, job: Path | None, subject: Variant, against: str | None, progress: BenchListener
+) -> PreparedBench:
     """The variants for `subject` (a profile, with assignments) against the profile `against` (see `contest_of`).
 
     Raises InputError, PluginError or DataError as `hwopt run` does.

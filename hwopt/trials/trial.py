@@ -120,7 +120,7 @@ def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Ou
     if ending == "completed" and (folder / "plan.json").is_file():
         return measured(variant, read_record(folder), read_object(folder / RESULT), steps)
     if written != exit_code:  # the process could not say it
-        message = describe_death(exit_code, folder / OUTPUT)
+        message = death_message(exit_code, folder / OUTPUT)
         ending = "crashed"
     return Outcome(variant, ending, message)
 
@@ -152,7 +152,7 @@ def steady(windows: Sequence[Window]) -> Sequence[Window]:
     return windows[len(windows) // WARM_UP :]
 
 
-def describe_death(exit_code: int, output: Path) -> str:
+def death_message(exit_code: int, output: Path) -> str:
     """How a process ended that wrote no status: its signal or exit code, and the last line of its output."""
     lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines() if output.is_file() else []
     said = f": {cut(printable(lines[-1]), 200)}" if lines else ""

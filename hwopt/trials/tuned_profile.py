@@ -77,7 +77,7 @@ class Tuned:
     header: Sequence[str]
 
 
-def profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
+def tuned_profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
     """The text of the profile for the file `path`. `assignments`: those of `--set` with which everything was measured."""
     document = tomlkit.document()
     for line in tuned.header:
@@ -91,10 +91,10 @@ def profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence
     for key in ("card", "tuned_for", "data", "training"):
         if isinstance(own.get(key), Mapping):
             document.add(tomlkit.nl())
-            document.add(key, table_of(own[key]))
+            document.add(key, toml_table(own[key]))
     plugins = tomlkit.table(is_super_table=True)
     for name, (table, comment) in plugin_tables(own.get("plugins", {}), tuned, assignments).items():
-        plugins.add(name, table_of(table, comment))
+        plugins.add(name, toml_table(table, comment))
     document.add(tomlkit.nl())
     document.add("plugins", plugins)
     return text_of(document)
@@ -116,7 +116,7 @@ def plugin_tables(
     return found
 
 
-def table_of(values: Mapping[str, Any], comment: str = "") -> Table:
+def toml_table(values: Mapping[str, Any], comment: str = "") -> Table:
     table = tomlkit.table()
     if comment:
         table.add(tomlkit.comment(plain(comment)))

@@ -23,7 +23,7 @@ from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Se
 from hwopt.trials.space import Space
 from hwopt.trials.trial import Outcome, Variant, run_trial
 from hwopt.trials.tune_rows import TrialRow, TuneListener, TuneResult, rate_text, ratio_text
-from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, profile_text
+from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, tuned_profile_text
 
 FAILURES: dict[str, Failure] = {"out of memory": "out of memory", "timed out": "time limit"}
 """Ending of a trial -> failure; "crash" for the others."""
@@ -83,7 +83,7 @@ def tuned(
     result = TuneResult(rows, best, ENDINGS[tuning.ending])
     if not result.improved:
         return result, code
-    write(path, profile_text(path, parent, tuning.found(parent.label), assignments), force)
+    write(path, tuned_profile_text(path, parent, tuning.found(parent.label), assignments), force)
     written = resolve(str(path), job, assignments=job_assignments(assignments), memory_limit=memory_limit)
     measured = space.plan(tuning.search.best)
     assert measured is not None, "it was measured"

@@ -140,7 +140,7 @@ def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list
             plans[made.name] = made.plan
         found.append(made)
     # the profile comes after what is added to the baseline, and before what is left out of it
-    if all(each.plan is not None and signature(each.plan) == signature(plans[BASELINE]) for each in found):
+    if all(each.plan is not None and what_trains(each.plan) == what_trains(plans[BASELINE]) for each in found):
         raise InputError(
             f"{contest.profile.profile} and its baseline have equal plans on this machine: there is nothing to compare. "
             f"`hwopt plan --hardware detected --profile {contest.profile.profile}` says why its plugins are skipped"
@@ -159,7 +159,7 @@ def with_plan(candidate: PlannedVariant, resolve: Resolve, plans: Mapping[str, P
             raise
         return replace(candidate, ending="refused", note=str(error))
     candidate = replace(candidate, plan=plan)
-    if candidate.plugin and signature(plan) == signature(plans[candidate.reference]):
+    if candidate.plugin and what_trains(plan) == what_trains(plans[candidate.reference]):
         return replace(candidate, ending="not applied here", note=skip_reason(candidate, plans))
     if problem := fit_problem(plan):
         return replace(candidate, ending="does not fit", note=problem)
@@ -176,7 +176,7 @@ def skip_reason(candidate: PlannedVariant, plans: Mapping[str, Plan]) -> str:
     return "the plan stays the same"
 
 
-def signature(plan: Plan) -> Any:
+def what_trains(plan: Plan) -> Any:
     """What a run of the plan depends on, as far as two plans of one job can differ."""
     applied = [(entry.name, entry.options.model_dump(mode="json")) for entry in plan.applied()]
     return applied, asdict(plan.batch), plan.training.model_dump(mode="json"), plan.job.data.max_length

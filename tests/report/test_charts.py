@@ -17,7 +17,7 @@ from hwopt.report.charts import (
     different_texts,
     line_chart,
     linear_axis,
-    number,
+    number_text,
     reduced,
     step_axis,
     value_axis,
@@ -120,4 +120,4 @@ def test_long_series_keeps_its_extremes_and_its_order(values: list[float | None]
     ("value", "text"), [(0.0, "0"), (1234.5, "1,234"), (0.123456, "0.1235"), (1e-5, "1e-05"), (2.5e7, "2.5e+07"), (7.0, "7")]
 )
 def test_number_is_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert number_text(value) == text

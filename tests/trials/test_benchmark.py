@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,26 +89,31 @@ def candidates(plan: Callable[..., Plan]) -> list[PlannedVariant]:
     ]
 
 
-def run(
-    machine: Machine, candidates: list[PlannedVariant], folder: Path, monkeypatch: pytest.MonkeyPatch, **effort: float
-) -> tuple[Benchmark, dict[str, BenchRow]]:
-    monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
-    made = Benchmark(None, candidates, BenchEffort(**effort), folder, no_process, BenchListener())  # type: ignore[arg-type]
-    try:
-        made.run()
-    except KeyboardInterrupt:
-        assert len(machine.trials) == machine.stop_after
-    return made, {row.name: row for row in made.rows()}
+Measure = Callable[..., dict[str, BenchRow]]
+
+
+@pytest.fixture
+def measure(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """The rows of a bench of `candidates` on a machine."""
+
+    def rows(machine: Machine, listener: BenchListener | None = None, **effort: Any) -> dict[str, BenchRow]:
+        monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
+        made = Benchmark(None, candidates, BenchEffort(**effort), tmp_path, no_process, listener or BenchListener())
+        try:
+            made.run()
+        except KeyboardInterrupt:
+            assert len(machine.trials) == machine.stop_after
+        return {row.name: row for row in made.rows()}
+
+    return rows
 
 
 SPEEDS = {BASELINE: 100.0, COPY: 100.0, "+ optimizer": 100.0, "profile": 150.0, "- optimizer": 150.0}
 
 
-def test_rounds_are_interleaved_and_rotated(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_are_interleaved_and_rotated(measure: Measure) -> None:
     machine = Machine(SPEEDS, noise=0.01)
-    run(machine, candidates, tmp_path, monkeypatch)
+    measure(machine)
     names = [name for name, _, _ in machine.trials]
     assert names[:5] == [BASELINE, COPY, "+ optimizer", "profile", "- optimizer"]
     assert names[5:10] == [COPY, "+ optimizer", "profile", "- optimizer", BASELINE]
@@ -115,36 +121,30 @@ def test_rounds_are_interleaved_and_rotated(
     assert "+ tf32" not in names
 
 
-def test_first_round_is_without_dropout_and_the_others_with(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_round_is_without_dropout_and_the_others_with(measure: Measure) -> None:
     machine = Machine(SPEEDS)
-    run(machine, candidates, tmp_path, monkeypatch)
+    measure(machine)
     assert [(steps, without) for _, steps, without in machine.trials[:5]] == [(FIRST_STEPS, True)] * 5
     assert not any(without for _, _, without in machine.trials[5:])
 
 
-def test_every_variant_trains_the_rows_that_the_baseline_trains_in_the_time(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_variant_trains_the_rows_that_the_baseline_trains_in_the_time(measure: Measure) -> None:
     machine = Machine(SPEEDS)
-    run(machine, candidates, tmp_path, monkeypatch, seconds=20.0)
+    measure(machine, seconds=20.0)
     steps = dict(name_steps[:2] for name_steps in machine.trials[5:])
     assert steps == {BASELINE: 250, COPY: 250, "+ optimizer": 250, "profile": 125, "- optimizer": 125}  # 2,000 rows
     machine.trials.clear()
-    run(machine, candidates, tmp_path, monkeypatch, seconds=0.1)
+    measure(machine, seconds=0.1)
     assert {steps for _, steps, _ in machine.trials[5:]} == {LEAST_STEPS}
     machine.trials.clear()
-    run(machine, candidates, tmp_path, monkeypatch, steps=12)
+    measure(machine, steps=12)
     assert dict(name_steps[:2] for name_steps in machine.trials[5:])["profile"] == 12
     assert dict(name_steps[:2] for name_steps in machine.trials[5:])[BASELINE] == 24
 
 
-def test_clear_variant_stops_after_three_rounds(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clear_variant_stops_after_three_rounds(measure: Measure) -> None:
     machine = Machine(SPEEDS | {"+ optimizer": 130.0}, noise=0.01)
-    _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=5)
+    rows = measure(machine, rounds=5)
     assert rows["+ optimizer"].rounds == 3
     assert rows["+ optimizer"].speedup is not None
     assert rows["+ optimizer"].speedup.clear
@@ -153,19 +153,17 @@ def test_clear_variant_stops_after_three_rounds(
     assert not rows["- optimizer"].speedup.clear  # type: ignore[union-attr]
 
 
-def test_bench_ends_once_all_is_clear(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_ends_once_all_is_clear(measure: Measure) -> None:
     machine = Machine(SPEEDS | {"+ optimizer": 130.0, "- optimizer": 120.0}, noise=0.01)
-    _, rows = run(machine, candidates, tmp_path, monkeypatch, rounds=9)
+    rows = measure(machine, rounds=9)
     assert {row.rounds for row in rows.values()} == {0, 3}
     assert len(machine.trials) == 5 * 4
 
 
-def test_crash_and_out_of_memory_are_rows(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_and_out_of_memory_are_rows(measure: Measure) -> None:
     failing = {"+ optimizer": ("crashed", "ValueError: a bug"), "- optimizer": ("out of memory", "16 rows do not fit")}
     machine = Machine(SPEEDS, failing=failing)
-    _, rows = run(machine, candidates, tmp_path, monkeypatch)
+    rows = measure(machine)
     assert (rows["+ optimizer"].ending, rows["+ optimizer"].note) == ("crashed", "ValueError: a bug")
     assert (rows["- optimizer"].ending, rows["- optimizer"].note) == ("out of memory", "16 rows do not fit")
     assert (rows["+ tf32"].ending, rows["+ tf32"].note) == ("not applied here", "no card")
@@ -174,19 +172,15 @@ def test_crash_and_out_of_memory_are_rows(
     assert rows["profile"].speedup.value == pytest.approx(1.5)
 
 
-def test_baseline_that_crashes_leaves_the_other_figures(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_baseline_that_crashes_leaves_the_other_figures(measure: Measure) -> None:
     failing = {BASELINE: ("out of memory", "too large"), COPY: ("out of memory", "too large")}
-    _, rows = run(Machine(SPEEDS, failing=failing), candidates, tmp_path, monkeypatch)
+    rows = measure(Machine(SPEEDS, failing=failing))
     assert (rows["profile"].samples_per_second, rows["profile"].speedup) == (pytest.approx(150), None)
     assert rows["- optimizer"].speedup is not None
 
 
-def test_interrupted_bench_keeps_what_was_measured(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, rows = run(Machine(SPEEDS, stop_after=8), candidates, tmp_path, monkeypatch)
+def test_interrupted_bench_keeps_what_was_measured(measure: Measure) -> None:
+    rows = measure(Machine(SPEEDS, stop_after=8))
     assert {name: row.rounds for name, row in rows.items()} == {
         BASELINE: 0,
         COPY: 1,
@@ -196,29 +190,27 @@ def test_interrupted_bench_keeps_what_was_measured(
         "- optimizer": 0,
     }
     assert rows["profile"].speedup is None
-    _, rows = run(Machine(SPEEDS, stop_after=1), candidates, tmp_path, monkeypatch)
+    rows = measure(Machine(SPEEDS, stop_after=1))
     assert rows["profile"].ending == "not measured"
 
 
-def test_row_has_the_medians(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = run(Machine(SPEEDS), candidates, tmp_path, monkeypatch)
+def test_row_has_the_medians(measure: Measure) -> None:
+    rows = measure(Machine(SPEEDS))
     row = rows["profile"]
     assert (row.samples_per_second, row.tokens_per_second, row.peak_gib) == (pytest.approx(150), pytest.approx(1500), 1.5)
     assert (row.seconds_per_step, row.seconds_per_epoch) == (pytest.approx(8 / 150), pytest.approx(80 / 150))
 
 
-def test_losses_are_compared_with_those_of_the_reference(
-    candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_compared_with_those_of_the_reference(measure: Measure) -> None:
     losses = {"+ optimizer": (2.0, 1.001), COPY: (2.0, 1.5)}
-    _, rows = run(Machine(SPEEDS, losses=losses), candidates, tmp_path, monkeypatch)
+    rows = measure(Machine(SPEEDS, losses=losses))
     assert (rows["+ optimizer"].loss, rows["+ optimizer"].loss_agrees) == ("up to 0.001 apart", True)
     assert (rows[COPY].loss, rows[COPY].loss_agrees) == ("up to 0.5 apart", False)
     assert (rows["profile"].loss, rows["profile"].loss_agrees) == ("not compared: 16 instead of 8 rows per step", None)
     assert (rows["- optimizer"].loss, rows["- optimizer"].loss_agrees) == ("equal", True)
 
 
-def test_progress_hears_of_every_trial(candidates: list[PlannedVariant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_hears_of_every_trial(measure: Measure) -> None:
     heard: list[tuple[str, int]] = []
 
     class Heard(BenchListener):
@@ -227,7 +219,6 @@ def test_progress_hears_of_every_trial(candidates: list[PlannedVariant], tmp_pat
             assert (seconds_left is None) == (len(heard) == 1)
 
     machine = Machine(SPEEDS)
-    monkeypatch.setattr(benchmark, "run_trial", machine.run_trial)
-    Benchmark(None, candidates, BenchEffort(), tmp_path, no_process, Heard()).run()
+    measure(machine, Heard())
     assert [name for name, _ in heard] == [name for name, _, _ in machine.trials]
     assert {number for _, number in heard} == set(range(6))

@@ -15,7 +15,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.planning.auto_profile import choose
 from hwopt.planning.inputs import Inputs
-from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, profile_text
+from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, tuned_profile_text
 
 INPUTS = Inputs()
 TABLES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def tuned(**tables: dict[str, Any]) -> Tuned:
 
 
 def written(path: Path, parent: Parent, found: Tuned, assignments: tuple[str, ...] = ()) -> Profile:
-    path.write_text(profile_text(path, parent, found, assignments), encoding="utf-8")
+    path.write_text(tuned_profile_text(path, parent, found, assignments), encoding="utf-8")
     return Inputs().profile(str(path))
 
 
