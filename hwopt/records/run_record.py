@@ -11,7 +11,7 @@ from typing import Any
 
 from hwopt.records.throughput import Window, windows_of
 
-Row = Mapping[str, float | None]
+MetricRow = Mapping[str, float | None]
 """A line of metrics.jsonl. None: the value was not finite."""
 
 TIMING = ("runtime", "samples_per_second")
@@ -35,7 +35,7 @@ class RunRecord:
     """plan.json."""
     processes: Sequence[Mapping[str, Any]]
     """processes.jsonl: the command, the versions and the first step of each process that trained; the newest one last."""
-    rows: Sequence[Row]
+    rows: Sequence[MetricRow]
     evidence: Sequence[Mapping[str, Any]]
     held_gib: Mapping[str, float]
     """GiB that the process held after step 1, by kind."""
@@ -51,12 +51,12 @@ class RunRecord:
         return self.folder.name
 
     @cached_property
-    def log_rows(self) -> list[Row]:
+    def log_rows(self) -> list[MetricRow]:
         """The log points of the training."""
         return [row for row in self.rows if "learning_rate" in row]
 
     @cached_property
-    def evaluations(self) -> list[Row]:
+    def evaluations(self) -> list[MetricRow]:
         return [row for row in self.rows if any(key.startswith("eval_") for key in row)]
 
     @property

@@ -118,7 +118,7 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
         f"run-{number}",
         name,
         list(verdict(record)),
-        list(facts_of(record)),
+        list(fact_lines(record)),
         [(heading, found) for heading, found in tables.items() if any(table.rows for table in found)],
         [(f"{each['started']}, from step {each['step']:,}, in {each['folder']}", each["command"]) for each in record.processes],
         step_parts(record.use),
@@ -126,7 +126,7 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
     )
 
 
-def facts_of(record: RunRecord) -> Iterator[tuple[str, str]]:
+def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """What was trained, on what."""
     plan = record.plan
     hardware, model, batch, data = plan["hardware"], plan["model"], plan["batch"], plan["job"].get("data", {})

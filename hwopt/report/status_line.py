@@ -27,20 +27,20 @@ class StatusLine:
         if on_terminal():
             before, width = self.blanks(), shutil.get_terminal_size().columns
             self.shown = printable(f"{text} …")[: width - 1]
-            write(before + CLEAR_LINE + self.shown)
+            write_past_buffer(before + CLEAR_LINE + self.shown)
 
     def announce(self, text: str) -> None:
         """Show `text` on a terminal, or print it as a line."""
         if on_terminal():
             self.show(text)
         else:
-            write(printable(f"{text} …\n"))
+            write_past_buffer(printable(f"{text} …\n"))
 
     def clear(self) -> None:
         """Remove the line. Call this before other output."""
         if self.shown:
             blanks, self.shown = self.blanks(), ""  # first: rich prints what is written while its live display runs, and clears
-            write(blanks + CLEAR_LINE)
+            write_past_buffer(blanks + CLEAR_LINE)
 
     def blanks(self) -> str:
         """What overwrites the line in a notebook, which knows carriage returns but not the sequence that clears a line."""
@@ -55,7 +55,7 @@ def on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
-def write(text: str) -> None:
+def write_past_buffer(text: str) -> None:
     """Write to standard error. A closed pipe or a full disk does not end the command."""
     own, current = sys.__stderr__, sys.stderr
     with suppress(OSError):

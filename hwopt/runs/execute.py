@@ -133,7 +133,7 @@ class Execution:
             written = self.record_outcome(error)
             if isinstance(error, DoesNotFitError) and replan is not None and self.rank == 0:
                 # takes seconds, in which a launcher may end this rank: the exit code is written already
-                error.args = (f"{error}{advice(self.plan, replan, self.cache)}",)
+                error.args = (f"{error}{memory_advice(self.plan, replan, self.cache)}",)
                 if written:
                     self.set_status(signals.exit_code(error), str(error))
             if error is not raised:
@@ -200,7 +200,7 @@ def reporting(run: Run) -> Iterator[None]:
         raise
 
 
-def advice(plan: Plan, replan: Replan, cache: Path) -> str:
+def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
         memory = plan.memory or planner.with_largest_sizes(plan, planner.plan_memory(plan, cache), cache)

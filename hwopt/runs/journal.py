@@ -58,7 +58,7 @@ class Journal(JournalFiles):
         folder = run.folder
         evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
         try:
-            begin(run, evaluated)
+            prepare_folder(run, evaluated)
             (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
             add_process(run)
@@ -94,7 +94,7 @@ class ScriptJournal(JournalFiles):
     """
 
     def on_start(self, run: ScriptRun) -> None:
-        begin(run, run.step)
+        prepare_folder(run, run.step)
         add_line(run, samples=run.samples, metric_directions={})
         write_json(run.folder / "plan.json", run.plan.to_dict())
         write_status(run.folder, None, "running")
@@ -105,7 +105,7 @@ class ScriptJournal(JournalFiles):
             write_status(run.folder, code, ending)
 
 
-def begin(run: Any, evaluated: int) -> None:
+def prepare_folder(run: Any, evaluated: int) -> None:
     """Make the folder of `run`, without what its process writes again. `evaluated`: step of the last evaluation that stays."""
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / SUMMARY).unlink(missing_ok=True)  # its presence marks a complete run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.records.run_record import Row, RunRecord
+from hwopt.records.run_record import MetricRow, RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
 from hwopt.runs.processes import METRICS, PROCESSES, read_json_lines
 from hwopt.runs.status import read_object, read_status, read_summary
@@ -22,7 +22,7 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
+def read_record(folder: Path, rows: Sequence[MetricRow] | None = None) -> RunRecord:
     """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read.
 
     `rows`: those of its metrics.jsonl, if they are read already.
@@ -44,7 +44,7 @@ def read_record(folder: Path, rows: Sequence[Row] | None = None) -> RunRecord:
             read_json_lines(folder / PROCESSES),
             metric_rows(read_json_lines(folder / METRICS)) if rows is None else rows,
             read_evidence(folder / "evidence.json"),
-            {kind: size for kind, size in numbers(read_object(folder / "memory.json")).items() if size is not None},
+            {kind: size for kind, size in metric_values(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),
             exit_code,
             message,
@@ -65,9 +65,9 @@ def read_records(folders: Sequence[Path]) -> list[RunRecord]:
     return records
 
 
-def metric_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
+def metric_rows(lines: Sequence[dict[str, Any]]) -> list[MetricRow]:
     """The rows of metrics.jsonl that have a step."""
-    return [row for line in lines if (row := numbers(line)).get("step") is not None]
+    return [row for line in lines if (row := metric_values(line)).get("step") is not None]
 
 
 def process_alive(folder: Path) -> bool | None:
@@ -98,12 +98,12 @@ def read_evidence(path: Path) -> list[dict[str, Any]]:
     return [*found, *last.values()]
 
 
-def numbers(line: dict[str, Any]) -> dict[str, float | None]:
+def metric_values(line: dict[str, Any]) -> dict[str, float | None]:
     """The entries of `line` that are numbers, or None: a number that was not finite. Those of a table in it as "table.key"."""
     found: dict[str, float | None] = {}
     for key, value in line.items():
         if isinstance(value, dict):
-            found |= {f"{key}.{inner}": number for inner, number in numbers(value).items()}
+            found |= {f"{key}.{inner}": number for inner, number in metric_values(value).items()}
         elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             found[key] = value
     return found

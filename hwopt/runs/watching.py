@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hwopt.records.run_record import Row, RunRecord
+from hwopt.records.run_record import MetricRow, RunRecord
 from hwopt.runs.processes import METRICS, objects
 from hwopt.runs.record import LOG, is_run_folder, metric_rows, process_alive, read_record
 
@@ -40,12 +40,12 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = []
+        self.rows: list[MetricRow] = []
         self.file = 0
         """The number of the file in its file system."""
         self.offset = 0
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[MetricRow]:
         """All complete rows so far."""
         try:
             with open(self.path, "rb") as file:

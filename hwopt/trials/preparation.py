@@ -20,7 +20,7 @@ from hwopt.trials.bench_rows import Bench
 from hwopt.trials.benchmark import BenchEffort, BenchListener, Benchmark
 from hwopt.trials.processes import launcher_for
 from hwopt.trials.trial import MEMORY_KINDS, Variant
-from hwopt.trials.variants import BASELINE, Contest, PlannedVariant, contest_of, planned
+from hwopt.trials.variants import BASELINE, Contest, PlannedVariant, contest_of, planned_variants
 
 PREFIX = "hwopt-bench-"
 
@@ -79,7 +79,7 @@ def prepare_bench(
         name = resolve(subject).profile.name
         subject = replace(subject, profile=name) if name in inputs.files else subject
     contest = contest_of(subject, against, inputs, job_file)
-    return PreparedBench(job, contest, planned(contest, resolve, fit_problem))
+    return PreparedBench(job, contest, planned_variants(contest, resolve, fit_problem))
 
 
 def fit_problem(plan: Plan) -> str:

@@ -97,17 +97,17 @@ def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFi
     spec = profile.profile
     if against == spec:
         raise InputError(f"--against {against}: this is the profile itself. Give another one, or omit --against")
-    tables = tables_of(spec, profile.assignments, inputs, job)
+    tables = tables_of_profile(spec, profile.assignments, inputs, job)
     if against in (None, NO_PLUGINS):
         return Contest(profile, without_plugins(profile, tables), tables, {})
     baseline = replace(profile, name=BASELINE, profile=against)
     try:
-        return Contest(profile, baseline, tables, tables_of(against, profile.assignments, inputs, job))
+        return Contest(profile, baseline, tables, tables_of_profile(against, profile.assignments, inputs, job))
     except InputError as error:
         raise InputError(str(error).replace("--profile", "--against", 1)) from error
 
 
-def tables_of(spec: str, assignments: Sequence[str], inputs: Inputs, job: JobFile | None) -> Tables:
+def tables_of_profile(spec: str, assignments: Sequence[str], inputs: Inputs, job: JobFile | None) -> Tables:
     """The tables of the plugins that the profile `spec` turns on, with those of the job and `--set` on top."""
     return dict(inputs.profile(spec, assignments, job).plugin_tables())
 
@@ -127,7 +127,7 @@ def without_plugins(profile: Variant, tables: Tables) -> Variant:
     return replace(profile, name=BASELINE, assignments=(*profile.assignments, *off))
 
 
-def planned(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[PlannedVariant]:
+def planned_variants(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[PlannedVariant]:
     """All variants with their plans, and which of them are not run.
 
     Raises what `resolve` raises for the baseline or the profile, and InputError if their plans are equal.

@@ -125,21 +125,6 @@ def test_commands_for_runs_import_no_torch(runs: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=runs, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("wandb", "its package is not installed. Install it: pip install wandb"), ("tensorbord", "Did you mean 'tensorboard'?")],
-)
-def test_tracker_that_cannot_be_used_ends_with_one_message(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
-    done = hwopt("run", "--report-to", name, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_watch_refuses_several_runs_and_an_output_file(runs: Path) -> None:
     for arguments in (("a", "empty"), ("a", "-o", "page.html")):
         done = hwopt("report", "--watch", *arguments, cwd=runs)

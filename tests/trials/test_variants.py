@@ -20,7 +20,7 @@ from hwopt.trials.variants import (
     contest_of,
     effect_between,
     loss_obstacle,
-    planned,
+    planned_variants,
     table_assignment,
 )
 
@@ -59,7 +59,7 @@ class Planner:
 
     def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, PlannedVariant]:
         fit_problem = (lambda plan: "") if fit is None else fit
-        return {each.name: each for each in planned(self.contest(against, *assignments), self, fit_problem)}  # type: ignore[arg-type]
+        return {each.name: each for each in planned_variants(self.contest(against, *assignments), self, fit_problem)}  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_refused_variant_is_a_row_with_the_message(planner: Planner) -> None:
             raise PluginError("plugin 'optimizer' needs plugin 'batch'")
         return planner(variant)
 
-    found = {each.name: each for each in planned(planner.contest(), resolve, lambda plan: "")}
+    found = {each.name: each for each in planned_variants(planner.contest(), resolve, lambda plan: "")}
     assert (found["+ optimizer"].ending, found["+ optimizer"].note) == ("refused", "plugin 'optimizer' needs plugin 'batch'")
 
 
@@ -135,7 +135,7 @@ def test_refused_profile_is_an_error(planner: Planner) -> None:
         return planner(variant)
 
     with pytest.raises(PluginError, match="broken"):
-        planned(planner.contest(), resolve, lambda plan: "")
+        planned_variants(planner.contest(), resolve, lambda plan: "")
 
 
 def test_profile_without_effect_here_is_an_error(planner: Planner, tmp_path: Path) -> None:
