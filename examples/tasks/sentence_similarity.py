@@ -15,11 +15,10 @@ from torch.nn import functional
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import text_of
 from hwopt.errors import DataError
-from hwopt.tasks.labelled_texts import uses_two_types
+from hwopt.tasks.predictors import NumberPredictor
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.regression import Regression, is_number
 from hwopt.tasks.regression_metrics import RegressionMetrics
-from hwopt.tasks.text_predictors import NumberPredictor
 
 
 class SentenceSimilarity(Regression):
@@ -62,7 +61,7 @@ class SentenceSimilarity(Regression):
         return ScoreMetrics(device, prepared.label_names)
 
     def predictor(self, trained: Any, model: Any, generation: Any) -> NumberPredictor:
-        return ScorePredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+        return ScorePredictor(trained, model)
 
 
 class ScoreMetrics(RegressionMetrics):

@@ -1,13 +1,16 @@
 """Tasks: what a sample, a loss and a metric are.
 
-A task tokenises the job's data into token stores and loads the model with a matching head. The training loop uses only the
-interface of `Task`. A subclass implements `prepare`, `loss` and `metrics`, and `head_config` if the head needs settings.
+A task tokenises the job's data into token stores and loads the model with a matching head. The
+training loop uses only the interface of `Task`. `Task.prepare` is the same for all tasks; a
+subclass says how rows become samples (`samples`) and samples a store (`store`), and what the loss
+and the metrics are.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -15,15 +18,19 @@ from hwopt.config.job import Job, TaskOptions
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.store import Store
-from hwopt.data.tokenizer import check_vocabulary, choose_padding, load_tokenizer, uses_token_types
-from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
+from hwopt.data.stores.token_store import split_rows
+from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, load_tokenizer, uses_token_types
+from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size, trained_tokenizer
 from hwopt.errors import InputError
+from hwopt.model.facts import is_decoder
 from hwopt.model.weights import load_weights
 from hwopt.tasks.exactness import refuse_inexact, refuse_router
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.preparation import make_prepared, read_sources
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.samples import Named, Samples
 from hwopt.tasks.spans import Shown, spans_of
 from hwopt.text import listing, nearest, truncate
 
@@ -34,10 +41,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hwopt.data.batches.collate import Collate
-
-
-FORMAT = 3
-"""Format of the token stores; a new number invalidates the cached ones."""
 
 
 LossFunction = Callable[[Any, "torch.Tensor"], "tuple[torch.Tensor, int | torch.Tensor]"]
@@ -106,21 +109,95 @@ class Task:
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Read, check and tokenise the job's data, or load it from `cache`.
 
-        `max_positions` is the model's longest input in tokens (see ModelFacts), None for no limit. `seed` determines the split by
-        data.eval_fraction. Raises DataError for problems of the data, InputError for problems of the job.
+        `max_positions` is the model's longest input in tokens (see ModelFacts), None for no limit.
+        `seed` determines the split by data.eval_fraction. Raises DataError for problems of the
+        data, InputError for problems of the job.
+        """
+        refuse_router(config, job)
+        LengthLimit(job.data.max_length, max_positions)  # refuses a limit above the model's
+        sources = read_sources(job)
+        parts = {part: self.samples(rows, job) for part, rows in sources.items()}
+        named = self.name_labels(parts["train"], sources["train"], job, config)
+        for part in ("eval", "test"):
+            if part in parts:
+                parts[part] = self.only_known(parts[part], named.names)
+        if job.data.eval_fraction is not None:
+            parts["train"], parts["eval"] = self.split(parts["train"], job.data.eval_fraction, seed)
+        tokenizer = self.processing(job, config, parts["train"], cache)
+        trained = Trained(job, config, tokenizer, named.names, max_positions)
+        stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
+        prepared = self.finish(make_prepared(stores, trained), job)
+        prepared.notes.extend([*named.notes, *self.notes(parts, trained, prepared)])
+        prepared.report_bad_rows(*sources.values())
+        return prepared
+
+    def samples(self, rows: Rows, job: Job) -> Samples:
+        """What the model reads of each row, with its label. Rows that cannot be used are marked as bad.
+
+        Raises DataError if a column is missing or unsuitable.
         """
         raise NotImplementedError
 
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+        """The names of the labels of the training data, by number. Raises DataError if they cannot be trained."""
+        return Named()
+
+    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+        """The samples with labels that are in `names`; the others become bad rows."""
+        return samples
+
+    def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+        """(training, evaluation) samples for data.eval_fraction."""
+        kept, held = split_rows(len(samples), fraction, seed, samples.places.source)
+        return samples.take(kept.tolist()), samples.take(held.tolist())
+
+    def processing(self, job: Job, config: PretrainedConfig, train: Samples, cache: Path) -> Any:
+        """The tokenizer of the job, else the model's own, else one trained on the `train` samples."""
+        if job.model.tokenizer is not None:
+            return load_tokenizer(job.model.tokenizer)
+        if job.model.name is not None:
+            return load_tokenizer(job.model.name, job.model.revision, key="model.name")
+        decoder = self.facts.target == "next_token" or is_decoder(config)
+        return trained_tokenizer(self.plain_texts(train), job, config, decoder, cache)
+
+    def plain_texts(self, samples: Samples) -> list[str]:
+        """The texts to train a tokenizer on."""
+        return [text for column in samples.columns for text in column]
+
+    def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> Store:
+        """The store of `samples`, from `cache` or written now. `seed`: of augmentations, for training samples only."""
+        raise NotImplementedError
+
+    def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
+        """Lines for the screen about the samples of the `parts` train, eval and test."""
+        return []
+
+    def finish(self, prepared: Prepared, job: Job) -> Prepared:
+        """`prepared`, with what the task adds."""
+        return prepared
+
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits."""
+        """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits.
+
+        If the loss has the keyword `smoothing`, the task takes task.label_smoothing; with the keyword
+        `weight`, a tensor of a weight for each label, it takes task.class_weights, and then returns
+        the sum of the weights instead of the number of labels.
+        """
         raise NotImplementedError
 
     def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
         """The loss that is trained: `loss`, with the class weights and the label smoothing of the job if it has them.
 
-        It returns (summed weighted loss, sum of the weights). An evaluation computes `loss`.
+        An evaluation computes `loss` alone.
         """
-        return self.loss
+        options: dict[str, Any] = {}
+        if self.options.label_smoothing:
+            options["smoothing"] = self.options.label_smoothing
+        if prepared.class_weights is not None:
+            import torch
+
+            options["weight"] = torch.tensor(prepared.class_weights, device=device)
+        return partial(self.loss, **options) if options else self.loss
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """Empty metrics for one evaluation."""
@@ -139,7 +216,8 @@ class Task:
 
     def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> Store:
         """The prepared `rows`, with labels numbered as the model numbers them. Raises DataError as `prepare` does."""
-        raise NotImplementedError
+        samples = self.only_known(self.samples(rows, trained.job), trained.label_names)
+        return self.store(samples, trained, cache)
 
     def collate(self) -> type[Collate]:
         """The class that makes step batches from the samples."""
@@ -197,7 +275,6 @@ class Task:
         """
         import transformers
 
-        refuse_router(config, job)
         config = copy.deepcopy(config)
         num_labels = getattr(config, "num_labels", None)
         for key, value in self.head_config(prepared).items():

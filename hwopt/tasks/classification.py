@@ -4,49 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
-from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics
-from hwopt.tasks.class_weights import WeightedClasses, with_class_weights
-from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labels import class_names, imbalance, label_order, one_label_column, read_labels, similar_labels
+from hwopt.tasks.classes import Classes
+from hwopt.tasks.labelled_texts import label_config
+from hwopt.tasks.labels import class_names, label_order, one_label_column, read_labels, similar_labels
 from hwopt.tasks.prepared import Prepared
-from hwopt.text import listing, nearest, truncate
+from hwopt.tasks.samples import Named, Samples
+from hwopt.text import listing, truncate
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
 
-class Labelled(Protocol):
-    """Samples with a label each, and their places."""
-
-    @property
-    def places(self) -> Places: ...
-
-    @property
-    def bad_rows(self) -> BadRows: ...
-
-    @property
-    def labels(self) -> list[str]: ...
-
-    def take(self, samples: Sequence[int]) -> Self:
-        """Some of the samples."""
-        ...
-
-
-AnySamples = TypeVar("AnySamples", bound=Labelled)
-
-
-class Classification(WeightedClasses):
+class Classification(Classes):
     """Predict the class of each sample."""
 
     default_metric: ClassVar[str] = "eval_f1"
@@ -65,7 +44,7 @@ class Classification(WeightedClasses):
             refuse_lost_labels(rows, name, labels, rows.usable())
         return labels
 
-    def name_labels(self, samples: Labelled, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The classes, in the order of the model or the data set, else sorted."""
         column = one_label_column(job)
         names = label_order(samples.labels, class_names(rows.table, column), config)
@@ -87,48 +66,23 @@ class Classification(WeightedClasses):
         numbers = {name: number for number, name in enumerate(names)}
         return np.array([numbers[label] for label in labels], np.int64)
 
-    def only_known(self, samples: AnySamples, names: tuple[str, ...]) -> AnySamples:
-        """The samples whose class occurs in the training data; the others become bad rows."""
-        return drop_unknown_labels(samples, names)
+    def names_in(self, label: Any) -> Sequence[str]:
+        """The one class."""
+        return (label,)
 
-    def split(self, samples: Labelled, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
         """(training, evaluation) samples with about the same share of each class."""
-        return split_by_label(samples.labels, fraction, seed, samples.places.source)
-
-    def held_out_notes(self, held_out: Labelled, names: tuple[str, ...]) -> list[str]:
-        """The classes that the evaluation data lacks."""
-        absent = set(names).difference(held_out.labels)
-        shown = listing([truncate(name) for name in names if name in absent])
-        return [f"the evaluation data has no sample of {shown}"] if absent else []
-
-    def finish(self, prepared: Prepared, job: Job) -> Prepared:
-        """`prepared` with the class weights of the job, or with a warning if its labels are imbalanced."""
-        labels = prepared.train.array("labels")
-        if job.task.class_weights is None:
-            prepared.warnings.extend(imbalance(prepared.label_names or (), labels))
-            return prepared
-        return with_class_weights(prepared, job.task.class_weights, labels)
+        kept, held = split_by_label(samples.labels, fraction, seed, samples.places.source)
+        return samples.take(kept.tolist()), samples.take(held.tolist())
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The label names, and the kind of classification."""
-        names = prepared.label_names or ()
-        return {
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: number for number, name in enumerate(names)},
-            "problem_type": "single_label_classification",
-        }
+        return label_config(prepared) | {"problem_type": "single_label_classification"}
 
-    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(cross-entropy summed over the samples, number of samples); targets (batch,)."""
-        from torch.nn import functional
-
-        return functional.cross_entropy(outputs.logits.float(), targets, reduction="sum"), targets.numel()
-
-    @staticmethod
-    def weighted_loss(
-        outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None, smoothing: float
+    def loss(
+        self, outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(cross-entropy summed with the weight of each target, sum of these weights), with label smoothing."""
+        """(cross-entropy summed over the samples, their number or the sum of their weights); targets (batch,)."""
         from torch.nn import functional
 
         logits = outputs.logits.float()
@@ -158,19 +112,3 @@ def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Seq
             f"{found}; {rows.bad_rows.summary()}. {rows.bad_rows.advice('Fix or remove these rows')}. "
             "To train without them, set data.max_bad_rows"
         )
-
-
-def drop_unknown_labels(samples: AnySamples, names: tuple[str, ...]) -> AnySamples:
-    """The samples whose label occurs in the training data; the others become bad rows."""
-    known = set(names)
-    numbers = samples.places.numbers
-    for number, label in zip(numbers, samples.labels, strict=True):
-        if label not in known:
-            samples.bad_rows.add(
-                number,
-                f"has a label that is not in the training data: {truncate(label)}.{nearest(label, names)} "
-                f"Known labels: {listing(names)}",
-            )
-    usable = [sample for sample, label in enumerate(samples.labels) if label in known]
-    samples.bad_rows.check([numbers[sample] for sample in usable])
-    return samples.take(usable)

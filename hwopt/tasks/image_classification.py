@@ -12,16 +12,16 @@ from hwopt.data.sources.columns import classes, label_column
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
-from hwopt.data.stores.image_store import ImageStore, LabelledImages, image_store
-from hwopt.data.stores.images import ImageTransform, load_processor, new_processor
+from hwopt.data.stores.image_store import ImageStore, image_store
+from hwopt.data.stores.images import ImageTransform, channels_of, load_processor, new_processor
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classification
-from hwopt.tasks.labelled_parts import LabelledParts
 from hwopt.tasks.model_families import IMAGE_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.preparation import add_tokenless_rows, read_sources, report_mixture
+from hwopt.tasks.preparation import report_left_out
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.samples import Samples
 from hwopt.tasks.spans import Shown, Span
 
 if TYPE_CHECKING:
@@ -64,28 +64,25 @@ class ImageClassification(Classification):
         why = f"column {image!r} holds images, column {label!r} has {classes(table, label):,} values"
         return Recognised({"image": image, "label": label}, (), why, rank=4)
 
-    def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
-        """Prepare the data. Labels are numbered as in text classification; training images are augmented as the job says."""
-        plain = transform_for(job, config)
-        _ = plain.shape  # refuses a processor of another kind
-        augmented = replace(plain, augmentation=job.data.augmentation, seed=seed)
-        sources = read_sources(job)
-        parts = LabelledParts.read(sources, lambda rows: self.images(rows, job, job.data.image))
-        parts.label(self, sources.train, job, config, seed)
-        names = parts.names
-        store = self.store(parts.train, names, augmented, cache)
-        others = [None if images is None else self.store(images, names, plain, cache) for images in (parts.eval, parts.test)]
-        prepared = Prepared(store, others[0], plain.processor, names, test=others[1])
-        report_mixture(prepared)
-        prepared = self.finish(prepared, job)
-        prepared.notes.extend(parts.notes)
-        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
-        return prepared
+    def samples(self, rows: Rows, job: Job) -> Samples:
+        """The rows that have an image and a label."""
+        images = read_images(rows, image_name(rows, job))
+        return Samples.of(rows, [images], self.read_labels(rows, job))
 
-    def store(self, images: LabelledImages, names: tuple[str, ...], transform: ImageTransform, cache: Path) -> ImageStore:
-        """The store of `images`. Images that cannot be opened become bad rows."""
-        store = image_store(images, self.label_array(images.labels, names), transform, cache)
-        add_tokenless_rows(store, images.places, images.bad_rows)
+    def processing(self, job: Job, config: PretrainedConfig, train: Samples, cache: Path) -> Any:
+        """The model's own image processor, or the default one of the architecture. Raises InputError for one of another kind."""
+        plain = transform_for(job, config)
+        _ = plain.shape
+        return plain.processor
+
+    def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> ImageStore:
+        """The store of `samples`, augmented as the job says if there is a `seed`. Unreadable images become bad rows."""
+        transform = ImageTransform(trained.tokenizer, channels_of(trained.config))
+        if seed is not None:
+            transform = replace(transform, augmentation=trained.job.data.augmentation, seed=seed)
+        labels = self.label_array(samples.labels, trained.label_names)
+        store = image_store(samples.columns[0], labels, transform, cache)
+        report_left_out(store, samples)
         return store
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
@@ -94,20 +91,9 @@ class ImageClassification(Classification):
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the most probable label."""
-        from hwopt.tasks.image_predictor import ImagePredictor
+        from hwopt.tasks.predictors import ImagePredictor
 
-        return ImagePredictor(trained, model, ImageTransform(trained.tokenizer, channels_of(trained.config)))
-
-    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> ImageStore:
-        """The images with a label that the model knows, without augmentation."""
-        job = trained.job
-        images = self.only_known(self.images(rows, job, image_name(rows, job)), trained.label_names)
-        return self.store(images, trained.label_names, ImageTransform(trained.tokenizer, channels_of(trained.config)), cache)
-
-    def images(self, rows: Rows, job: Job, column: str) -> LabelledImages:
-        """The rows that have an image in `column` and a label."""
-        images, labels = read_images(rows, column), self.read_labels(rows, job)
-        return LabelledImages(rows.places, rows.bad_rows, images, labels).take(rows.usable())
+        return ImagePredictor(trained, model)
 
     def collate(self) -> type[Collate]:
         """Images are stacked."""
@@ -146,18 +132,14 @@ def transform_for(job: Job, config: PretrainedConfig) -> ImageTransform:
     return ImageTransform(processor, channels_of(config))
 
 
-def channels_of(config: PretrainedConfig) -> int:
-    """The number of colour channels that the model takes."""
-    return int(getattr(config, "num_channels", None) or 3)
-
-
 def image_name(rows: Rows, job: Job) -> str:
-    """The column with the images to predict: that of the job, else the first one with a usual name.
+    """The column with the images: that of the job; of a job that names none, the first one with a usual name.
 
-    The model may come from a folder of images, whose column is `image`, and the table to predict may have another one.
+    The model may come from a folder of images, and the table to predict may name its column otherwise.
     """
-    names = rows.table.column_names
-    return next((name for name in (job.data.image, *NAMES) if name in names), job.data.image)
+    wanted = job.data.image
+    usual = NAMES if wanted == type(job.data).model_fields["image"].default else ()
+    return next((name for name in (wanted, *usual) if name in rows.table.column_names), wanted)
 
 
 def image_column(table: pa.Table) -> str | None:

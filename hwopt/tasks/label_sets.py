@@ -9,6 +9,7 @@ from hwopt.data.sources.columns import is_scalar
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
 from hwopt.errors import DataError
+from hwopt.tasks.labels import class_names
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
     import pyarrow as pa
 
     column = find_column(rows.table, name, rows.source, "data.label")
-    classes = sequence_class_names(rows.table, name)
+    classes = class_names(rows.table, name)
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
     if not (text or is_list(column.type)):
         raise DataError(
@@ -72,17 +73,6 @@ def label_name(item: Any, classes: Sequence[str] | None) -> str | None:
     if isinstance(item, str):
         return item.strip()
     return str(int(item)) if isinstance(item, int) else None
-
-
-def sequence_class_names(table: pa.Table, name: str) -> list[str] | None:
-    """The class names of a column with lists of ClassLabel of `datasets`, by number; None for other columns."""
-    if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
-        return None
-    import datasets
-
-    feature = datasets.Features.from_arrow_schema(table.schema).get(name)
-    inner = getattr(feature, "feature", None)
-    return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
 def is_list(kind: Any) -> bool:

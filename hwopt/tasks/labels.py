@@ -71,12 +71,13 @@ def one_label_column(job: Job) -> str:
 
 
 def class_names(table: pa.Table, name: str) -> list[str] | None:
-    """The class names of a ClassLabel column of `datasets`, by number; None for other columns."""
+    """The class names of a column of ClassLabel of `datasets`, or of lists of it, by number; None for other columns."""
     if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
         return None
     import datasets
 
     feature = datasets.Features.from_arrow_schema(table.schema).get(name)
+    feature = getattr(feature, "feature", feature)
     return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 

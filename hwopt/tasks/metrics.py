@@ -1,14 +1,14 @@
 """Metrics of an evaluation. What they need stays on the device, and is copied to the host once, at the end.
 
-The loss and the counts of multi-label classification are float64 sums, which count exactly up to 2**53. Metrics of classes keep
-the predicted and the true class of each sample, 8 bytes, and scikit-learn computes them.
+The loss is a float64 sum, which counts exactly up to 2**53. Other metrics keep the predicted and the
+true values of each sample, such as two numbers of 4 bytes, and scikit-learn computes them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ MAX_MATRIX_LABELS = 200
 
 
 class LossMetrics:
-    """The mean loss, in nats per label. A subclass has `extra` more sums."""
+    """The mean loss, in nats per label."""
 
-    def __init__(self, device: torch.device | str, extra: int = 0) -> None:
-        self._sums = torch.zeros(2 + extra, dtype=torch.float64, device=device)  # (2 + extra,): loss, labels, the subclass's sums
+    def __init__(self, device: torch.device | str) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
         self._part = torch.zeros_like(self._sums)
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
@@ -34,86 +34,77 @@ class LossMetrics:
         self._part.zero_()
         self._part[LOSS] += summed_loss.detach()
         self._part[COUNT] += count
-        self._count(outputs, targets, self._part[2:])
         self._sums += self._part
 
     def compute(self) -> dict[str, float]:
         """The values by name; nan if nothing was evaluated. Called on all ranks."""
-        return self._values(over_ranks(self._sums).tolist())
+        loss, count = (sum(values) for values in zip(*over_ranks(self._sums.tolist()), strict=True))
+        return {"loss": loss / count if count else math.nan}
 
     def details(self) -> dict[str, Any]:
         """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
         return {}
 
-    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
-        """Write the extra sums of a micro-batch to `extra`, which holds zeros."""
 
-    def _values(self, sums: list[float]) -> dict[str, float]:
-        return {"loss": sums[LOSS] / sums[COUNT] if sums[COUNT] else math.nan}
-
-
-def over_ranks(sums: torch.Tensor) -> torch.Tensor:
-    """The sum of `sums` over all ranks, added in the order of the ranks."""
+def over_ranks(value: Any) -> list[Any]:
+    """The `value` of each rank, in the order of the ranks."""
     if not (dist.is_available() and dist.is_initialized()):
-        return sums
-    gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, sums)
-    return torch.stack(gathered).sum(dim=0)
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 class GatheredMetrics(LossMetrics):
-    """Metrics that need all predictions and targets at once. They stay on the device until `gathered` copies them."""
+    """Metrics that need all samples at once: a column of `rows` values for each, by default the prediction and the target.
+
+    They stay on the device until `gathered` copies them.
+    """
 
     dtype: ClassVar[torch.dtype] = torch.int32
+    rows: ClassVar[int] = 2
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
-        self._pairs = [torch.empty(2, 0, dtype=self.dtype, device=device)]
+        self._columns = [torch.empty(self.rows, 0, dtype=self.dtype, device=device)]
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
         """Add a micro-batch. Does not wait for the device."""
-        pair = self._pair(outputs, targets).to(self.dtype)
+        found = self._pair(outputs, targets).to(self.dtype)
         super().update(outputs, targets, summed_loss, count)
-        self._pairs.append(pair)
+        self._columns.append(found)
 
     def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """The predictions and the targets of a micro-batch: (2, values)."""
         raise NotImplementedError
 
     def gathered(self) -> NDArray[np.generic]:
-        """The predictions and the targets of all micro-batches of all ranks: (2, values). Called on all ranks."""
-        found: NDArray[np.generic] = joined_over_ranks(torch.cat(self._pairs, dim=1)).cpu().numpy()
-        return found
+        """The values of all micro-batches of all ranks, in the order of the ranks: (rows, values). Called on all ranks."""
+        import numpy as np
 
-
-def joined_over_ranks(part: torch.Tensor) -> torch.Tensor:
-    """The parts (2, values of the rank) of all ranks in one tensor, in the order of the ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return part
-    sizes = [torch.zeros(1, dtype=torch.long, device=part.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([part.shape[1]], device=part.device))
-    numbers = [int(size) for size in sizes]
-    padded = part.new_zeros(part.shape[0], max(numbers))
-    padded[:, : part.shape[1]] = part
-    gathered = [torch.empty_like(padded) for _ in numbers]
-    dist.all_gather(gathered, padded)
-    return torch.cat([each[:, :number] for each, number in zip(gathered, numbers, strict=True)], dim=1)
+        return np.concatenate(over_ranks(torch.cat(self._columns, dim=1).cpu().numpy()), axis=1)
 
 
 class TokenMetrics(LossMetrics):
     """loss and perplexity."""
 
-    def _values(self, sums: list[float]) -> dict[str, float]:
-        loss = super()._values(sums)["loss"]
-        return {"loss": loss, "perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
+    def compute(self) -> dict[str, float]:
+        """The values by name."""
+        return with_perplexity(super().compute())
 
 
-class GeneratedMetrics(TokenMetrics):
+def with_perplexity(values: dict[str, float]) -> dict[str, float]:
+    """`values` with the perplexity of the loss."""
+    loss = values["loss"]
+    return values | {"perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
+
+
+@runtime_checkable
+class GeneratedMetrics(Protocol):
     """Metrics that also need generated texts. An evaluation calls `generate` before each `update`."""
 
     def generate(self, model: Any, inputs: dict[str, torch.Tensor], targets: torch.Tensor) -> None:
         """Generate texts for a micro-batch, and keep what the next `update` adds."""
-        raise NotImplementedError
 
 
 class ClassMetrics(GatheredMetrics):
@@ -146,75 +137,62 @@ class ClassMetrics(GatheredMetrics):
 
     def details(self) -> dict[str, Any]:
         """classes: label, precision, recall, f1, support of each; confusion_matrix: a row of counts for each true label."""
-        from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+        from sklearn.metrics import confusion_matrix
 
         predicted, actual = self.gathered()
         if not len(actual):
             return {}
-        numbers = range(self.labels)
-        each = precision_recall_fscore_support(actual, predicted, labels=numbers, zero_division=0)
-        keys = ("label", "precision", "recall", "f1", "support")
-        rows = zip(self.names, *(column.tolist() for column in each), strict=True)
-        found: dict[str, Any] = {"classes": [dict(zip(keys, row, strict=True)) for row in rows]}
+        found: dict[str, Any] = {"classes": class_rows(self.names, actual, predicted, range(self.labels))}
         if self.labels <= MAX_MATRIX_LABELS:
-            counts = confusion_matrix(actual, predicted, labels=numbers).tolist()
+            counts = confusion_matrix(actual, predicted, labels=range(self.labels)).tolist()
             found["confusion_matrix"] = {"labels": self.names, "rows": counts}
         return found
 
 
-class LabelSetMetrics(LossMetrics):
-    """loss, f1_micro, f1_macro, as in scikit-learn, and exact_match: the share of samples with exactly the right labels.
+class LabelSetMetrics(GatheredMetrics):
+    """loss, f1_micro, f1_macro, and exact_match: the share of samples with exactly the right labels.
 
     A label is predicted if its probability is at least 0.5. `details` has the metrics of each label.
     """
 
+    dtype = torch.int8
+
     def __init__(self, names: Sequence[str], device: torch.device | str) -> None:
-        super().__init__(device, extra=2 + 3 * len(names))
+        super().__init__(device)
         self.names = names
+        self.numbers = range(len(names)) if len(names) > 1 else [1]
+        """Of the labels, for scikit-learn: with one label a sample has 1 or 0 instead of a row."""
+
+    def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([outputs.logits >= 0, targets >= 0.5]).flatten(1)  # (2, batch x labels)
+
+    def _samples(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(predicted, actual) labels, (samples, labels), or (samples,) with one label."""
+        predicted, actual = self.gathered().reshape(2, -1, *([len(self.names)] if len(self.names) > 1 else []))
+        return predicted, actual
+
+    def compute(self) -> dict[str, float]:
+        from sklearn.metrics import accuracy_score, f1_score
+
+        predicted, actual = self._samples()
+        values = super().compute()
+        if not len(actual):
+            return values | dict.fromkeys(("f1_micro", "f1_macro", "exact_match"), math.nan)
+        for average in ("micro", "macro"):
+            score = f1_score(actual, predicted, labels=self.numbers, average=average, zero_division=0)
+            values[f"f1_{average}"] = float(score)
+        return values | {"exact_match": float(accuracy_score(actual, predicted))}
 
     def details(self) -> dict[str, Any]:
         """classes: label, precision, recall, f1, support of each."""
-        return {"classes": class_rows(self.names, *self._per_label(over_ranks(self._sums).tolist()))}
-
-    def _count(self, outputs: Any, targets: torch.Tensor, extra: torch.Tensor) -> None:
-        predictions, actual = outputs.logits >= 0, targets >= 0.5  # (batch, labels)
-        extra[0] += (predictions == actual).all(-1).sum()
-        extra[1] += len(targets)
-        extra[2:] += torch.cat([part.sum(0) for part in (predictions & actual, predictions, actual)])
-
-    def _per_label(self, sums: list[float]) -> tuple[list[float], list[float], list[float]]:
-        """(correct predictions, predictions, samples) of each label."""
-        n = len(self.names)
-        return sums[4 : 4 + n], sums[4 + n : 4 + 2 * n], sums[4 + 2 * n :]
-
-    def _values(self, sums: list[float]) -> dict[str, float]:
-        exact, samples = sums[2:4]
-        hits, predicted, actual = self._per_label(sums)
-        each = [f1_score(*counts) for counts in zip(hits, predicted, actual, strict=True)]
-        return {
-            **super()._values(sums),
-            "f1_micro": f1_score(sum(hits), sum(predicted), sum(actual)) if samples else math.nan,
-            "f1_macro": sum(each) / len(each) if samples else math.nan,
-            "exact_match": exact / samples if samples else math.nan,
-        }
+        predicted, actual = self._samples()
+        return {"classes": class_rows(self.names, actual, predicted, self.numbers)} if len(actual) else {}
 
 
-def f1_score(hits: float, predicted: float, actual: float) -> float:
-    """F1 from the numbers of correct predictions, predictions and labels; 0 without any."""
-    return 2 * hits / (predicted + actual) if predicted + actual else 0.0
+def class_rows(names: Sequence[str], actual: Any, predicted: Any, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Label, precision, recall, f1 and support of each class. A precision or recall without a sample is 0."""
+    from sklearn.metrics import precision_recall_fscore_support
 
-
-def class_rows(
-    names: Sequence[str], hits: Sequence[float], predicted: Sequence[float], actual: Sequence[float]
-) -> list[dict[str, Any]]:
-    """Label, precision, recall, f1 and support of each class. A precision or recall without a sample is 0, as in scikit-learn."""
-    return [
-        {
-            "label": name,
-            "precision": hit / guesses if guesses else 0.0,
-            "recall": hit / own if own else 0.0,
-            "f1": f1_score(hit, guesses, own),
-            "support": int(own),
-        }
-        for name, hit, guesses, own in zip(names, hits, predicted, actual, strict=True)
-    ]
+    each = precision_recall_fscore_support(actual, predicted, labels=numbers, zero_division=0)
+    keys = ("label", "precision", "recall", "f1", "support")
+    return [dict(zip(keys, row, strict=True)) for row in zip(names, *(column.tolist() for column in each), strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
@@ -12,15 +11,16 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import text_of
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
-from hwopt.tasks.base import LossFunction, Metrics
-from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets, sequence_class_names
-from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labelled_texts import LabelledSamples, LabelledTexts, uses_two_types
-from hwopt.tasks.labels import label_order
+from hwopt.tasks.base import Metrics
+from hwopt.tasks.classes import Classes
+from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets
+from hwopt.tasks.labelled_texts import LabelledTexts
+from hwopt.tasks.labels import class_names, label_order
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
-from hwopt.text import listing, nearest, truncate
+from hwopt.tasks.samples import Named, Samples
+from hwopt.text import listing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,7 +32,7 @@ SETS = ("labels", "label", "tags", "topics", "categories", "genres", "emotions",
 """Names of columns with several labels a row."""
 
 
-class MultiLabel(LabelledTexts):
+class MultiLabel(Classes, LabelledTexts):
     """Any number of labels for a text: a column with lists or delimited labels, or one column of 0 and 1 for each label."""
 
     facts = TaskFacts(
@@ -67,7 +67,7 @@ class MultiLabel(LabelledTexts):
         columns = job.data.label
         return read_flags(rows, columns) if len(columns) > 1 else read_sets(rows, columns[0], job.data.label_delimiter)
 
-    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The columns; of one column the labels that occur, in the order of the model or the data set, else sorted."""
         columns = job.data.label
         found = [label for labels in samples.labels for label in labels]
@@ -83,7 +83,7 @@ class MultiLabel(LabelledTexts):
                 f"no row has several labels, and {counts[mark]:,} labels contain {mark!r}: set data.label_delimiter = {mark!r} "
                 "if it separates labels"
             )
-        return Named(label_order(found, sequence_class_names(rows.table, columns[0]), config), tuple(notes))
+        return Named(label_order(found, class_names(rows.table, columns[0]), config), tuple(notes))
 
     def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
         """1 for each label that a sample has, else 0; float32 (samples, labels)."""
@@ -94,27 +94,6 @@ class MultiLabel(LabelledTexts):
         for sample, own in enumerate(labels):
             made[sample, [numbers[label] for label in own]] = 1
         return made
-
-    def only_known(self, samples: LabelledSamples, names: tuple[str, ...]) -> LabelledSamples:
-        """The samples whose labels all occur in the training data; the others become bad rows."""
-        known, numbers, usable = set(names), samples.places.numbers, []
-        for sample, labels in enumerate(samples.labels):
-            if new := [label for label in labels if label not in known]:
-                samples.bad_rows.add(
-                    numbers[sample],
-                    f"has a label that is not in the training data: {truncate(new[0])}.{nearest(new[0], names)} "
-                    f"Known labels: {listing(names)}",
-                )
-            else:
-                usable.append(sample)
-        samples.bad_rows.check([numbers[sample] for sample in usable])
-        return samples.take(usable)
-
-    def held_out_notes(self, held_out: LabelledSamples, names: tuple[str, ...]) -> list[str]:
-        """The labels that the evaluation data lacks."""
-        present = {label for labels in held_out.labels for label in labels}
-        absent = [truncate(name) for name in names if name not in present]
-        return [f"the evaluation data has no sample of {listing(absent)}"] if absent else []
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
         """The labels of a sample."""
@@ -129,36 +108,29 @@ class MultiLabel(LabelledTexts):
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the labels with a probability of at least 0.5."""
-        from hwopt.tasks.text_predictors import LabelSetPredictor
+        from hwopt.tasks.predictors import LabelSetPredictor
 
-        return LabelSetPredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+        return LabelSetPredictor(trained, model)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The label names, and the kind of classification."""
         return super().head_config(prepared) | {"problem_type": "multi_label_classification"}
 
-    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(binary cross-entropy summed over samples and labels, samples x labels); targets (batch, labels)."""
-        return summed_binary_loss(outputs, targets)
+    def loss(self, outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(binary cross-entropy summed over samples and labels, samples x labels); targets (batch, labels).
 
-    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
-        """`loss` with the job's label smoothing: a label of 1 becomes 1 - s / 2, one of 0 becomes s / 2."""
-        smoothing = self.options.label_smoothing
-        return partial(summed_binary_loss, smoothing=smoothing) if smoothing else self.loss
+        With label smoothing s a label of 1 becomes 1 - s / 2, one of 0 becomes s / 2.
+        """
+        from torch.nn import functional
+
+        smoothed = targets * (1 - smoothing) + smoothing / 2 if smoothing else targets
+        return functional.binary_cross_entropy_with_logits(outputs.logits.float(), smoothed, reduction="sum"), targets.numel()
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss, f1_micro, f1_macro, and exact_match: the share of samples with exactly the right labels."""
         from hwopt.tasks.metrics import LabelSetMetrics
 
         return LabelSetMetrics(prepared.label_names or (), device)
-
-
-def summed_binary_loss(outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int]:
-    """(binary cross-entropy summed over all elements of `targets`, their number), with label smoothing."""
-    from torch.nn import functional
-
-    smoothed = targets * (1 - smoothing) + smoothing / 2 if smoothing else targets
-    return functional.binary_cross_entropy_with_logits(outputs.logits.float(), smoothed, reduction="sum"), targets.numel()
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:

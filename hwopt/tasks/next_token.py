@@ -12,6 +12,7 @@ from hwopt.tasks.prepared import IGNORED
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 
@@ -66,24 +67,19 @@ class SampleArrays:
         self.labels.append(np.array(labels[:kept], np.int64))
 
     def finish(self) -> tuple[dict[str, Any], Encoded]:
-        """(arrays of a token store, tokens). Raises DataError if no sample is left."""
+        """(arrays of a token store beside the inputs, tokens). Raises DataError if no sample is left."""
         import numpy as np
 
         if not self.inputs:
             raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
         lengths = np.array([len(one) for one in self.inputs], np.int64)
-        found = Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
-        arrays = {
-            "input_ids": found.ids,
-            "labels": np.concatenate(self.labels),
-            "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-            "counts": np.array([(one != IGNORED).sum() for one in self.labels], np.int32),
-        }
-        return arrays, found
+        counts = np.array([(one != IGNORED).sum() for one in self.labels], np.int32)
+        arrays = {"labels": np.concatenate(self.labels), "counts": counts}
+        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
 
 
 def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store, tokens) of documents, joined and split into blocks."""
+    """(arrays of a token store beside the inputs, tokens) of documents, joined and split into blocks."""
     import numpy as np
 
     end = tokenizer.eos_token_id
@@ -102,9 +98,7 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
     lengths = np.diff(offsets)
     begins = np.cumsum([0, *map(len, stream)])[documents]
     arrays = {
-        "input_ids": inputs,
         "labels": labels,
-        "offsets": offsets,
         "counts": lengths.astype(np.int32),
         "documents": np.searchsorted(begins, offsets[:-1], side="right") - 1,
     }
@@ -112,7 +106,7 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
 
 
 def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store, tokens) of prompts with completions, one sample per row."""
+    """(arrays of a token store beside the inputs, tokens) of prompts with completions, one sample per row."""
     found = SampleArrays(places, limit)
     end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
@@ -125,3 +119,17 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
             tokens, labels = prompted(prompt, completion, end)
             found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
     return found.finish()
+
+
+def token_loss(
+    outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy summed over the labels that are not -100, their number or the sum of their weights)."""
+    from torch.nn import functional
+
+    logits, labels = outputs.logits.float().flatten(0, 1), targets.flatten()  # (batch x length, classes), (batch x length,)
+    summed = functional.cross_entropy(
+        logits, labels, weight=weight, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+    )
+    counted = labels != IGNORED
+    return summed, counted.sum() if weight is None else (weight[labels.clamp(min=0)] * counted).sum()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts, task_facts
+from hwopt.data.tokenizer import LengthLimit, uses_token_types
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,22 @@ class Trained:
     """The name of each label number; empty if labels are tokens."""
     max_positions: int | None
     """The model's longest input in tokens; None for no limit."""
+
+    @property
+    def facts(self) -> TaskFacts:
+        """The facts of the job's task."""
+        return task_facts(self.job.task.kind)
+
+    @property
+    def limit(self) -> LengthLimit:
+        """The longest input. Raises InputError if the job's limit exceeds the model's."""
+        return LengthLimit(self.job.data.max_length, self.max_positions)
+
+    @property
+    def two_types(self) -> bool:
+        """Whether the two texts of a pair are marked by token_type_ids."""
+        two = len(self.job.data.text) == 2 and "token_type_ids" in self.tokenizer.model_input_names
+        return two and uses_token_types(self.config)
 
 
 @dataclass(frozen=True)
@@ -65,32 +83,3 @@ class Predictor(Protocol):
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         """The values of `columns` for each row of the inputs, a batch on the model's device."""
-
-
-class TokenPredictor:
-    """Batches rows of tokens: pads them to the longest, and adds an attention mask. `input_ids` gives the length of a row."""
-
-    window_batches: ClassVar[int] = WINDOW_BATCHES
-    padding_side: ClassVar[Literal["left", "right"]] = "right"
-    tokenizer: Any
-    max_positions: int | None
-
-    def length(self, row: ModelInput) -> int:
-        """The number of tokens."""
-        return len(row["input_ids"])
-
-    def batch(self, rows: Sequence[ModelInput], multiple: int) -> dict[str, torch.Tensor]:
-        """The inputs as (rows, width), with the attention mask."""
-        import torch
-
-        longest = max(map(self.length, rows))
-        width = -(-longest // multiple) * multiple if self.padding_side == "right" else longest
-        width = longest if self.max_positions is not None and width > self.max_positions else width
-        filler = {"input_ids": self.tokenizer.pad_token_id or 0}
-        found = {}
-        for key in (*rows[0], "attention_mask"):
-            values = [each.get(key, [1] * self.length(each)) for each in rows]
-            padding = [[filler.get(key, 0)] * (width - len(row)) for row in values]
-            left = self.padding_side == "left"
-            found[key] = torch.tensor([extra + row if left else row + extra for row, extra in zip(values, padding, strict=True)])
-        return found

@@ -1,55 +1,85 @@
-"""Steps of `Task.prepare` that tasks share."""
+"""Steps of `Task.prepare`: read the sources, write the token stores, and report what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hwopt.config.job import Job
-from hwopt.config.job_sources import Sources as SourcesOf
 from hwopt.config.job_sources import paths_of
-from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.bad_rows import Places
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.reading import read_all, read_options, refuse_missing
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.image_store import ImageStore
-from hwopt.data.stores.token_store import TokenStore
-from hwopt.data.tokenizer import choose_padding, load_tokenizer
-from hwopt.data.tokenizer_training import trained_tokenizer
+from hwopt.data.stores.token_store import TokenStore, fingerprint
+from hwopt.data.tokenizer import Encoded, choose_padding
+from hwopt.data.tokenizer_training import tokenizer_fingerprint
+from hwopt.model.facts import is_decoder
+from hwopt.tasks.prediction import Trained
 from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.samples import Samples
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from hwopt.data.stores.store import Store
+
+FORMAT = 3
+"""Format of the token stores; a new number invalidates the cached ones."""
+
+AnyStore = TypeVar("AnyStore", bound=TokenStore)
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The rows of a job's data; None for a part without a source of its own."""
-
-    train: Rows
-    eval: Rows | None
-    test: Rows | None
-
-
-def read_sources(job: Job) -> Sources:
-    """Read the data of `job`."""
+def read_sources(job: Job) -> dict[str, Rows]:
+    """The rows of the job's parts that have a source of their own: train, eval and test."""
     data = job.data
     refuse_missing(data)
     options = read_options(data)
-
-    def held_out(sources: SourcesOf | None, split: str | None) -> Rows | None:
+    found = {"train": read_all(data.train, data.split, options)}
+    for part, sources, split in (("eval", data.eval, data.eval_split), ("test", data.test, data.test_split)):
         if sources is not None:
-            return read_all(sources, split, options)
-        return None if split is None else read_all(paths_of(data.train), split, options, f" [{split}]")
+            found[part] = read_all(sources, split, options)
+        elif split is not None:
+            found[part] = read_all(paths_of(data.train), split, options, f" [{split}]")
+    return found
 
-    train = read_all(data.train, data.split, options)
-    return Sources(train, held_out(data.eval, data.eval_split), held_out(data.test, data.test_split))
+
+def token_store(
+    kind: type[AnyStore],
+    samples: Samples,
+    trained: Trained,
+    cache: Path,
+    settings: list[Any],
+    content: list[list[Any]],
+    make: Callable[[], tuple[dict[str, Any], Encoded, dict[str, Any]]],
+) -> AnyStore:
+    """The store of `samples`, from the cache or written now.
+
+    `settings` and `content` identify it, beside the tokenizer. `make` returns its arrays, the
+    encoded inputs, and what else meta.json holds.
+    """
+    import numpy as np
+
+    tokenizer, limit = trained.tokenizer, trained.limit
+
+    def written() -> tuple[dict[str, Any], dict[str, Any]]:
+        arrays, found, meta = make()
+        arrays = {"input_ids": found.ids, "offsets": np.concatenate([[0], np.cumsum(found.lengths)]), **arrays}
+        return arrays, {"max_length": limit.max_length, **found.meta(tokenizer), **meta}
+
+    key = fingerprint([FORMAT, *settings], tokenizer_fingerprint(tokenizer), *content)
+    store = kind.cached(cache / "tokens" / key, written)
+    report_left_out(store, samples)
+    if not store.has("documents"):  # the store may come from a run with another model
+        skipped = {sample for sample, _ in store.meta["left_out"]}
+        used = [sample for sample in range(len(samples)) if sample not in skipped]
+        limit.check(np.diff(store.array("offsets")), samples.places.take(used))
+    return store
 
 
-def add_tokenless_rows(store: TokenStore | ImageStore, places: Places, bad_rows: BadRows) -> None:
-    """Add the samples at `places` that were left out, now or when the store was written, to `bad_rows`."""
+def report_left_out(store: TokenStore | ImageStore, samples: Samples) -> None:
+    """Add the samples that were left out, now or when the store was written, to the bad rows."""
+    bad_rows, places = samples.bad_rows, samples.places
     for sample, reason in store.meta["left_out"]:
         bad_rows.add(places.numbers[sample], reason)
     if store.meta["left_out"]:
@@ -72,39 +102,27 @@ def mixture_of(store: TokenStore | ImageStore, places: Places) -> Mixture | None
     return mixture.take(np.delete(np.arange(len(places.numbers)), [sample for sample, _ in store.meta["left_out"]]))
 
 
-def tokenizer_for(job: Job, config: PretrainedConfig, texts: list[str], decoder: bool, cache: Path) -> Any:
-    """The job's tokenizer, else the model's own, else one trained on `texts`."""
-    if job.model.tokenizer is not None:
-        return load_tokenizer(job.model.tokenizer)
-    if job.model.name is not None:
-        return load_tokenizer(job.model.name, job.model.revision, key="model.name")
-    return trained_tokenizer(texts, job, config, decoder, cache)
-
-
-def make_prepared(
-    stores: Sequence[TokenStore | None], tokenizer: Any, names: tuple[str, ...] | None, avoid_used: bool
-) -> Prepared:
-    """The Prepared of the stores (training, evaluation, test), with the padding token chosen.
-
-    `avoid_used`: no text may contain the padding token.
-    """
-    train, held_out, test = stores
-    assert train is not None
-    prepared = Prepared(train, held_out, tokenizer, names, test=test)
-    used = {number for store in prepared.stores for number in store.meta["special_ids"]} if avoid_used else set()
-    choose_padding(tokenizer, used)
-    report_mixture(prepared)
-    for store, which in ((train, ""), (held_out, " of the evaluation data"), (test, " of the test data")):
-        if store is not None and (cut := store.meta["cut"]):
-            prepared.notes.append(
-                f"truncated {cut:,} of {store.meta['samples']:,} texts{which} to {store.meta['max_length']} tokens"
-            )
-    return prepared
-
-
-def report_mixture(prepared: Prepared) -> None:
-    """Check the mixture of the training data, and add its notes and warnings, if there is one."""
+def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
+    """The Prepared of the stores train, eval and test, with the padding token chosen, and notes about what was truncated."""
+    prepared = Prepared(
+        stores["train"], stores.get("eval"), trained.tokenizer, trained.label_names or None, test=stores.get("test")
+    )
+    facts = trained.facts
+    if facts.inputs == "tokens":
+        # a decoder takes the rightmost token that is not padding as the last one of a labelled text
+        last_token = facts.target != "next_token" and is_decoder(trained.config)
+        used = {number for store in prepared.stores for number in store.meta["special_ids"]} if last_token else set()
+        choose_padding(trained.tokenizer, used)
     if (mixture := prepared.train.mixture) is not None:
         mixture.check()
         prepared.notes.extend(mixture.notes())
         prepared.warnings.extend(mixture.warnings())
+    for part, which in PARTS.items():
+        if part in stores and (cut := stores[part].meta.get("cut")):
+            meta = stores[part].meta
+            prepared.notes.append(f"truncated {cut:,} of {meta['samples']:,} texts{which} to {meta['max_length']} tokens")
+    return prepared
+
+
+PARTS = {"train": "", "eval": " of the evaluation data", "test": " of the test data"}
+"""Part of the data -> how a message names it."""

@@ -22,7 +22,7 @@ def check_contract(found: type) -> None:
     who = f"task {truncate(found)}"
     if not issubclass(found, Task):
         raise PluginError(f"{who}: expected a subclass of hwopt.tasks.base.Task")
-    for name in ("prepare", "loss", "metrics", "read_inputs", "predictor", "evaluation_store"):
+    for name in ("samples", "store", "loss", "metrics", "read_inputs", "predictor"):
         if getattr(found, name) is getattr(Task, name):
             raise PluginError(f"{who}: does not define {name}()")
     for name in ("default_metric", "metric_directions", "pipeline_tag"):

@@ -14,11 +14,11 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics
-from hwopt.tasks.labelled_parts import Named
-from hwopt.tasks.labelled_texts import LabelledSamples, LabelledTexts, uses_two_types
+from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.samples import Named, Samples
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Regression(LabelledTexts):
         """A tuple with the targets of each row."""
         return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))
 
-    def name_labels(self, samples: LabelledSamples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+    def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The names of the target columns."""
         notes = []
         for name, values in zip(job.data.label, zip(*samples.labels, strict=True), strict=True):
@@ -106,9 +106,9 @@ class Regression(LabelledTexts):
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the targets."""
-        from hwopt.tasks.text_predictors import NumberPredictor
+        from hwopt.tasks.predictors import NumberPredictor
 
-        return NumberPredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+        return NumberPredictor(trained, model)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """The names of the targets, and the kind of head."""

@@ -7,30 +7,25 @@ tokens, the end-of-text token included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.columns import is_text
+from hwopt.data.sources.columns import PROMPTS, is_text
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.pair_store import PairStore
-from hwopt.data.stores.token_store import fingerprint, split_rows
-from hwopt.data.tokenizer import CHUNK, LengthLimit, encode
-from hwopt.data.tokenizer_training import tokenizer_fingerprint
+from hwopt.data.tokenizer import CHUNK, Encoded, encode
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.base import FORMAT, LossFunction, Metrics, Task, set_in_configs
-from hwopt.tasks.causal_lm import token_loss
-from hwopt.tasks.exactness import refuse_router
+from hwopt.tasks.base import Metrics, Task, set_in_configs
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
+from hwopt.tasks.next_token import token_loss
 from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.preparation import add_tokenless_rows, make_prepared, read_sources, tokenizer_for
+from hwopt.tasks.preparation import PARTS, token_store
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.samples import Samples
 from hwopt.tasks.spans import Shown, Span, spans_of
 
 if TYPE_CHECKING:
@@ -48,21 +43,6 @@ PAIRS = (
 """Columns of data sets for summaries and translations."""
 OTHERS = "Choose another encoder-decoder (T5, FLAN-T5, BART, Pegasus)"
 ROUGE = ("rouge1", "rouge2", "rougeL")
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Prompts with completions, and their places."""
-
-    places: Places
-    bad_rows: BadRows
-    prompts: list[str]
-    completions: list[str]
-
-    def take(self, samples: Sequence[int]) -> Pairs:
-        """Some of the pairs."""
-        prompts, completions = ([column[sample] for sample in samples] for column in (self.prompts, self.completions))
-        return Pairs(self.places.take(samples), self.bad_rows, prompts, completions)
 
 
 class Seq2SeqLM(Task):
@@ -94,37 +74,64 @@ class Seq2SeqLM(Task):
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """Documents with summaries, or sentences with translations; prompts with completions are left to causal-lm."""
-        from hwopt.data.sources.columns import PROMPTS
-
         for prompt, completion in (*PAIRS, *(PROMPTS if chosen else ())):
             if is_text(table, prompt) and is_text(table, completion):
                 why = f"columns {prompt!r} and {completion!r} are texts with summaries or translations"
                 return Recognised({"prompt": prompt, "completion": completion}, (prompt, completion), why, 3)
         return "no pair of columns looks like inputs with targets; name them in the job with data.prompt and data.completion"
 
-    def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
-        """Prepare the data. data.max_length truncates inputs, data.max_target_length targets."""
-        refuse_router(config, job)
-        limit = LengthLimit(job.data.max_length, max_positions)
-        sources = read_sources(job)
-        train = _pairs(sources.train, job)
-        held_out, test = (None if rows is None else _pairs(rows, job) for rows in (sources.eval, sources.test))
-        if job.data.eval_fraction is not None:
-            kept, held = split_rows(len(train.prompts), job.data.eval_fraction, seed, sources.train.source)
-            train, held_out = train.take(kept.tolist()), train.take(held.tolist())
-        tokenizer = tokenizer_for(job, config, [*train.prompts, *train.completions], decoder=True, cache=cache)
-        start = tokenizer.pad_token_id if job.model.name is None else start_token(config)
-        stores = [
-            None if pairs is None else _store(pairs, tokenizer, limit, job.data.max_target_length, start, cache)
-            for pairs in (train, held_out, test)
-        ]
-        prepared = make_prepared(stores, tokenizer, None, avoid_used=False)
-        for store, which in zip(stores, ("", " of the evaluation data", " of the test data"), strict=True):
+    def samples(self, rows: Rows, job: Job) -> Samples:
+        """The rows that have a prompt and a completion."""
+        pairs = (("data.prompt", job.data.prompt), ("data.completion", job.data.completion))
+        return Samples.of(rows, [text_columns(rows, (str(name),), key)[0] for key, name in pairs])
+
+    def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> PairStore:
+        """The store of `samples`: data.max_length truncates inputs, data.max_target_length targets. `seed` has no effect."""
+        import numpy as np
+
+        prompts, completions = samples.columns
+        tokenizer, limit = trained.tokenizer, trained.limit
+        start = tokenizer.pad_token_id if trained.job.model.name is None else start_token(trained.config)
+        most = trained.job.data.max_target_length
+        most = most if limit.max_positions is None else min(most, limit.max_positions)
+
+        def make() -> tuple[dict[str, Any], Encoded, dict[str, Any]]:
+            targets = encode_targets(tokenizer, completions)
+            empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
+            used = [sample for sample in range(len(targets)) if sample not in empty]
+            if not used:
+                raise DataError(f"{samples.places.source}: no completion has a token")
+            found = encode(tokenizer, [[prompts[sample] for sample in used]], limit, samples.places.take(used), types=False)
+            skipped = empty | {used[sample]: reason for sample, reason in found.skipped.items()}
+            kept = [targets[sample] for sample in used if sample not in skipped]
+            lengths = np.array([min(most, len(target)) for target in kept], np.int64)
+            arrays = {
+                "target_ids": np.concatenate([np.array(target[:most], np.int32) for target in kept]),
+                "target_offsets": np.concatenate([[0], np.cumsum(lengths)]),
+                "counts": lengths.astype(np.int32),
+            }
+            meta = {
+                "labels_per_token": True,
+                "max_target_length": most,
+                "start": start,
+                "cut_targets": sum(len(target) > most for target in kept),
+                "left_out": [[sample, skipped[sample]] for sample in sorted(skipped)],
+                "largest_id": max(int(arrays["target_ids"].max()), int(found.ids.max()), start),
+            }
+            return arrays, found, meta
+
+        settings = [self.kind, limit.max_length, most, start]
+        return token_store(PairStore, samples, trained, cache, settings, samples.columns, make)
+
+    def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
+        """How many targets were truncated."""
+        stores = {"train": prepared.train, "eval": prepared.eval, "test": prepared.test}
+        most, found = trained.job.data.max_target_length, []
+        for part, which in PARTS.items():
+            store = stores[part]
             if store is not None and (cut := store.meta["cut_targets"]):
-                most, of = job.data.max_target_length, f"{len(store):,} targets{which}"
-                prepared.notes.append(f"truncated {cut:,} of {of} to {most} tokens (data.max_target_length)")
-        prepared.report_bad_rows(sources.train, sources.eval, sources.test)
-        return prepared
+                found.append(f"truncated {cut:,} of {len(store):,} targets{which} to {most} tokens (data.max_target_length)")
+        return found
 
     def collate(self) -> type[Collate]:
         """Inputs and targets are padded apart."""
@@ -154,21 +161,14 @@ class Seq2SeqLM(Task):
             )
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
-        """The prompt of each row."""
-        (prompts,) = text_columns(rows, (str(job.data.prompt),), "data.prompt")
-        return prompts
+        """A tuple with the prompt of each row."""
+        return list(zip(*text_columns(rows, (str(job.data.prompt),), "data.prompt"), strict=True))
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Generates the completion."""
-        from hwopt.tasks.seq2seq_generator import Seq2SeqGenerator
+        from hwopt.tasks.predictors import Seq2SeqGenerator
 
         return Seq2SeqGenerator(trained, model, generation)
-
-    def evaluation_store(self, trained: Trained, rows: Rows, cache: Path) -> PairStore:
-        """The pairs as in training."""
-        limit = LengthLimit(trained.job.data.max_length, trained.max_positions)
-        start = start_token(trained.config)
-        return _store(_pairs(rows, trained.job), trained.tokenizer, limit, trained.job.data.max_target_length, start, cache)
 
     def usage(self, where: str) -> str:
         """transformers has no pipeline for encoder-decoders since version 5."""
@@ -193,13 +193,9 @@ class Seq2SeqLM(Task):
         inputs = spans_of(prepared.tokenizer, tokens, [False] * len(tokens))
         return Shown((*inputs, Span("\n", False), *spans_of(prepared.tokenizer, target, [True] * len(target))), None, len(target))
 
-    def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+    def loss(self, outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(cross-entropy summed over the tokens of the targets, their number); targets (batch, longest target)."""
-        return token_loss(outputs, targets)
-
-    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
-        """`loss` with the job's label smoothing, as in torch's cross_entropy."""
-        return partial(token_loss, smoothing=self.options.label_smoothing) if self.options.label_smoothing else self.loss
+        return token_loss(outputs, targets, smoothing=smoothing)
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
         """loss (nats per token) and perplexity; with task.rouge also the ROUGE of generated texts."""
@@ -221,60 +217,6 @@ def start_token(config: PretrainedConfig) -> int:
             f"{OTHERS}"
         )
     return found
-
-
-def _pairs(rows: Rows, job: Job) -> Pairs:
-    """The rows that have a prompt and a completion."""
-    (prompts,) = text_columns(rows, (str(job.data.prompt),), "data.prompt")
-    (completions,) = text_columns(rows, (str(job.data.completion),), "data.completion")
-    return Pairs(rows.places, rows.bad_rows, prompts, completions).take(rows.usable())
-
-
-def _store(pairs: Pairs, tokenizer: Any, limit: LengthLimit, most: int, start: int, cache: Path) -> PairStore:
-    """The store of `pairs` with targets of at most `most` tokens, from the cache or written now."""
-    import numpy as np
-
-    most = most if limit.max_positions is None else min(most, limit.max_positions)
-    settings = [FORMAT, Seq2SeqLM.facts.kind, limit.max_length, most, start]
-    key = fingerprint(settings, tokenizer_fingerprint(tokenizer), pairs.prompts, pairs.completions)
-
-    def make() -> tuple[dict[str, Any], dict[str, Any]]:
-        targets = encode_targets(tokenizer, pairs.completions)
-        empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
-        used = [sample for sample in range(len(targets)) if sample not in empty]
-        if not used:
-            raise DataError(f"{pairs.places.source}: no completion has a token")
-        found = encode(tokenizer, [[pairs.prompts[sample] for sample in used]], limit, pairs.places.take(used), types=False)
-        skipped = empty | {used[sample]: reason for sample, reason in found.skipped.items()}
-        kept = [np.array(targets[sample][:most], np.int32) for sample in used if sample not in skipped]
-        lengths = np.array([len(target) for target in kept], np.int64)
-        arrays = {
-            "input_ids": found.ids,
-            "offsets": np.concatenate([[0], np.cumsum(found.lengths)]),
-            "target_ids": np.concatenate(kept),
-            "target_offsets": np.concatenate([[0], np.cumsum(lengths)]),
-            "counts": lengths.astype(np.int32),
-        }
-        meta = found.meta(tokenizer)
-        meta |= {
-            "kind": Seq2SeqLM.facts.kind,
-            "label_names": None,
-            "labels_per_token": True,
-            "max_length": limit.max_length,
-            "max_target_length": most,
-            "start": start,
-            "cut_targets": sum(len(targets[sample]) > most for sample in used if sample not in skipped),
-            "left_out": [[sample, skipped[sample]] for sample in sorted(skipped)],
-            "largest_id": max(int(arrays["target_ids"].max()), meta["largest_id"], start),
-        }
-        return arrays, meta
-
-    store = PairStore.cached(cache / "tokens" / key, make)
-    add_tokenless_rows(store, pairs.places, pairs.bad_rows)
-    skipped = {sample for sample, _ in store.meta["left_out"]}
-    places = pairs.places.take([sample for sample in range(len(pairs.prompts)) if sample not in skipped])
-    limit.check(np.diff(store.array("offsets")), places)  # the store may come from a run with another model
-    return store
 
 
 def encode_targets(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -14,7 +14,8 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.label_sets import is_list, is_list_of_labels, sequence_class_names
+from hwopt.tasks.label_sets import is_list, is_list_of_labels, label_name
+from hwopt.tasks.labels import class_names
 from hwopt.tasks.prepared import IGNORED
 from hwopt.text import truncate
 
@@ -56,23 +57,16 @@ def read_words(rows: Rows, name: str) -> list[list[str]]:
 
 def read_tags(rows: Rows, name: str, words: Sequence[Sequence[str]]) -> list[list[str]]:
     """The tags of each row. Rows without one tag for each word are marked as bad."""
-    classes = sequence_class_names(rows.table, name)
+    classes = class_names(rows.table, name)
     found = []
     for row, (items, own) in enumerate(zip(list_column(rows, name, "tags", "data.label"), words, strict=True)):
-        tags = [tag_name(item, classes) for item in items or ()]
+        tags = [label_name(item, classes) or "" for item in items or ()]
         if own and len(tags) != len(own):
             rows.mark_bad(row, f"{name!r} has {len(tags):,} tags for {len(own):,} words")
         elif own and not all(tags):
             rows.mark_bad(row, f"{name!r} has an item that is not a tag: {truncate((items or ())[tags.index('')])}")
         found.append(tags)
     return found
-
-
-def tag_name(item: Any, classes: Sequence[str] | None) -> str:
-    """The tag that `item` stands for; "" if it is none."""
-    if classes and isinstance(item, int):
-        return classes[item] if 0 <= item < len(classes) else ""
-    return item.strip() if isinstance(item, str) else str(item) if isinstance(item, int) else ""
 
 
 def list_column(rows: Rows, name: str, what: str, key: str) -> list[list[Any] | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import classes, has_many_classes, label_column, text_of
 from hwopt.tasks.classification import Classification
-from hwopt.tasks.labelled_texts import LabelledTexts, uses_two_types
+from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import similar_labels
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.recognition import Recognised
@@ -39,6 +39,6 @@ class TextClassification(Classification, LabelledTexts):
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
         """Predicts the most probable label."""
-        from hwopt.tasks.text_predictors import ClassPredictor
+        from hwopt.tasks.predictors import ClassPredictor
 
-        return ClassPredictor(trained, model, uses_two_types(trained.job, trained.tokenizer, trained.config))
+        return ClassPredictor(trained, model)

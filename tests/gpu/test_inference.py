@@ -11,7 +11,7 @@ import torch
 
 from hwopt import api
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.text_predictors import ClassPredictor
+from hwopt.tasks.predictors import ClassPredictor
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 

@@ -124,7 +124,7 @@ def test_predictions_do_not_depend_on_the_batch(classifier: Path, tmp_path: Path
 
 def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, sizes, warnings = write_samples(tmp_path / "in.jsonl", 20, seed=3), [], []
-    from hwopt.tasks.text_predictors import ClassPredictor
+    from hwopt.tasks.predictors import ClassPredictor
 
     whole = ClassPredictor.predict
 

@@ -111,6 +111,6 @@ def test_incomplete_task_is_refused_by_the_missing_method(tmp_path: Path, monkey
     (tmp_path / "nothing_task.py").write_text(INCOMPLETE)
     with (
         installed(tmp_path, monkeypatch, nothing="nothing_task:Nothing"),
-        pytest.raises(PluginError, match=r"Nothing.*does not define prepare\(\)"),
+        pytest.raises(PluginError, match=r"Nothing.*does not define samples\(\)"),
     ):
         make_task(job_of("nothing"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hwopt.data.bad_rows import BadRows, Places
     from hwopt.data.mixture import Mixture
 
 FORMAT = 1
 Content = str | bytes
 """The path of an image, or the bytes of a file, as data sets of the hub hold images."""
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images with labels, and their places."""
-
-    places: Places
-    bad_rows: BadRows
-    images: list[Content]
-    labels: list[str]
-
-    def take(self, samples: Sequence[int]) -> LabelledImages:
-        """Some of the images."""
-        images, labels = [self.images[sample] for sample in samples], [self.labels[sample] for sample in samples]
-        return LabelledImages(self.places.take(samples), self.bad_rows, images, labels)
 
 
 class ImageStore(ArrayFolder):
@@ -91,27 +74,27 @@ class ImageStore(ArrayFolder):
         return {"pixel_values": pixels, "row_labels": self.array("labels")[index, ...]}
 
 
-def image_store(images: LabelledImages, labels: NDArray[np.int64], transform: ImageTransform, cache: Path) -> ImageStore:
+def image_store(images: Sequence[Content], labels: NDArray[np.int64], transform: ImageTransform, cache: Path) -> ImageStore:
     """The store of `images` with the numbers `labels`; from the cache, or written now.
 
     meta["left_out"] has the images that cannot be opened. Only their headers are read: a damaged image shows when it is decoded.
     """
     import numpy as np
 
-    identity = [identity_of(content) for content in images.images]
+    identity = [identity_of(content) for content in images]
     key = fingerprint([FORMAT, *transform.identity], identity, labels.tolist())
-    embedded = any(isinstance(content, bytes) for content in images.images)
-    where = "embedded" if embedded else fingerprint(images.images)
+    embedded = any(isinstance(content, bytes) for content in images)
+    where = "embedded" if embedded else fingerprint(list(images))
 
     def make() -> tuple[dict[str, Any], dict[str, Any]]:
         good, left_out = [], []
-        for sample, content in enumerate(images.images):
+        for sample, content in enumerate(images):
             try:
                 opened(content if isinstance(content, bytes) else Path(content)).close()
                 good.append(sample)
             except ValueError as error:
                 left_out.append([sample, str(error) if isinstance(content, bytes) else f"{error}: {content}"])
-        raw = [content if isinstance(content, bytes) else os.fsencode(content) for content in images.images]
+        raw = [content if isinstance(content, bytes) else os.fsencode(content) for content in images]
         arrays = {
             "content": np.frombuffer(b"".join(raw[sample] for sample in good), np.uint8),
             "offsets": np.cumsum([0, *(len(raw[sample]) for sample in good)], dtype=np.int64),

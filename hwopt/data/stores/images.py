@@ -153,6 +153,11 @@ class ImageTransform:
         return [settings, self.channels, list(self.augmentation)]
 
 
+def channels_of(config: Any) -> int:
+    """The number of colour channels that the model takes."""
+    return int(getattr(config, "num_channels", None) or 3)
+
+
 def load_processor(name: str, revision: str | None = None, key: str = "model.name") -> Any:
     """The image processor of a folder or hub name, with Pillow as its backend. Raises InputError if it cannot be loaded."""
     require_pillow()

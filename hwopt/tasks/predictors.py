@@ -1,0 +1,264 @@
+"""Predictors: classes, label sets, numbers, tags or generated text, for rows of texts or images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from hwopt.data.chat_template import ChatTemplate, set_template
+from hwopt.data.sources.chat import BadConversation, Conversation
+from hwopt.data.stores.images import ImageTransform, channels_of
+from hwopt.data.tokenizer import tokens_of
+from hwopt.hardware.detect import cpu_cores
+from hwopt.tasks.prediction import WINDOW_BATCHES, Generation, ModelInput, Trained
+from hwopt.tasks.prepared import IGNORED
+from hwopt.tasks.tagged_words import refuse_slow, tokens_of_words
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_THREADS = 16
+WORDS, COUNT = "words", "word_count"
+"""Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
+
+
+class TextPredictor:
+    """Encodes texts as in training, and pads them to the longest of a batch. A subclass says what a prediction is."""
+
+    columns: Mapping[str, type]
+    window_batches: ClassVar[int] = WINDOW_BATCHES
+    padding_side: ClassVar[Literal["left", "right"]] = "right"
+
+    def __init__(self, trained: Trained, model: Any) -> None:
+        self.trained, self.model, self.labels, self.tokenizer = trained, model, trained.label_names, trained.tokenizer
+        self.max_length, self.max_positions = trained.job.data.max_length, trained.max_positions
+
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The tokens of each row as in training: longer rows are truncated to data.max_length, if the job has it."""
+        if not inputs:
+            return []
+        options = {"return_attention_mask": False, "return_token_type_ids": self.trained.two_types, "verbose": False}
+        cut = {} if self.max_length is None else {"truncation": "longest_first", "max_length": self.max_length}
+        found = self.tokenizer(*map(list, zip(*inputs, strict=True)), **options, **cut)
+        return [self.checked({key: list(found[key][row]) for key in found}) for row in range(len(inputs))]
+
+    def checked(self, row: ModelInput) -> ModelInput | str:
+        """`row`, or the reason why the model cannot use it."""
+        length = self.length(row)
+        if length == 0:
+            return "has no tokens"
+        if self.max_positions is not None and length > self.max_positions:
+            return f"has {length:,} tokens, more than the model's limit of {self.max_positions:,} (data.max_length truncates)"
+        return row
+
+    def length(self, row: ModelInput) -> int:
+        """The number of tokens."""
+        return len(row["input_ids"])
+
+    def batch(self, rows: Sequence[ModelInput], multiple: int) -> dict[str, torch.Tensor]:
+        """The inputs as (rows, width), with the attention mask."""
+        import torch
+
+        longest = max(map(self.length, rows))
+        width = -(-longest // multiple) * multiple if self.padding_side == "right" else longest
+        width = longest if self.max_positions is not None and width > self.max_positions else width
+        filler = {"input_ids": self.tokenizer.pad_token_id or 0}
+        found = {}
+        for key in (*rows[0], "attention_mask"):
+            values = [each.get(key, [1] * self.length(each)) for each in rows]
+            padding = [[filler.get(key, 0)] * (width - len(row)) for row in values]
+            left = self.padding_side == "left"
+            found[key] = torch.tensor([extra + row if left else row + extra for row, extra in zip(values, padding, strict=True)])
+        return found
+
+    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The model's output, float32 (rows, labels)."""
+        logits: torch.Tensor = self.model(**inputs).logits.float()
+        return logits
+
+
+class ClassPredictor(TextPredictor):
+    """The most probable label, with its probability."""
+
+    columns: Mapping[str, type] = {"predicted_label": str, "predicted_probability": float}
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """(label, probability) of each row."""
+        probabilities, numbers = self.logits(inputs).softmax(-1).max(-1)
+        return [(self.labels[number], value) for number, value in zip(numbers.tolist(), probabilities.tolist(), strict=True)]
+
+
+class ImagePredictor(ClassPredictor):
+    """Classifies images. Threads decode them: Pillow does not hold Python's lock meanwhile."""
+
+    window_batches: ClassVar[int] = 1  # decoded images are large, and sorting them by length saves nothing
+
+    def encode(self, inputs: Sequence[bytes | Path]) -> list[ModelInput | str]:
+        """The pixels of each image, or the reason why it cannot be used."""
+        transform = ImageTransform(self.tokenizer, channels_of(self.trained.config))
+
+        def pixels(content: bytes | Path) -> ModelInput | str:
+            try:
+                return {"pixel_values": transform(content)}
+            except ValueError as error:
+                return str(error) if isinstance(content, bytes) else f"{error}: {content}"
+
+        with ThreadPoolExecutor(min(MOST_THREADS, cpu_cores())) as threads:
+            return list(threads.map(pixels, inputs))
+
+    def length(self, row: ModelInput) -> int:
+        """1: images have one size."""
+        return 1
+
+    def batch(self, rows: Sequence[ModelInput], multiple: int) -> dict[str, torch.Tensor]:
+        """pixel_values (rows, channels, height, width)."""
+        import torch
+
+        return {"pixel_values": torch.from_numpy(np.stack([row["pixel_values"] for row in rows]))}
+
+
+class NumberPredictor(TextPredictor):
+    """The predicted number of each target."""
+
+    def __init__(self, trained: Trained, model: Any) -> None:
+        super().__init__(trained, model)
+        self.columns = {f"predicted_{name}": float for name in self.labels}
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """The targets of each row."""
+        return [tuple(row) for row in self.logits(inputs).tolist()]
+
+
+class LabelSetPredictor(TextPredictor):
+    """The labels with a probability of at least `threshold`, and the probability of every label."""
+
+    threshold: ClassVar[float] = 0.5
+
+    def __init__(self, trained: Trained, model: Any) -> None:
+        super().__init__(trained, model)
+        self.columns = {"predicted_labels": list, **{f"probability_{name}": float for name in self.labels}}
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """(labels, the probability of each label of the model) of each row."""
+        found = self.logits(inputs).sigmoid().tolist()
+        return [([name for name, value in zip(self.labels, row, strict=True) if value >= self.threshold], *row) for row in found]
+
+
+class TagPredictor(TextPredictor):
+    """The most probable tag of each word."""
+
+    columns: Mapping[str, type] = {"predicted_tags": list}
+
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The tokens of each sentence as in training; each token also has the word that it begins, from 1, or 0."""
+        refuse_slow(self.tokenizer, self.max_length)
+        if not inputs:
+            return []
+        found: list[ModelInput | str] = []
+        encoded = tokens_of_words(self.tokenizer, inputs, self.max_length)
+        for sentence, (tokens, words, _) in zip(inputs, encoded, strict=True):
+            begins = [0 if word == IGNORED else word + 1 for word in words]
+            found.append(self.checked({"input_ids": list(tokens), WORDS: begins, COUNT: [len(sentence)]}))
+        return found
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """(the tag of each word; None for a word without a token, or behind data.max_length) of each row."""
+        words, counts = inputs.pop(WORDS).tolist(), inputs.pop(COUNT)[:, 0].tolist()
+        numbers = self.model(**inputs).logits.argmax(-1).tolist()
+        found = []
+        for own, tags, count in zip(words, numbers, counts, strict=True):
+            of_word = {word - 1: self.labels[tag] for word, tag in zip(own, tags, strict=True) if word}
+            found.append(([of_word.get(word) for word in range(count)],))
+        return found
+
+
+class Seq2SeqGenerator(TextPredictor):
+    """The text that an encoder-decoder writes for a prompt."""
+
+    columns: Mapping[str, type] = {"generated_text": str}
+
+    def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
+        super().__init__(trained, model)
+        self.config = generation_config(model, trained.tokenizer, generation)
+        if self.max_positions is not None:
+            self.config.max_new_tokens = min(generation.max_new_tokens, self.max_positions - 1)
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """(generated text, without special tokens) of each row."""
+        tokens = self.model.generate(**inputs, generation_config=self.config)
+        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+class TextGenerator(TextPredictor):
+    """The text that a causal language model generates after a prompt or a conversation."""
+
+    columns: Mapping[str, type] = {"generated_text": str}
+    padding_side: ClassVar[Literal["left", "right"]] = "left"
+
+    def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
+        super().__init__(trained, model)
+        self.max_new_tokens = generation.max_new_tokens
+        if not trained.tokenizer.chat_template and trained.job.data.chat_template is not None:
+            set_template(trained.tokenizer, trained.job.data.chat_template)
+        self.config = generation_config(model, trained.tokenizer, generation)
+
+    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
+        """The tokens of each prompt or conversation, as in training. They are not truncated."""
+        if not inputs:
+            return []
+        if not isinstance(inputs[0], Conversation):
+            return [self.checked({"input_ids": ids}) for ids in tokens_of(self.tokenizer, list(inputs), special=True)]
+        return [self._of_conversation(conversation) for conversation in inputs]
+
+    def _of_conversation(self, conversation: Conversation) -> ModelInput | str:
+        """The tokens up to the assistant's answer, or the reason why the chat template refuses the conversation."""
+        if not self.tokenizer.chat_template:
+            return "is a conversation, and the tokenizer of the model has no chat template"
+        template = ChatTemplate(self.tokenizer, "last")
+        try:
+            text = template.text(conversation.messages, conversation.tools, add_generation_prompt=True)
+        except BadConversation as error:
+            return str(error)
+        return self.checked({"input_ids": self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]})
+
+    def checked(self, row: ModelInput) -> ModelInput | str:
+        """`row`, or the reason why the model cannot use it."""
+        length = self.length(row)
+        if self.max_positions is not None and length >= self.max_positions:
+            return f"has {length:,} tokens, which leaves no room to generate: the model's limit is {self.max_positions:,}"
+        return super().checked(row)
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """(generated text, without the prompt and special tokens) of each row."""
+        width = inputs["input_ids"].shape[1]
+        config = copy.deepcopy(self.config)
+        if self.max_positions is not None:
+            config.max_new_tokens = min(self.max_new_tokens, self.max_positions - width)
+        tokens = self.model.generate(**inputs, generation_config=config)[:, width:]
+        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+def generation_config(model: Any, tokenizer: Any, generation: Generation) -> Any:
+    """The model's GenerationConfig with the options of `generation`. Without sampling, its sampling options are reset."""
+    import transformers
+
+    config = copy.deepcopy(model.generation_config) or transformers.GenerationConfig()
+    default = transformers.GenerationConfig()
+    config.max_length, config.max_new_tokens = None, generation.max_new_tokens
+    config.do_sample = generation.do_sample
+    for key in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        given = getattr(generation, key, None)
+        if not generation.do_sample:
+            setattr(config, key, getattr(default, key, None))
+        elif given is not None:
+            setattr(config, key, given)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+    config.eos_token_id = ends or None
+    config.pad_token_id = tokenizer.pad_token_id
+    return config
