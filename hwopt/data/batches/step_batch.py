@@ -148,10 +148,9 @@ class StepBatch:
         share = 0.0 if self.step.weightless else 1.0 / (self.step.count or 1)
         for part in self.parts:
             rows = ceil(part.rows / 2**rung)
-            for begin in range(0, part.rows, rows):
+            for begin in range(max(0, first_row - part.first_row), part.rows, rows):
                 end = min(begin + rows, part.rows)
-                if part.first_row + begin >= first_row:
-                    yield self._micro_batch(part, begin, end, share), part.first_row + end == len(self.lengths)
+                yield self._micro_batch(part, begin, end, share), part.first_row + end == len(self.lengths)
 
     def _micro_batch(self, part: Part, begin: int, end: int, share: float) -> MicroBatch:
         """Rows `begin` to `end` of `part`, trimmed to the longest of these rows."""
