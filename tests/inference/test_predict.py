@@ -22,7 +22,8 @@ from hwopt.inference import predict as predict_module
 from hwopt.inference.batches import Batches
 from hwopt.inference.output import free_names, replacing
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.prediction import Generation, TokenPredictor
+from hwopt.tasks.prediction import Generation
+from hwopt.tasks.predictors import TextPredictor
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 
@@ -151,7 +152,7 @@ def test_rows_that_are_done_stay_if_a_later_window_fails(
     classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_samples(tmp_path / "in.jsonl", 10, seed=3)
-    monkeypatch.setattr(TokenPredictor, "window_batches", 1)
+    monkeypatch.setattr(TextPredictor, "window_batches", 1)
     windows = predict_module.predict_window
 
     def failing(*arguments: Any) -> Any:
