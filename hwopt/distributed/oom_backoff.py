@@ -56,6 +56,8 @@ class OomBackoff:
     """How often the device ran out of memory."""
     resorts_used: int = 0
     """How many of `last_resorts` were called."""
+    advice: str = ""
+    """What to change if not even a single row fits; default: the keys of the job and the profile."""
     last_resorts: list[Callable[[], str | None]] = field(default_factory=list)
     """Called in order once every micro-batch is a single row: each returns what it costs, or None if it cannot help."""
 
@@ -109,9 +111,10 @@ class OomBackoff:
             if (cost := self.last_resorts.pop(0)()) is not None:
                 self.warn(f"{self.what} ran out of memory {where} with single rows: {cost} from now on. {reason}")
                 return
+        checkpointing = option_for("gradient_checkpointing")
+        advice = self.advice or f"Lower data.max_length, set {checkpointing}, or use a smaller model."
         raise DoesNotFitError(
-            f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). "
-            f"Lower data.max_length, set {option_for('gradient_checkpointing')}, or use a smaller model."
+            f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). {advice}"
         )
 
     def on_pressure(self, finest_rung: int, where: str, reason: str) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hwopt.data.batches.collate import StepDataset, cut_in_order
-from hwopt.data.batches.step_batch import Step, Widths
+from hwopt.data.batches.samplers import EvalSampler
+from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import read_all, read_options
-from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
-from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
-from hwopt.tasks.metrics import GeneratedMetrics
+from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prepared import Prepared
+from hwopt.training.evaluation import Forward, add_batch
 
 
 @dataclass(frozen=True)
@@ -55,36 +52,20 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     prepared = Prepared(store, None, loaded.trained.tokenizer, loaded.trained.label_names or None)
     prepared.report_bad_rows(rows)
     metrics = task.metrics(prepared, loaded.device)
+    rows_a_batch = options.batch_size or loaded.settings.batch
     collate = task.collate()(
         cut_in_order,
-        max_rows=len(store),
+        max_rows=rows_a_batch,
         pad_id=getattr(loaded.trained.tokenizer, "pad_token_id", None) or 0,
         widths=Widths((), loaded.settings.pad_to_multiple_of),
     )
     dataset = StepDataset(store, collate)
-    order = np.argsort(-store.lengths, kind="stable").tolist()
-    batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
-    lengths = store.lengths
-
-    def work(part: Sequence[int]) -> Sequence[int]:
-        return add_rows(loaded, dataset, part, metrics)
-
-    for _ in batches.run(order, lambda index: int(lengths[index]), work):
-        pass
+    forward, backoff = Forward(loaded.model, task.loss, metrics), options.backoff()
+    for step in EvalSampler(store.lengths, store.counts, rows_a_batch):
+        batch = dataset[step].to(loaded.device)
+        with loaded.inference():
+            add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows", loaded.device)
     skipped = len(rows.bad_rows.reasons)
     return EvaluationReport(
         found.folder, source, len(store), metrics.compute(), metrics.details(), skipped, (*loaded.notes, *prepared.warnings)
     )
-
-
-def add_rows(loaded: TrainedModel, dataset: StepDataset, samples: Sequence[int], metrics: Any) -> Sequence[int]:
-    """Add `samples` to `metrics`, and return them."""
-    batch = dataset[Step(0, 0, tuple(samples), int(dataset.store.counts[list(samples)].sum()))].to(loaded.device)
-    with loaded.inference():
-        for micro_batch, _ in batch.micro_batches():
-            if isinstance(metrics, GeneratedMetrics):
-                metrics.generate(loaded.model, micro_batch.inputs, micro_batch.targets)
-            outputs = loaded.model(**micro_batch.inputs)
-            loss, count = loaded.task.loss(outputs, micro_batch.targets)
-            metrics.update(outputs, micro_batch.targets, loss, count)
-    return samples

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.tasks.prediction import Generation
-
-
-def say_nothing(message: str) -> None:
-    """The default `warn`."""
-
-
-def show_nothing(done: int, rows: int) -> None:
-    """The default `progress`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,12 @@ class InferenceOptions:
     """For tasks that generate text; None: the defaults."""
     overwrite: bool = False
     """Replace an output file that exists."""
-    warn: Callable[[str], None] = say_nothing
+    warn: Callable[[str], None] = lambda message: None
     """Gets messages for the user."""
-    progress: Callable[[int, int], None] = show_nothing
+    progress: Callable[[int, int], None] = lambda done, rows: None
     """Gets the rows that are done, and all rows."""
+
+    def backoff(self) -> OomBackoff:
+        """What makes batches smaller that do not fit into the device's memory."""
+        advice = "Shorten the longest texts, or free memory that other processes use"
+        return OomBackoff("Inference", "--batch-size", self.warn, quiet_steps_needed=QUIET_BATCHES, advice=advice)

@@ -6,8 +6,9 @@ are done. A row that cannot be used keeps its place, without a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,15 @@ import torch
 
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DataError, InputError
-from hwopt.inference.batches import Batches
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.output import free_names, refuse_output, replacing
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
 from hwopt.tasks.prediction import Generation, ModelInput, Predictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
+from hwopt.training.evaluation import each_row_once
 
 if TYPE_CHECKING:
     from hwopt.config.job import Job
@@ -64,15 +66,15 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
     loaded = load_trained_model(found, cache)
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
-    batches = Batches(loaded.device, options.batch_size or loaded.settings.batch, options.warn)
-    window = predictor.window_batches * batches.rows
+    rows_a_batch, backoff = options.batch_size or loaded.settings.batch, options.backoff()
+    window = predictor.window_batches * rows_a_batch
     count = rows.table.num_rows
     if generation is not None:
         torch.manual_seed(generation.seed)
     with replacing(output, {names[name]: kind for name, kind in predictor.columns.items()}) as writer:
         for start in range(0, count, window):
             stop = min(start + window, count)
-            results = predict_window(loaded, predictor, batches, rows, inputs, range(start, stop))
+            results = predict_window(loaded, predictor, rows_a_batch, backoff, rows, inputs, range(start, stop))
             columns = zip(*results, strict=True)
             originals = {
                 name: {row - start: value for row, value in values.items() if start <= row < stop}
@@ -113,7 +115,13 @@ def usable_rows(rows: Rows, window: range) -> list[int]:
 
 
 def predict_window(
-    loaded: TrainedModel, predictor: Predictor, batches: Batches, rows: Rows, inputs: Sequence[Any], window: range
+    loaded: TrainedModel,
+    predictor: Predictor,
+    rows_a_batch: int,
+    backoff: OomBackoff,
+    rows: Rows,
+    inputs: Sequence[Any],
+    window: range,
 ) -> list[tuple[Any, ...]]:
     """The values of the new columns for each row of `window`; rows that cannot be used are marked, and get None."""
     encoded: dict[int, ModelInput] = {}
@@ -125,13 +133,30 @@ def predict_window(
             encoded[row] = found
     results: dict[int, tuple[Any, ...]] = {}
     longest_first = sorted(encoded, key=lambda row: -predictor.length(encoded[row]))
-
-    def work(part: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-        batch = predictor.batch([encoded[row] for row in part], loaded.settings.pad_to_multiple_of)
-        with loaded.inference():
-            return predictor.predict({key: tensor.to(loaded.device) for key, tensor in batch.items()})
-
-    for part, values in batches.run(longest_first, lambda row: predictor.length(encoded[row]), work):
-        results.update(zip(part, values, strict=True))
+    for start in range(0, len(longest_first), rows_a_batch):
+        part = longest_first[start : start + rows_a_batch]
+        results.update(zip(part, predict_batch(loaded, predictor, [encoded[row] for row in part], backoff), strict=True))
     nothing = (None,) * len(predictor.columns)
     return [results.get(row, nothing) for row in window]
+
+
+def predict_batch(
+    loaded: TrainedModel, predictor: Predictor, batch: Sequence[ModelInput], backoff: OomBackoff
+) -> list[tuple[Any, ...]]:
+    """The predictions of the rows of `batch`, the longest first, in smaller parts if memory runs out."""
+    results: list[tuple[Any, ...]] = []
+    longest, rows = predictor.length(batch[0]), len(batch)
+
+    def work(rung: int, first_row: int) -> Iterator[int]:
+        size = ceil(rows / 2**rung)
+        for begin in range(first_row, rows, size):
+            inputs = predictor.batch(batch[begin : begin + size], loaded.settings.pad_to_multiple_of)
+            with loaded.inference():
+                results.extend(predictor.predict({key: tensor.to(loaded.device) for key, tensor in inputs.items()}))
+            yield len(results)
+
+    def largest(rung: int) -> int:
+        return ceil(rows / (1 << rung)) * longest
+
+    each_row_once(work, rows, ceil(log2(rows)), largest, backoff, f"in a batch of {rows:,} rows", loaded.device)
+    return results

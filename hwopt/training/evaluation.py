@@ -1,10 +1,15 @@
-"""Evaluation: every sample once, in the model's evaluation mode, by the task's metrics."""
+"""Evaluation: every sample once, in the model's evaluation mode, by the task's metrics.
+
+`hwopt evaluate` and `hwopt predict` go through a batch with the same retry as a run's evaluation.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,40 +99,71 @@ class Evaluation:
         return batch is not None
 
     def _evaluate_batch(self, batch: StepBatch, metrics: Any) -> None:
-        """Add every row of `batch` to `metrics` once; after running out of memory, continue at the first row not added."""
-        done, rung = 0, 0
-        while done < len(batch.lengths):
-            rung = self._rung_for(batch)
-            try:
-                for rows in self._evaluate_rows(batch, metrics, rung, done):
-                    done = rows
-                continue
-            except torch.OutOfMemoryError as error:
-                if not self.run.engine.supports_retry:
-                    raise
-                oom_message = first_line(error)
-            free_memory(self.run.device)
-            self.backoff.reduce(batch.finest_rung, f"after step {self.run.step}", oom_message, rung)
-        if self.run.engine.supports_retry:
-            self.backoff.batch_succeeded(rung, batch.largest_micro_batch(rung))
-
-    def _rung_for(self, batch: StepBatch) -> int:
-        """The rung for `batch`. Ranks that meet within a batch never retry and share one rung."""
-        retries = self.run.engine.supports_retry
-        return self.backoff.rung_for(batch.largest_micro_batch) if retries else self.backoff.rung
-
-    def _evaluate_rows(self, batch: StepBatch, metrics: Any, rung: int, first_row: int) -> Iterator[int]:
-        """Evaluate micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
+        """Add every row of `batch` to `metrics` once. Ranks that meet within a batch share one rung and never retry."""
         run = self.run
+        forward = Forward(run.inner_model, run.evaluation_loss, metrics, run.heartbeat)
+        if run.engine.supports_retry:
+            add_batch(forward, batch, self.backoff, f"after step {run.step}", run.device)
+        else:
+            for _ in forward.rows(batch, self.backoff.rung):
+                pass
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Puts rows through a model in evaluation mode and adds them to metrics."""
+
+    model: Any
+    loss: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Any]]
+    metrics: Any
+    heartbeat: Callable[[], None] = lambda: None
+
+    def rows(self, batch: StepBatch, rung: int, first_row: int = 0) -> Iterator[int]:
+        """Add `batch` micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
         for micro_batch, _ in batch.micro_batches(rung, first_row):
-            run.heartbeat()
-            outputs = run.inner_model(**micro_batch.inputs)
+            self.heartbeat()
+            outputs = self.model(**micro_batch.inputs)
             if not batch.step.weightless:
-                if isinstance(metrics, GeneratedMetrics):
-                    metrics.generate(run.inner_model, micro_batch.inputs, micro_batch.targets)
-                loss, count = run.evaluation_loss(outputs, micro_batch.targets)
-                metrics.update(outputs, micro_batch.targets, loss, count)
+                if isinstance(self.metrics, GeneratedMetrics):
+                    self.metrics.generate(self.model, micro_batch.inputs, micro_batch.targets)
+                loss, count = self.loss(outputs, micro_batch.targets)
+                self.metrics.update(outputs, micro_batch.targets, loss, count)
             yield micro_batch.end_row
+
+
+def add_batch(forward: Forward, batch: StepBatch, backoff: OomBackoff, where: str, device: torch.device) -> None:
+    """Add every row of `batch` once, in smaller micro-batches if memory runs out."""
+    work = partial(forward.rows, batch)
+    each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, device)
+
+
+def each_row_once(
+    work: Callable[[int, int], Iterator[int]],
+    rows: int,
+    finest_rung: int,
+    largest: Callable[[int], int],
+    backoff: OomBackoff,
+    where: str,
+    device: torch.device,
+) -> None:
+    """Call `work(rung, first row)`, which yields the number of rows done, until all `rows` of a batch are.
+
+    After running out of memory it continues at the first row that is not done, at a finer rung.
+    `largest` returns the tokens of the largest micro-batch at a rung. Raises DoesNotFitError if a
+    single row does not fit.
+    """
+    done = rung = 0
+    while done < rows:
+        rung = backoff.rung_for(largest)
+        try:
+            for finished in work(rung, done):
+                done = finished
+            continue
+        except torch.OutOfMemoryError as error:
+            oom_message = first_line(error)
+        free_memory(device)  # after the except block: the exception's frames keep tensors alive
+        backoff.reduce(finest_rung, where, oom_message, rung)
+    backoff.batch_succeeded(rung, largest(rung))
 
 
 @contextmanager

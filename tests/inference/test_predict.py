@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from transformers import pipeline
 
 from hwopt import api
 from hwopt.cli import run_command
-from hwopt.distributed.oom_backoff import QUIET_BATCHES
 from hwopt.errors import DataError, DoesNotFitError, InputError, StorageError
 from hwopt.inference import predict as predict_module
-from hwopt.inference.batches import Batches
 from hwopt.inference.output import free_names, replacing
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prediction import Generation
@@ -140,10 +137,10 @@ def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path
     assert (report.predicted, sum(sizes), sizes[:2]) == (20, 20, [2, 2])
     assert [line.split(":")[0] for line in warnings[:2]] == [
         "Inference ran out of memory in a batch of 8 rows",
-        "Inference ran out of memory in a batch of 4 rows",
+        "Inference ran out of memory in a batch of 8 rows",
     ]
     monkeypatch.setattr(ClassPredictor, "predict", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("8 GiB")))
-    with pytest.raises(DoesNotFitError, match="A single row does not fit"):
+    with pytest.raises(DoesNotFitError, match="not even row by row"):
         api.predict(classifier, str(source), tmp_path / "none.jsonl")
     assert not list(tmp_path.glob("none*"))
 
@@ -165,42 +162,6 @@ def test_rows_that_are_done_stay_if_a_later_window_fails(
         api.predict(classifier, str(source), tmp_path / "out.jsonl", batch_size=4)
     assert len(rows_of(tmp_path / "out.partial.jsonl")) == 8
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_batches_visit_every_item_once() -> None:
-    batches = Batches(torch.device("cpu"), 4, lambda _: None)
-    done = batches.run([5, 4, 3, 2, 1], abs, lambda part: [-n for n in part])
-    found = [(list(part), list(values)) for part, values in done]
-    assert found == [([5, 4, 3, 2], [-5, -4, -3, -2]), ([1], [-1])]
-
-
-def test_an_outlier_that_does_not_fit_shrinks_no_batch_of_shorter_rows() -> None:
-    """In every window, rows of 900 tokens go through one by one, the others in whole batches."""
-    warnings: list[str] = []
-    batches = Batches(torch.device("cpu"), 4, warnings.append)
-
-    def work(part: Sequence[int]) -> Sequence[int]:
-        if sum(part) > 1000:
-            raise torch.OutOfMemoryError("8 GiB")
-        return part
-
-    for _ in range(3):
-        found = [list(part) for part, _ in batches.run([900, 900, *[100] * 8], abs, work)]
-        assert found == [[900], [900], [100] * 4, [100] * 4]
-    assert len(warnings) == 2, "4 rows, then 2 rows of the first window"
-
-
-def test_a_passing_shortage_of_memory_makes_batches_of_one_length_small_for_a_while() -> None:
-    batches, sizes = Batches(torch.device("cpu"), 4, lambda _: None), []
-
-    def work(part: Sequence[int]) -> Sequence[int]:
-        if not sizes and len(part) > 2:
-            raise torch.OutOfMemoryError("8 GiB")
-        sizes.append(len(part))
-        return part
-
-    assert sum(len(part) for part, _ in batches.run([8] * 100, abs, work)) == 100
-    assert sizes == [2] * QUIET_BATCHES + [4] * ((100 - 2 * QUIET_BATCHES) // 4)
 
 
 def test_inference_has_the_precision_and_attention_of_the_run(classifier: Path, tmp_path: Path) -> None:
