@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.text import listing
@@ -22,19 +23,28 @@ Originals = Mapping[str, Mapping[int, Any]]
 """Column of mixed types, which a table stores as strings -> row of the table -> the value as it was read."""
 
 
-class Writer(Protocol):
-    """Writes one part of the rows after another."""
+class Writer:
+    """Writes one part of the rows after another. A subclass is one format."""
 
-    @property
-    def started(self) -> bool:
+    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
+        """`new`: name and type of each new column."""
+        self.file: IO[bytes] = path.open("wb")
+        self.new = new
+        self.started = False
         """Whether rows were written."""
-        ...
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         """Append the rows of `table`, with the new `columns`. Only JSON has a place for `originals`."""
+        self._write(table, columns, originals)
+        self.file.flush()
+        self.started = True
+
+    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Complete the file."""
+        self.file.close()
 
 
 def refuse_output(path: Path, overwrite: bool) -> None:
@@ -77,25 +87,17 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
-class CsvWriter:
+class CsvWriter(Writer):
     """Comma-separated UTF-8. Missing values are empty, nested ones are JSON."""
 
-    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
-        self.file: IO[str] = path.open("w", encoding="utf-8", newline="")
-        self.rows = csv.writer(self.file, lineterminator="\n")
-        self.started = False
-
-    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
         if not self.started:
-            self.rows.writerow([*table.column_names, *columns])
-            self.started = True
+            rows.writerow([*table.column_names, *columns])
         values = [*(values_of(table, name) for name in table.column_names), *columns.values()]
-        cells = [map(csv_cell, column) for column in values]
-        self.rows.writerows(zip(*cells, strict=True))
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+        rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
+        self.file.write(text.getvalue().encode())
 
 
 def csv_cell(value: Any) -> Any:
@@ -103,42 +105,26 @@ def csv_cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
 
 
-class JsonWriter:
+class JsonWriter(Writer):
     """One JSON object per line, UTF-8."""
 
-    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
-        self.file: IO[str] = path.open("w", encoding="utf-8")
-        self.started = False
-
-    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        self.started = True
-        names = [*table.column_names, *columns]
-        read = {name: values_of(table, name) for name in table.column_names}
+    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        cells = {name: values_of(table, name) for name in table.column_names}
         for name, values in originals.items():
             for number, value in values.items():
-                read[name][number] = value
-        cells = [*read.values(), *columns.values()]
-        for row in zip(*cells, strict=True):
-            self.file.write(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+                cells[name][number] = value
+        names, rows = [*cells, *columns], zip(*cells.values(), *columns.values(), strict=True)
+        for row in rows:
+            line = json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str)
+            self.file.write(f"{line}\n".encode())
 
 
-class ParquetWriter:
+class ParquetWriter(Writer):
     """Parquet with the column types of the input."""
 
-    def __init__(self, path: Path, new: Mapping[str, type]) -> None:
-        self.file: IO[bytes] = path.open("wb")
-        self.new = new
-        self.writer: Any = None
+    parquet: Any = None
 
-    @property
-    def started(self) -> bool:
-        return self.writer is not None
-
-    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         import pyarrow as pa
         import pyarrow.parquet
 
@@ -146,21 +132,16 @@ class ParquetWriter:
         table = table.replace_schema_metadata(None)  # the features of `datasets` would lack the new columns
         for name, values in columns.items():
             table = table.append_column(name, pa.array(values, types[self.new[name]]))
-        if self.writer is None:
-            self.writer = pyarrow.parquet.ParquetWriter(self.file, table.schema)
-        self.writer.write_table(table)
+        self.parquet = self.parquet or pyarrow.parquet.ParquetWriter(self.file, table.schema)
+        self.parquet.write_table(table)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-        self.file.close()
+        if self.parquet is not None:
+            self.parquet.close()
+        super().close()
 
 
-WRITERS: Mapping[str, Callable[[Path, Mapping[str, type]], Writer]] = {
-    ".csv": CsvWriter,
-    ".jsonl": JsonWriter,
-    ".parquet": ParquetWriter,
-}
+WRITERS: Mapping[str, type[Writer]] = {".csv": CsvWriter, ".jsonl": JsonWriter, ".parquet": ParquetWriter}
 
 
 def values_of(table: pa.Table, name: str) -> list[Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from hwopt.training.run import Run
 
@@ -54,13 +54,6 @@ def read_settings(folder: Path) -> InferenceSettings | None:
     """The settings in plan.json of a run folder; None without a readable file, or from a version that did not write them."""
     try:
         found = json.loads((folder / "plan.json").read_text(encoding="utf-8"))[KEY]
-        labels = found["labels"]
-        return InferenceSettings(
-            dtype=cast(HalfDtype, found["dtype"]) if found["dtype"] in get_args(HalfDtype) else None,
-            attention=None if found["attention"] is None else str(found["attention"]),
-            batch=max(1, int(found["batch"])),
-            pad_to_multiple_of=max(1, int(found["pad_to_multiple_of"])),
-            labels=None if labels is None else tuple(map(str, labels)),
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return InferenceSettings(**found | {"labels": None if found["labels"] is None else tuple(found["labels"])})
+    except (OSError, ValueError, KeyError, TypeError):
         return None

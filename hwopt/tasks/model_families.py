@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
@@ -18,50 +18,16 @@ SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "
 """Sizes of a model that trains from random weights on a CPU."""
 
 
-class ModelFamily(Protocol):
+@dataclass(frozen=True)
+class ModelFamily:
     """The models that suit a task."""
 
-    @property
-    def random(self) -> Mapping[str, Any]:
-        """The config of a small model with random weights, for a machine that cannot reach the hub."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """The greatest maximum length that is proposed, in tokens."""
-        ...
-
-    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        """(name of a model of the hub, why it suits the data and the device)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """BERT and its kin, chosen by the language of the texts; smaller ones for a small device."""
-
     random: Mapping[str, Any]
+    """The config of a small model with random weights, for a machine that cannot reach the hub."""
+    choose: Callable[[DataColumns, Hardware], tuple[str, str]]
+    """Returns (name of a model of the hub, why it suits the data and the device)."""
     max_length: int = 512
-
-    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
-        name = (SMALL_ENCODERS if small else ENCODERS)[data.ascii]
-        return (
-            name,
-            f"an encoder for {'English' if data.ascii else 'many languages'}{', small enough for this device' if small else ''}",
-        )
-
-
-@dataclass(frozen=True)
-class ImageModels:
-    """Vision transformers, smaller ones for a small device."""
-
-    random: Mapping[str, Any]
-    max_length: int = 1
-
-    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        small = hardware.device_type == "cpu" or hardware.memory_gib < 6
-        return IMAGE_MODELS[small], f"a vision transformer{', small enough for this device' if small else ''}"
+    """The greatest maximum length that is proposed, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,36 +38,41 @@ class HubModel:
     parameters: float
 
 
-@dataclass(frozen=True)
-class Decoders:
-    """Language models, chosen by the memory of the device; with a chat template for conversations."""
-
-    random: Mapping[str, Any]
-    max_length: int = 2_048
-
-    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        best = largest_fitting(CAUSAL, hardware)
-        name = f"{best.name}-Instruct" if data.chat else best.name
-        return name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+def is_small(hardware: Hardware) -> bool:
+    """Whether the device takes small encoders and image models only."""
+    return hardware.device_type == "cpu" or hardware.memory_gib < 6
 
 
-@dataclass(frozen=True)
-class EncoderDecoders:
-    """FLAN-T5, chosen by the memory of the device."""
-
-    random: Mapping[str, Any]
-    max_length: int = 512
-
-    def choose(self, data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-        best = largest_fitting(FLAN, hardware)
-        return best.name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+def choose_encoder(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+    """BERT and its kin, by the language of the texts; smaller ones for a small device."""
+    small = is_small(hardware)
+    why = f"an encoder for {'English' if data.ascii else 'many languages'}{', small enough for this device' if small else ''}"
+    return (SMALL_ENCODERS if small else ENCODERS)[data.ascii], why
 
 
-def largest_fitting(candidates: Sequence[HubModel], hardware: Hardware) -> HubModel:
-    """The largest of the models that the device can train in full; the smallest for a CPU."""
+def choose_image_model(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+    """A vision transformer, a smaller one for a small device."""
+    small = is_small(hardware)
+    return IMAGE_MODELS[small], f"a vision transformer{', small enough for this device' if small else ''}"
+
+
+def choose_decoder(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+    """A language model, by the memory of the device; with a chat template for conversations."""
+    name, why = largest_fitting(CAUSAL, hardware)
+    return f"{name}-Instruct" if data.chat else name, why
+
+
+def choose_encoder_decoder(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
+    """FLAN-T5, by the memory of the device."""
+    return largest_fitting(FLAN, hardware)
+
+
+def largest_fitting(candidates: Sequence[HubModel], hardware: Hardware) -> tuple[str, str]:
+    """(name, why) of the largest of the models that the device can train in full; of the smallest for a CPU."""
     room = STATE_FRACTION * hardware.memory_gib * 2**30
     fitting = [each for each in candidates if each.parameters * BYTES_A_PARAMETER <= room] or candidates[:1]
-    return candidates[0] if hardware.device_type == "cpu" else fitting[-1]
+    best = candidates[0] if hardware.device_type == "cpu" else fitting[-1]
+    return best.name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
 
 
 CAUSAL = (
@@ -122,7 +93,11 @@ FLAN = (
 """Encoder-decoders with an Apache 2.0 license, by size."""
 IMAGE_MODELS = {True: "facebook/deit-tiny-patch16-224", False: "google/vit-base-patch16-224-in21k"}
 """Whether the device is small -> image model."""
-ENCODER_FAMILY = Encoders({"model_type": "bert", **SMALL, "max_position_embeddings": 512})
-DECODER_FAMILY = Decoders({"model_type": "llama", **SMALL, "num_key_value_heads": 4, "max_position_embeddings": 2048})
-IMAGE_FAMILY = ImageModels({"model_type": "vit", **SMALL, "image_size": 64, "patch_size": 8})
-SEQ2SEQ_FAMILY = EncoderDecoders({"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4})
+ENCODER_FAMILY = ModelFamily({"model_type": "bert", **SMALL, "max_position_embeddings": 512}, choose_encoder)
+DECODER_FAMILY = ModelFamily(
+    {"model_type": "llama", **SMALL, "num_key_value_heads": 4, "max_position_embeddings": 2048}, choose_decoder, 2_048
+)
+IMAGE_FAMILY = ModelFamily({"model_type": "vit", **SMALL, "image_size": 64, "patch_size": 8}, choose_image_model, 1)
+SEQ2SEQ_FAMILY = ModelFamily(
+    {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}, choose_encoder_decoder
+)

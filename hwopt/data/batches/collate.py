@@ -34,13 +34,13 @@ class Collate:
     widths: Widths = field(default_factory=Widths)
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[float]) -> StepBatch:
-        lengths = [len(sample["input_ids"]) for sample in samples]
-        groups = self.groups([self.widths.of(length) for length in lengths])
+        lengths = self.lengths(samples)
+        groups = self.groups([self.width(length) for length in lengths])
         order = [row for group in groups for row in group]
         parts: list[Part] = []
         start = first_row = 0
         for group in groups:
-            width = self.widths.of(max(lengths[row] for row in group))
+            width = self.width(max(lengths[row] for row in group))
             parts.append(Part(start, first_row, len(group), width))
             start, first_row = start + len(group) * width, first_row + len(group)
         return StepBatch(
@@ -53,6 +53,14 @@ class Collate:
             widths=self.widths,
             target_lengths=self.target_lengths([samples[row] for row in order]),
         )
+
+    def lengths(self, samples: Sequence[Mapping[str, np.ndarray]]) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample["input_ids"]) for sample in samples]
+
+    def width(self, length: int) -> int:
+        """The width of a micro-batch whose longest row has `length` tokens."""
+        return self.widths.of(length)
 
     def target_lengths(self, samples: Sequence[Mapping[str, np.ndarray]]) -> tuple[int, ...]:
         """Tokens of each sample's target; () for samples without one."""

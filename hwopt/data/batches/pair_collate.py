@@ -12,8 +12,6 @@ from torch import Tensor
 from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import Groups, Part
 
-IGNORED = -100
-
 
 @dataclass(frozen=True)
 class PairCollate(Collate):
@@ -29,7 +27,7 @@ class PairCollate(Collate):
         buffers = super()._fill([{"input_ids": sample["input_ids"]} for sample in samples], groups, parts, size)
         order = [row for group in groups for row in group]
         width = self.widths.of(max(len(sample["decoder_labels"]) for sample in samples))
-        for key, filler in (("decoder_input_ids", self.pad_id), ("decoder_labels", IGNORED)):
+        for key, filler in (("decoder_input_ids", self.pad_id), ("decoder_labels", -100)):
             padded = np.full((len(order), width), filler, np.int64)
             for place, row in enumerate(order):
                 padded[place, : len(samples[row][key])] = samples[row][key]

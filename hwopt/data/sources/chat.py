@@ -7,7 +7,7 @@ columns `instruction`, `input` and `output` of Alpaca. hwopt.data.chat_template 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,23 +80,7 @@ def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
 
 def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation | None]:
     """The conversation of each row of the table. Rows that hold none are marked as bad, with None here."""
-    from hwopt.data.sources.tables import find_column
-
-    table = rows.table
-    values = {name: values_of(find_column(table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    for extra in ("input", "system") if len(columns) == 2 else ("tools", "system"):
-        if extra in table.column_names:
-            values[extra] = values_of(table[extra], extra, rows)
-    found: list[Conversation | None] = []
-    bad = rows.bad_rows.reasons
-    for row in range(table.num_rows):
-        cells = {name: column[row] for name, column in values.items()}
-        try:
-            found.append(None if rows.places.numbers[row] in bad else conversation_of(cells, columns))
-        except BadConversation as error:
-            rows.mark_bad(row, str(error))
-            found.append(None)
-    return found
+    return _read(rows, columns, lambda cells: conversation_of(cells, columns))
 
 
 def prompt_column(names: Sequence[str], column: str | None) -> str | None:
@@ -113,19 +97,27 @@ def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
 
     Rows that hold none are marked as bad, with None here.
     """
+    return _read(rows, (column,), lambda cells: prompt_of(cells, column))
+
+
+def _read(
+    rows: Rows, columns: Sequence[str], conversation: Callable[[dict[str, Any]], Conversation]
+) -> list[Conversation | None]:
+    """What `conversation` returns for the cells of each row; None for rows that are bad, now or before."""
     from hwopt.data.sources.tables import find_column
 
-    values = {column: values_of(find_column(rows.table, column, rows.source, "data.messages"), column, rows)}
-    for extra in ("input", "tools", "system"):
-        if extra in rows.table.column_names:
-            values[extra] = values_of(rows.table[extra], extra, rows)
+    values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
+    extras = [name for name in ("input", "tools", "system") if name in rows.table.column_names]
+    values |= {name: values_of(rows.table[name], name, rows) for name in extras}
     found: list[Conversation | None] = []
     for row in range(rows.table.num_rows):
+        found.append(None)
+        if rows.places.numbers[row] in rows.bad_rows.reasons:
+            continue
         try:
-            found.append(prompt_of({name: cells[row] for name, cells in values.items()}, column))
+            found[row] = conversation({name: column[row] for name, column in values.items()})
         except BadConversation as error:
             rows.mark_bad(row, str(error))
-            found.append(None)
     return found
 
 

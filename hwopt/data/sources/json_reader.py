@@ -76,24 +76,26 @@ def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tu
 
 
 def refuse_whole_object(path: Path, text: str) -> None:
-    """Raise DataError if `text` is one JSON object with many rows inside it, or one over several lines."""
+    """Raise DataError if `text` is one JSON object over several lines, or with rows or columns inside it."""
     whole = json_object(text)
     if whole is None:
         return
-    wanted = "hwopt reads a list of objects, or one object per line"
-    for key, value in whole.items():
-        rows = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-        if len(rows) > 1 and not {"role", "from"} & set(rows[0]):
-            raise DataError(f"{path}: is one object, with {len(rows):,} rows under {key!r}; {wanted}. Save that list as a file")
-    values = list(whole.values())
-    columns = len(values) > 1 and all(isinstance(value, list) and len(value) == len(values[0]) > 1 for value in values)
-    if columns or (len(values) > 1 and all(isinstance(value, dict) for value in values)):
+    inside = [len(value) for value in whole.values() if isinstance(value, list) and is_rows(value)]
+    columns = list(whole.values()) if len(whole) > 1 else []
+    together = all(isinstance(value, dict) for value in columns) or (
+        all(isinstance(value, list) for value in columns) and len({len(value) for value in columns}) == 1 < len(columns[0])
+    )
+    if "\n" in text.strip() or inside or (columns and together):
+        found = f" with {max(inside):,} rows inside" if inside else ""
         raise DataError(
-            f"{path}: is one object with {len(values):,} {'columns' if columns else 'objects'} inside; {wanted}. "
-            'With pandas: to_json(orient="records", lines=True)'
+            f"{path}: is one object{found}; hwopt reads a list of objects, or one object per line. Save the rows as such a "
+            'file; with pandas: to_json(orient="records", lines=True)'
         )
-    if "\n" in text.strip():
-        raise DataError(f"{path}: is one object over several lines; {wanted}")
+
+
+def is_rows(values: list[Any]) -> bool:
+    """Whether a list has several objects that are not messages."""
+    return len(values) > 1 and all(isinstance(each, dict) and not {"role", "from"} & set(each) for each in values)
 
 
 def json_object(line: str) -> dict[str, Any] | None:

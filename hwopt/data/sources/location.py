@@ -16,9 +16,7 @@ from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
-UNPACK = {".zip": "unzip", ".gz": "gunzip -k", ".tgz": "tar xf", ".tar": "tar xf", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
-UNPACK |= {".zst": "unzstd", ".7z": "7z x", ".rar": "unrar x", ".lz4": "unlz4"}
-"""Extension of an archive -> the command that unpacks it."""
+ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar")
 SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 DATASETS_FILES = ("dataset_dict.json", "state.json")
 """Every folder made by save_to_disk() has one of these files."""
@@ -151,8 +149,8 @@ def refuse_other_files(path: Path, format: str | None = None) -> None:
         )
     if path_kind(path, "data", DataError) != "file":
         raise DataError(f"{path}: is not a regular file; give a file ({listing(EXTENSIONS)})")
-    if suffix in UNPACK:
-        raise DataError(f"{path}: is an archive; unpack it, such as with `{UNPACK[suffix]} {path}`, and give the file in it")
+    if suffix in ARCHIVES:
+        raise DataError(f"{path}: is an archive; unpack it, and give the file in it")
     if suffix in SHEETS:
         raise DataError(
             f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"

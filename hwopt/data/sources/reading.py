@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
-from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.joined_rows import joined
 from hwopt.data.sources.location import expand, extension, locate
 from hwopt.data.sources.rows import ReadOptions, Rows
-from hwopt.data.sources.tables import read_rows
-from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
+from hwopt.data.sources.tables import read_document, read_rows
 from hwopt.errors import DataError
 from hwopt.text import listing
 
@@ -112,20 +109,3 @@ def read_part(leaf: Leaf, options: ReadOptions, suffix: str) -> Rows:
     if is_document(leaf, options.format):
         return read_document(Path(leaf.path), options)
     return read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
-
-
-def read_document(path: Path, options: ReadOptions) -> Rows:
-    """A text file as one row with the column "text"; a bad row if it has no text or cannot be decoded."""
-    import pyarrow as pa
-
-    bad_rows = BadRows(str(path), "row", options.strict, options.max_bad_rows)
-    bad_rows.hint = partial(encoding_hint, path)
-    lines = list(read_lines(path, options.encoding)) if path.stat().st_size else []
-    invalid = next(((number, found) for number, line in enumerate(lines, 1) if (found := INVALID_BYTE.search(line))), None)
-    text = "".join(lines)
-    if invalid is not None:
-        bad_rows.add(1, f"{undecodable(invalid[1], options.encoding)}: line {invalid[0]}", {})
-    elif not text.strip():
-        bad_rows.add(1, "has no text")
-    texts = [] if bad_rows.reasons else [text]
-    return Rows(pa.table({"text": pa.array(texts, pa.string())}), Places(str(path), "row", [1] * len(texts)), bad_rows)

@@ -146,7 +146,7 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         if suffix == ".parquet":
             return numbered_rows(read_parquet(path), str(path), options)
         if suffix == ".txt":
-            return numbered_rows(read_text(path, options), str(path), options)
+            return read_document(path, options)
         bad_rows = BadRows(str(path), "line", options.strict, options.max_bad_rows)
         bad_rows.hint = partial(encoding_hint, path)
         lines = read_lines(path, options.encoding)
@@ -159,16 +159,21 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_text(path: Path, options: ReadOptions) -> pa.Table:
-    """A table of one row with the whole file as "text"; of no row if the file is blank."""
+def read_document(path: Path, options: ReadOptions) -> Rows:
+    """A text file as one row with the column "text"; a bad row if it has no text or cannot be decoded."""
     import pyarrow as pa
 
-    lines = list(read_lines(path, options.encoding))
-    for number, line in enumerate(lines, 1):
-        if invalid := INVALID_BYTE.search(line):
-            raise DataError(f"{path}:{number}: {undecodable(invalid, options.encoding)}. {encoding_hint(path)}")
+    bad_rows = BadRows(str(path), "row", options.strict, options.max_bad_rows)
+    bad_rows.hint = partial(encoding_hint, path)
+    lines = list(read_lines(path, options.encoding)) if path.stat().st_size else []
+    invalid = next(((number, found) for number, line in enumerate(lines, 1) if (found := INVALID_BYTE.search(line))), None)
     text = "".join(lines)
-    return pa.table({"text": [text] if text.strip() else pa.array([], pa.string())})
+    if invalid is not None:
+        bad_rows.add(1, f"line {invalid[0]} {undecodable(invalid[1], options.encoding)}", {})
+    elif not text.strip():
+        bad_rows.add(1, "has no text")
+    texts = [] if bad_rows.reasons else [text]
+    return Rows(pa.table({"text": pa.array(texts, pa.string())}), Places(str(path), "row", [1] * len(texts)), bad_rows)
 
 
 def read_parquet(path: Path) -> pa.Table:

@@ -19,18 +19,6 @@ SAMPLE_BYTES = 1 << 18
 """Bytes of lines with other than ASCII characters from which the encoding is guessed."""
 
 
-MAGIC = {
-    b"PK\x03\x04": "a zip archive, such as a workbook of Excel (.xlsx)",
-    b"\xd0\xcf\x11\xe0": "an old file of Office, such as a workbook of Excel (.xls)",
-    b"\x1f\x8b": "compressed by gzip (.gz)",
-    b"PAR1": "parquet (.parquet)",
-    b"ARROW1": "an Arrow file; give the `datasets` folder around it",
-    b"%PDF": "a PDF",
-    b"SQLite format 3": "a database of SQLite",
-}
-"""The first bytes of files that are not text, whatever their name."""
-
-
 def read_lines(path: Path, encoding: str | None = None) -> Iterator[str]:
     """The lines of a file, with their line ends. Bytes that are not valid in `encoding` match `INVALID_BYTE`.
 
@@ -54,12 +42,9 @@ def detect_encoding(path: Path) -> str:
         start = file.read(4096)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    for magic, format_ in MAGIC.items():
-        if start.startswith(magic):
-            raise DataError(f"{path}: is not text but {format_}; rename it, or save it as CSV in the program that wrote it")
     if b"\0" in start:
         raise DataError(
-            f"{path}: contains zero bytes: binary, or UTF-16 without a byte order mark. "
+            f"{path}: contains zero bytes: a binary file such as a workbook of Excel, or UTF-16 without a byte order mark. "
             "Save it as UTF-8, or set data.encoding = 'utf-16-le'"
         )
     return "utf-8-sig"

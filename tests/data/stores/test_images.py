@@ -13,13 +13,12 @@ import pytest
 from PIL import Image
 from transformers import ConvNextConfig, CvtConfig, ImageGPTConfig, Siglip2Config, ViTConfig
 
-from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.batches.collate import StepDataset, cut_in_order
 from hwopt.data.batches.image_collate import ImageCollate
 from hwopt.data.batches.step_batch import Step
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import read_rows
-from hwopt.data.stores.image_store import ImageStore, LabelledImages, image_store
+from hwopt.data.stores.image_store import ImageStore, image_store
 from hwopt.data.stores.images import AREA, ImageTransform, new_processor, random_crop
 from hwopt.errors import DataError, InputError
 
@@ -39,15 +38,14 @@ def photos(folder: Path, *names: str) -> Path:
     return folder
 
 
-def images_in(folder: Path, *names: str) -> LabelledImages:
-    places = Places(str(folder), "row", range(1, len(names) + 1))
-    paths, labels = [str(folder / name) for name in names], [Path(name).parts[0] for name in names]
-    return LabelledImages(places, BadRows(str(folder), "row", False), paths, labels)
+def images_in(folder: Path, *names: str) -> dict[str | bytes, str]:
+    """Path -> label."""
+    return {str(folder / name): Path(name).parts[0] for name in names}
 
 
-def store_of(images: LabelledImages, make: ImageTransform, cache: Path) -> ImageStore:
-    numbers = {name: number for number, name in enumerate(sorted(set(images.labels)))}
-    return image_store(images, np.array([numbers[label] for label in images.labels]), make, cache)
+def store_of(images: dict[str | bytes, str], make: ImageTransform, cache: Path) -> ImageStore:
+    numbers = {name: number for number, name in enumerate(sorted(set(images.values())))}
+    return image_store(list(images), np.array([numbers[label] for label in images.values()]), make, cache)
 
 
 def transform(*augmentation: Any, seed: int = 0) -> ImageTransform:
@@ -217,9 +215,7 @@ def test_store_of_embedded_images_has_the_pixels_of_the_files(tmp_path: Path) ->
     names = ("cat/1.png", "dog/2.png")
     photos(tmp_path, *names)
     of_files = images_in(tmp_path, *names)
-    embedded = LabelledImages(
-        of_files.places, of_files.bad_rows, [(tmp_path / name).read_bytes() for name in names], of_files.labels
-    )
+    embedded: dict[str | bytes, str] = {(tmp_path / name).read_bytes(): name[:3] for name in names}
     made = [store_of(each, transform("crop"), tmp_path / "cache") for each in (of_files, embedded)]
     for index in range(2):
         np.testing.assert_array_equal(*(store.row(index, 1)["pixel_values"] for store in made))
