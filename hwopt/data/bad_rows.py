@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,40 +25,85 @@ RowUnit = Literal["line", "row"]
 
 
 @dataclass(frozen=True)
+class Origins:
+    """The sources of rows. The number of a row is its number in its source plus the start of that source."""
+
+    names: tuple[str, ...]
+    units: tuple[RowUnit, ...]
+    starts: tuple[int, ...] = (0,)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """(index of the source, own number) of a row."""
+        index = bisect_right(self.starts, number) - 1
+        return index, number - self.starts[index]
+
+    def place(self, number: int) -> str:
+        """The place of a row in its source, such as "train.csv:12"."""
+        index, own = self.part(number)
+        return f"{self.names[index]}:{own}" if self.units[index] == "line" else f"{self.names[index]}: row {own}"
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """How the sources of a job make a mixture."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    groups: tuple[int, ...]
+    """For each of the Origins, the source of the mixture that it belongs to."""
+
+
+@dataclass(frozen=True)
 class Places:
-    """The places of samples in their source: for each sample, the 1-based number of its first line, or of its row."""
+    """The places of samples: for each sample, the 1-based number of its first line, or of its row."""
 
     source: str
     unit: RowUnit
     numbers: Sequence[int]
+    several: Origins | None = None
+    """The sources, if there are several."""
+    mixed: Mixed | None = None
+
+    @property
+    def origins(self) -> Origins:
+        """The sources of the samples."""
+        return self.several or Origins((self.source,), (self.unit,))
 
     def at(self, sample: int) -> str:
         """The place of a sample, such as "train.csv:12"."""
-        return place(self.source, self.unit, self.numbers[sample])
+        return self.origins.place(self.numbers[sample])
 
     def take(self, samples: Sequence[int]) -> Places:
         """The places of some of the samples."""
-        return Places(self.source, self.unit, [self.numbers[sample] for sample in samples])
+        return replace(self, numbers=[self.numbers[sample] for sample in samples])
 
     def source_of(self, sample: int) -> str:
         """The source of a sample."""
-        return self.source
+        return self.origins.names[self.origins.part(self.numbers[sample])[0]]
 
     def mixture(self) -> Mixture | None:
         """The sources of the samples with their weights; None if the data is not a mixture."""
-        return None
+        import numpy as np
 
+        from hwopt.data.mixture import Mixture
 
-def place(source: str, unit: RowUnit, number: int) -> str:
-    """The text for a line or row of `source` in messages."""
-    return f"{source}:{number}" if unit == "line" else f"{source}: row {number}"
+        if self.mixed is None:
+            return None
+        index = np.searchsorted(np.array(self.origins.starts), np.asarray(self.numbers, np.int64), side="right") - 1
+        return Mixture(self.mixed.names, self.mixed.weights, np.array(self.mixed.groups, np.int64)[index])
 
 
 class BadRows:
-    """The bad rows of one source: line or row number -> reason. If `strict`, the first bad row raises DataError."""
+    """The bad rows of one or several sources: number -> reason. If `strict`, the first bad row raises DataError.
 
-    def __init__(self, source: str, unit: RowUnit, strict: bool, max_fraction: float | None = None) -> None:
+    Each source has its own limits; documents, of one row each, have them together.
+    """
+
+    def __init__(
+        self, source: str, unit: RowUnit, strict: bool, max_fraction: float | None = None, several: Origins | None = None
+    ) -> None:
         """`max_fraction` of bad rows is allowed; None: MAX_FRACTION, and no label may occur in bad rows only."""
+        self.several = several
         self.source, self.unit, self.strict, self.max_fraction = source, unit, strict, max_fraction
         self.reasons: dict[int, str] = {}
         self.cells: dict[int, Mapping[str, Any]] = {}
@@ -75,9 +121,14 @@ class BadRows:
             raise DataError(f"{self.place(number)}: {reason}. {self.advice('Fix or remove it')}, or set data.on_bad_row = 'skip'")
         self.reasons.setdefault(number, reason)
 
+    @property
+    def origins(self) -> Origins:
+        """The sources of the rows."""
+        return self.several or Origins((self.source,), (self.unit,))
+
     def place(self, number: int) -> str:
         """The place of a row, such as "train.csv:12"."""
-        return place(self.source, self.unit, number)
+        return self.origins.place(number)
 
     def forget_after(self, last: int) -> None:
         """Remove the bad rows after the row `last`, which are not read."""
@@ -91,17 +142,26 @@ class BadRows:
     def check(self, usable: Sequence[int]) -> None:
         """Raise DataError if too many rows are bad, all or too many consecutive ones. `usable`: numbers of the usable rows."""
         self.usable = len(usable)
-        self.check_rows(self.reasons, usable)
+        if self.several is None:
+            return self._check(self.source, self.reasons, usable)
+        source_of = {number: self.several.part(number)[0] for number in (*usable, *self.reasons)}
+        rows = Counter(source_of.values())
+        groups = {index: index if rows[index] > 1 else None for index in rows}  # None: the documents
+        for group in dict.fromkeys(groups.values()):
+            bad = {number: why for number, why in self.reasons.items() if groups[source_of[number]] == group}
+            good = [number for number in usable if groups[source_of[number]] == group]
+            self._check(self.source if group is None else self.several.names[group], bad, good)
+        return None
 
-    def check_rows(self, reasons: Mapping[int, str], usable: Sequence[int]) -> None:
-        """`check` for some of the rows: the bad ones with their `reasons`, and the `usable` ones."""
+    def _check(self, source: str, reasons: Mapping[int, str], usable: Sequence[int]) -> None:
+        """`check` for the rows of one `source`, or for documents."""
         if not reasons:
             return
-        first = min(reasons)
+        first, total = min(reasons), len(reasons) + len(usable)
         if not usable:
             raise DataError(
-                f"{self.source}: none of its {len(reasons):,} rows can be used. "
-                f"First one: {self.named([first])}: {reasons[first]}. {self.advice('Check that this is the right file')}"
+                f"{source}: none of its {len(reasons):,} rows can be used. "
+                f"First one: {self.named([first], source)}: {reasons[first]}. {self.advice('Check that this is the right file')}"
             )
         good, consecutive = set(usable), 0
         for number in sorted({*reasons, *good}):
@@ -112,30 +172,30 @@ class BadRows:
                     f"The {MAX_CONSECUTIVE} rows up to here cannot be used. "
                     f"{self.advice('Check that this is the right file, with these columns')}"
                 )
-        self.check_fraction(reasons, len(reasons) + len(usable))
-
-    def check_fraction(self, reasons: Mapping[int, str], total: int) -> None:
-        """Raise DataError if a greater fraction of `total` rows is bad than `max_fraction`."""
         limit = MAX_FRACTION if self.max_fraction is None else self.max_fraction
         if len(reasons) > limit * total:
             allowed = min(1.0, ceil(100 * len(reasons) / total) / 100)
             raise DataError(
-                f"{self.source}: {len(reasons):,} of {total:,} rows cannot be used, more than {limit:.0%}: "
-                f"{self.summary(reasons)}. {self.advice('Fix or remove these rows')}. "
+                f"{source}: {len(reasons):,} of {total:,} rows cannot be used, more than {limit:.0%}: "
+                f"{self.summary(reasons, source)}. {self.advice('Fix or remove these rows')}. "
                 f"To train on the other rows, set data.max_bad_rows = {allowed:g}"
             )
 
-    def summary(self, reasons: Mapping[int, str] | None = None) -> str:
-        """The first lines or rows, and the most frequent reasons. `reasons`: default all."""
+    def summary(self, reasons: Mapping[int, str] | None = None, source: str | None = None) -> str:
+        """The first lines or rows, and the most frequent reasons. `reasons`: default all. `source`: as for `named`."""
         reasons = self.reasons if reasons is None else reasons
         counts = Counter(reason.split(": ")[0] for reason in reasons.values()).most_common(3)
         why = "; ".join(f"{count:,} x {reason}" for reason, count in counts) if len(counts) > 1 else counts[0][0]
-        return f"{self.named(sorted(reasons))} ({why})"
+        return f"{self.named(sorted(reasons), source)} ({why})"
 
-    def named(self, numbers: Sequence[int]) -> str:
-        """The first of some rows, such as "lines 3, 12"."""
-        shown = ", ".join(f"{number:,}" for number in numbers[:SHOWN]) + (", …" if len(numbers) > SHOWN else "")
-        return f"{self.unit if len(numbers) == 1 else f'{self.unit}s'} {shown}"
+    def named(self, numbers: Sequence[int], source: str | None = None) -> str:
+        """The first of some rows, such as "lines 3, 12"; with their file unless all are rows of `source`."""
+        more = ", …" if len(numbers) > SHOWN else ""
+        if self.several is not None and source not in self.several.names:
+            return ", ".join(map(self.place, numbers[:SHOWN])) + more
+        index, _ = self.origins.part(numbers[0])
+        unit, shown = self.origins.units[index], ", ".join(f"{self.origins.part(number)[1]:,}" for number in numbers[:SHOWN])
+        return f"{unit if len(numbers) == 1 else f'{unit}s'} {shown}{more}"
 
     def note(self) -> str:
         """One line for the screen: how many rows were skipped, which ones, and why."""
@@ -144,5 +204,9 @@ class BadRows:
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of this source in left_out.json."""
-        rows = [{self.unit: number, "why": self.reasons[number]} for number in sorted(self.reasons)]
+        rows: list[dict[str, Any]] = []
+        for number in sorted(self.reasons):
+            index, own = self.origins.part(number)
+            file = {} if self.several is None else {"file": self.origins.names[index]}
+            rows.append({**file, self.origins.units[index]: own, "why": self.reasons[number]})
         return {"source": self.source, "rows": self.usable + len(rows), "left_out": rows}

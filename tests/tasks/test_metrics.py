@@ -86,15 +86,15 @@ def test_metrics_of_no_samples_are_nan() -> None:
 
 
 class FailsOnce(ClassMetrics):
-    """Runs out of memory at the first micro-batch, after its predictions were read."""
+    """Runs out of memory at the first micro-batch, while its predictions are read."""
 
     failed = False
 
-    def _count(self, outputs: object, targets: torch.Tensor, extra: torch.Tensor) -> None:
-        super()._count(outputs, targets, extra)
+    def _pair(self, outputs: object, targets: torch.Tensor) -> torch.Tensor:
         if not self.failed:
             self.failed = True
             raise torch.OutOfMemoryError
+        return super()._pair(outputs, targets)
 
 
 def test_micro_batch_that_ran_out_of_memory_is_counted_once() -> None:

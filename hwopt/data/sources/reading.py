@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
+from hwopt.data.bad_rows import Mixed
 from hwopt.data.sources.joined_rows import joined
 from hwopt.data.sources.location import expand, extension, locate
 from hwopt.data.sources.rows import ReadOptions, Rows
@@ -98,7 +99,8 @@ def read_all(sources: Sources | TrainingSources, split: str | None, options: Rea
         return read_rows(found[0].path, found[0].split, options, found[0].path + suffix)
     parts = [read_part(leaf, options, suffix) for leaf in found]
     names = paths_of(sources)
-    rows = joined(parts, listing(names, 3) + suffix, [leaf.group for leaf in found], names, [part.weight for part in mixed])
+    weights, groups = tuple(part.weight for part in mixed), tuple(leaf.group for leaf in found)
+    rows = joined(parts, listing(names, 3) + suffix, Mixed(tuple(names), weights, groups) if mixed else None)
     if not rows.table.num_rows:
         rows.bad_rows.check([])
     return rows
