@@ -7,7 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hwopt.testing import WORDS
+from hwopt.config.job import Job, make_job
+from hwopt.config.toml import Document
+from hwopt.model.config import load_config
+from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.registry import make_task
+from hwopt.testing import TINY_BERT, WORDS
 
 LABELLED: dict[str, dict[str, Any]] = {
     "regression": {"label": ["score", "other"]},
@@ -26,3 +31,17 @@ def write_rows(path: Path, number: int) -> Path:
             numbers = {"score": len(words) / 24, "other": draw.random()}
             file.write(json.dumps(row | numbers | {"labels": sorted({word[0] for word in words if word[0] in "rgb"})}) + "\n")
     return path
+
+
+def job_of(kind: str, data: dict[str, Any], **task: Any) -> Job:
+    """A job of the task `kind` with a tiny encoder."""
+    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": kind} | task}
+    return make_job(Document("job.toml", tables)).job
+
+
+def prepare_rows(kind: str, folder: Path, rows: list[dict[str, Any]], data: dict[str, Any], **task: Any) -> Prepared:
+    """What the task prepares of `rows`, or of the source in `data`."""
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_of(kind, {"train": str(source)} | data, **task)
+    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)

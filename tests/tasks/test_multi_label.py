@@ -10,30 +10,22 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from task_rows import job_of, prepare_rows
 
-from hwopt.config.job import Job, make_job
-from hwopt.config.toml import Document
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
-from hwopt.testing import TINY_BERT
 
 SETS = [["b"], ["a", "c"], [], ["c", "c", "a"]]
 ARRAY = [[0, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 1]]
 
 
-def job_of(data: dict[str, Any], **task: Any) -> Job:
-    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": "multi-label-classification"} | task}
-    return make_job(Document("job.toml", tables)).job
+KIND = "multi-label-classification"
 
 
 def prepare(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
-    source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = job_of({"train": str(source), "label": "labels"} | data)
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepare_rows(KIND, folder, rows, {"label": "labels"} | data)
 
 
 def rows_with(values: list[Any]) -> list[dict[str, Any]]:
@@ -108,12 +100,12 @@ def test_unsuitable_column_is_a_data_error(
 
 def test_class_weights_are_refused() -> None:
     with pytest.raises(InputError, match=r"task\.class_weights belongs to task\.kind = .*'text-classification'"):
-        job_of({"train": "a.csv"}, class_weights="balanced")
+        job_of(KIND, {"train": "a.csv"}, class_weights="balanced")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
-    task = make_task(job_of({"train": "a.csv"}, label_smoothing=smoothing))
+    task = make_task(job_of(KIND, {"train": "a.csv"}, label_smoothing=smoothing))
     logits, targets = torch.randn(4, 3), torch.tensor(ARRAY).float()
     trained = task.training_loss(SimpleNamespace(class_weights=None), "cpu")  # type: ignore[arg-type]
     summed, count = trained(SimpleNamespace(logits=logits), targets)

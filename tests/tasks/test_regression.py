@@ -9,37 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from task_rows import job_of, prepare_rows
 
-from hwopt.config.job import Job, make_job
-from hwopt.config.toml import Document
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
-from hwopt.testing import TINY_BERT
 
 ROWS = [{"text": f"text {n}", "score": n / 10, "size": n} for n in range(10)]
 
 
-def job_of(data: dict[str, Any], **task: Any) -> Job:
-    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": "regression"} | task}
-    return make_job(Document("job.toml", tables)).job
+KIND = "regression"
 
 
 def prepare(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
-    source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = job_of({"train": str(source), "label": "score"} | data)
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
-
-
-def test_targets_are_numbers_in_their_own_unit(tmp_path: Path) -> None:
-    prepared = prepare(tmp_path, ROWS)
-    assert prepared.label_names == ("score",)
-    assert prepared.train.array("labels").flatten().tolist() == pytest.approx([n / 10 for n in range(10)])
-    assert prepared.train.array("labels").shape == (10, 1)
-    assert prepared.notes == []
+    return prepare_rows(KIND, folder, rows, {"label": "score"} | data)
 
 
 def test_several_targets_are_columns(tmp_path: Path) -> None:
@@ -81,11 +65,11 @@ def test_unsuitable_column_is_a_data_error(rows: list[dict[str, Any]], message: 
 @pytest.mark.parametrize(("key", "value"), [("label_smoothing", 0.1), ("class_weights", "balanced")])
 def test_options_for_classes_are_refused(key: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"task\.{key} (needs classes|belongs to task\.kind = )"):
-        job_of({"train": "a.csv"}, **{key: value})
+        job_of(KIND, {"train": "a.csv"}, **{key: value})
 
 
 def test_loss_is_the_sum_that_torch_averages() -> None:
-    task = make_task(job_of({"train": "a.csv"}))
+    task = make_task(job_of(KIND, {"train": "a.csv"}))
     logits, targets = torch.randn(5, 2), torch.randn(5, 2)
     summed, count = task.loss(SimpleNamespace(logits=logits), targets)
     assert summed / count == pytest.approx(torch.nn.functional.mse_loss(logits, targets).item())

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -287,12 +286,6 @@ def test_new_model_is_random_and_reproducible(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_new_model_keeps_a_given_vocabulary_size(tmp_path: Path) -> None:
-    job, task, prepared = prepare(tmp_path, config={**BERT, "vocab_size": 500})
-    assert len(prepared.tokenizer) < 500
-    assert load(job, task, prepared).config.vocab_size == 500
-
-
 def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> None:
     """With another number of labels only the head is new. The saved model loads without hwopt."""
     job, task, prepared = prepare(tmp_path)
@@ -321,18 +314,6 @@ def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     prepared = task.prepare(job, load_config(None, job.model.config), tmp_path / "cache", 0)
     with pytest.raises(InputError, match=r"model\.tokenizer: has \d+ tokens, but the model has 20 embeddings"):
         load(job, task, prepared)
-
-
-def test_loss_is_summed_over_samples(tmp_path: Path) -> None:
-    job, task, prepared = prepare(tmp_path)
-    model = load(job, task, prepared)
-    labels = torch.from_numpy(np.array(prepared.train.array("labels")))
-    whole, count = task.loss(model(**padded(prepared, [0, 1, 2, 3])), labels)
-    parts = [task.loss(model(**padded(prepared, rows)), labels[rows]) for rows in ([0, 2, 3], [1])]
-    assert (count, [part[1] for part in parts]) == (4, [3, 1])
-    assert whole.dtype == torch.float32
-    assert whole.shape == ()
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole)
 
 
 LOOK_ALIKE = ["Yes", "yes", "no", " no", "caf\u00e9", "cafe\u0301"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from task_rows import job_of, prepare_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hwopt.config.job import Job, make_job
-from hwopt.config.toml import Document
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
 from hwopt.tasks.tagged_words import first_tokens, tokens_of_words
-from hwopt.testing import TINY_BERT
 
 ROWS = [
     {"tokens": ["Anna", "lives", "in", "Oslo"], "tags": ["B-PER", "O", "O", "B-LOC"]},
@@ -30,16 +26,11 @@ ROWS = [
 ]
 
 
-def job_of(data: dict[str, Any], **task: Any) -> Job:
-    tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": "token-classification"} | task}
-    return make_job(Document("job.toml", tables)).job
+KIND = "token-classification"
 
 
 def prepare(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any] | None = None, **data: Any) -> Prepared:
-    source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = job_of({"train": str(source)} | data, **(task or {}))
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepare_rows(KIND, folder, rows, data, **(task or {}))
 
 
 def tagged(prepared: Prepared, sample: int) -> list[tuple[str, str]]:
@@ -149,7 +140,7 @@ def test_tokenizer_without_positions_is_refused(tmp_path: Path) -> None:
 def test_loss_is_the_sum_that_torch_averages(smoothing: float, weights: dict[str, float] | None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"label_smoothing": smoothing} | ({} if weights is None else {"class_weights": weights})
     prepared = prepare(tmp_path, ROWS, options)
-    task = make_task(job_of({"train": "a.conll"}, **options))
+    task = make_task(job_of(KIND, {"train": "a.conll"}, **options))
     logits = torch.randn(2, 6, 3)
     targets = torch.tensor([[IGNORED, 0, 2, 1, IGNORED, IGNORED], [2, 2, IGNORED, 2, 0, IGNORED]])
     summed, count = task.training_loss(prepared, "cpu")(SimpleNamespace(logits=logits), targets)

@@ -169,7 +169,7 @@ def read_document(path: Path, options: ReadOptions) -> Rows:
     invalid = next(((number, found) for number, line in enumerate(lines, 1) if (found := INVALID_BYTE.search(line))), None)
     text = "".join(lines)
     if invalid is not None:
-        bad_rows.add(1, f"line {invalid[0]} {undecodable(invalid[1], options.encoding)}", {})
+        bad_rows.add(1, f"{undecodable(invalid[1], options.encoding)}: line {invalid[0]}", {})
     elif not text.strip():
         bad_rows.add(1, "has no text")
     texts = [] if bad_rows.reasons else [text]

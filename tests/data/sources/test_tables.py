@@ -88,7 +88,7 @@ def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
         ("a.csv", b"t\xe9xt,label\nx,1\n", r"a\.csv:1: the header is not UTF-8 \(byte 0xe9\)"),
         ("a.csv", 'text,label\n"x,1\ny,0\n', r"a\.csv:2: has an unclosed quote, or a quote inside a cell: '\"x,1'"),
         ("a.csv", '"text,label\n', r"a\.csv:1: the header has an unclosed quote"),
-        ("a.txt", b"fine\nhalf \xe2\x82", r"a\.txt: row 1: line 2 is not UTF-8 \(byte 0xe2\)"),
+        ("a.txt", b"fine\nhalf \xe2\x82", r"a\.txt: row 1: is not UTF-8 \(byte 0xe2\): line 2"),
         ("a.txt", " \n", r"a\.txt: row 1: has no text"),
         ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl:2: is not valid JSON"),
         ("a.jsonl", '{"text": "x"}\n3\n', r"a\.jsonl:2: is not an object with the columns as keys: 3"),
