@@ -122,9 +122,8 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     """The predicted and the measured bytes of a training step and of an evaluation."""
     from hwopt import api
     from hwopt.memory.forecast.measured import measure_peak
-    from hwopt.memory.forecast.planner import bucket_bytes, on_one_device, training_step
+    from hwopt.memory.forecast.planner import bucket_bytes, traced_step
     from hwopt.memory.trace.dry_run import Shape
-    from hwopt.memory.trace.tracer import trace_plan
 
     rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
@@ -135,10 +134,9 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
     began = time.perf_counter()
-    trace, beside = on_one_device(plan, trace_plan(plan, width, 2)), bucket_bytes(plan)
+    (trace, step), beside = traced_step(plan, Shape(rows, width), 2, None), bucket_bytes(plan)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
-    step = training_step(plan, Shape(rows, width), trace, 2, None)
     for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
         # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the

@@ -29,10 +29,10 @@ import numpy as np
 from hwopt import api
 from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.caching_allocator import CachingAllocator
-from hwopt.memory.allocator.playback import STEPS, Played, Player
+from hwopt.memory.allocator.playback import STEPS, Player
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.memory.trace.timeline import KINDS, Peak, Timeline
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
@@ -210,14 +210,16 @@ def compare(folder: Path, cache: Path) -> Row:
     memory = plan_memory(plan, cache, lengths)
     step = trace_plan(plan, memory.width, lengths.labels, cache / "memory").train.at(memory.rows, memory.width)
     converted = vocabulary_bytes(plan) if any(entry.name == "quantize" for entry in plan.applied()) else 0
-    found = play(step, converted) if not published.get("first_step") else play(with_state_created(step), converted, steps=1)
+    peak, reserved = (
+        play(step, converted) if not published.get("first_step") else play(with_state_created(step), converted, steps=1)
+    )
     return Row(
         name=folder.name,
         published=published,
-        allocated=found.peak.bytes / GIB,
-        reserved=found.reserved / GIB,
+        allocated=peak.bytes / GIB,
+        reserved=reserved / GIB,
         context=published.get("context_gib", 0.0),
-        fits=memory.fits and found.reserved / GIB <= memory.free_gib - memory.reserve_gib,
+        fits=memory.fits and reserved / GIB <= memory.free_gib - memory.reserve_gib,
         seconds=None if memory.time is None else memory.time.step,
         published_seconds=seconds_of(published, plan, memory.width),
     )
@@ -228,15 +230,18 @@ def vocabulary_bytes(plan: Plan) -> int:
     return plan.model.vocab_size * plan.model.hidden_size * 4
 
 
-def play(timeline: Timeline, converted: int, steps: int = STEPS) -> Played:
-    """Return the memory of the last of `steps` steps. Storages of `converted` bytes existed in half precision before."""
+def play(timeline: Timeline, converted: int, steps: int = STEPS) -> tuple[Peak, int]:
+    """Return the peak of the last of `steps` steps, and what is reserved.
+
+    Storages of `converted` bytes existed in half precision before.
+    """
     player = Player(timeline, CachingAllocator(timeline.expandable))
     halves = [player.allocator.allocate(size // 2) for size in player.sizes[: timeline.before] if size == converted]
     player.enter()
     for half in halves:
         player.allocator.release(half)
     peak = [player.step() for _ in range(steps)][-1]
-    return Played(peak, player.allocator.reserved)
+    return peak, player.allocator.reserved
 
 
 def with_state_created(timeline: Timeline) -> Timeline:

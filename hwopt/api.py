@@ -20,7 +20,7 @@ from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
-from hwopt.memory.advice.changes import PlanListener
+from hwopt.memory.advice import PlanListener
 from hwopt.memory.forecast.communication import Ranks
 from hwopt.memory.forecast.sharding import Comparison, compare_schemes
 from hwopt.memory.planned import resolve, with_gains, with_memory

@@ -9,7 +9,7 @@ import pytest
 
 from hwopt import api
 from hwopt.errors import InputError
-from hwopt.memory.advice.changes import PlanListener
+from hwopt.memory.advice import PlanListener
 from hwopt.planning.plan import Plan
 
 STEPS = ("training.max_steps=2", "training.logging_steps=1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +18,7 @@ from hwopt.cli.options import (
     say_json,
     world_size_option,
 )
-from hwopt.memory.advice.answered_plans import answered, remember
 from hwopt.memory.trace.tracing_process import start_early
-from hwopt.system.cache import cache_folder
 
 if TYPE_CHECKING:
     from hwopt.planning.inputs import Inputs
@@ -60,10 +57,7 @@ def plan(
     inputs = begin(profiles, **asked)
     if sample is not None:
         return show_sample(sample, profiles[0], asked["job"], asked["assignments"], inputs, format_)
-    question = spelled_out(inputs, profiles, hardware, world_size, **asked)
-    cache = cache_folder()
-    if not answered(cache, question):
-        start_early()
+    start_early()
     from hwopt import api
     from hwopt.memory.forecast.communication import Ranks
     from hwopt.report.memory import show_side_by_side
@@ -80,8 +74,6 @@ def plan(
         given = {"hardware": hardware, "measure": measure, "world_size": world_size, "inputs": inputs, **asked}
         plans.append(api.plan(profile, gains=single, listener=listener, **given))
     parallel = [api.spread_over_ranks(plan, ranks) for plan in plans] if nodes or world_size > 1 else []
-    if all(plan.memory is not None and not plan.memory.lower_bound for plan in plans):
-        remember(cache, question)
     if format_ == "json":
         found = [plan.to_dict() for plan in plans]
         for document, comparison in zip(found, parallel, strict=False):
@@ -108,12 +100,3 @@ def show_sample(sample: int, profile: str, job: Path | None, assignments: Sequen
         say_json(asdict(found), ensure_ascii=False)
     else:
         show_preview(Terminal(), found)
-
-
-def spelled_out(inputs: Inputs, profiles: Sequence[str], hardware: str, world_size: int, **asked: Any) -> str:
-    """Return everything that the command was given, as text: the job, the profiles and the options."""
-    assignments = asked["assignments"]
-    given = inputs.job(asked["job"], assignments)
-    contents = [name if name == "auto" else inputs.profile(name, assignments).content.model_dump_json() for name in profiles]
-    options = [hardware, world_size, asked["memory_limit"], *assignments]
-    return json.dumps([None if given is None else given.job.model_dump_json(), contents, *map(str, options)])

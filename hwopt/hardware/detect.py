@@ -124,9 +124,7 @@ def cpu_features() -> tuple[str, ...]:
 
 def cpu_cores() -> int:
     """The number of cores that this process may use, which can be less than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_name() -> str:

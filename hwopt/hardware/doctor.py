@@ -1,7 +1,7 @@
 """Check a machine for what stops a fine-tuning or slows it: driver, torch, libraries, shared memory, other processes, disks.
 
-A check is a function that returns a Finding. To add one, write the function and append it to CHECKS. Its inputs are parameters
-with the machine's values as defaults, so that a test can make the cause.
+A check is a function that returns a Finding: what is fine, or a warning or a problem with its fix. To add one, write the function
+and add it to CHECKS. Its inputs are parameters with the machine's values as defaults, so that a test can make the cause.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hwopt.hardware.device import GIB
 from hwopt.hardware.torch_build import WSL_FOLDER, nvidia_driver, torch_problem
@@ -35,6 +35,14 @@ class Diagnosis:
     text: str
     fix: str = ""
     """The command or the setting that fixes it; empty if `status` is ok."""
+
+
+class Finding(NamedTuple):
+    """The answer of a check, without its name."""
+
+    status: Status
+    text: str
+    fix: str = ""
 
 
 PCI = Path("/sys/bus/pci/devices")
@@ -61,27 +69,23 @@ sys.exit(0 if CPUAdamBuilder().is_compatible(verbose=False) else "the operation 
 """
 
 
-def check_driver(pci: Path = PCI) -> Diagnosis:
+def check_driver(pci: Path = PCI) -> Finding:
     """The NVIDIA driver: loaded, and its version."""
     driver = nvidia_driver()
     if driver is None:
         if not has_nvidia_card(pci):
-            return Diagnosis("driver", "ok", "no NVIDIA card; hwopt trains on the CPU")
-        return Diagnosis(
-            "driver",
-            "problem",
-            "this machine has an NVIDIA card, but no NVIDIA driver",
-            "sudo ubuntu-drivers install, then reboot",
+            return Finding("ok", "no NVIDIA card; hwopt trains on the CPU")
+        return Finding(
+            "problem", "this machine has an NVIDIA card, but no NVIDIA driver", "sudo ubuntu-drivers install, then reboot"
         )
     if not driver.cards:
-        return Diagnosis(
-            "driver",
+        return Finding(
             "problem",
             f"{driver.text} is installed, but reports no card",
             "nvidia-smi shows the error; reboot after an update of the driver; start a container with --gpus all",
         )
     cuda = "" if driver.cuda is None else f", for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
-    return Diagnosis("driver", "ok", f"NVIDIA {driver.version}{cuda}: {listing(driver.cards)}")
+    return Finding("ok", f"NVIDIA {driver.version}{cuda}: {listing(driver.names)}")
 
 
 def has_nvidia_card(pci: Path = PCI) -> bool:
@@ -96,76 +100,75 @@ def has_nvidia_card(pci: Path = PCI) -> bool:
     return any(holds(device / "vendor", NVIDIA_VENDOR) and holds(device / "class", DISPLAY_CLASS) for device in pci.glob("*"))
 
 
-def check_torch(environment: Mapping[str, str] = os.environ) -> Diagnosis:
+def check_torch(environment: Mapping[str, str] = os.environ) -> Finding:
     """The torch build against the card and the driver."""
     import torch
 
-    if problem := torch_problem(environment=environment):
-        text, _, fix = problem.rpartition(". ")
-        return Diagnosis("torch", "problem", text, fix)
+    if fault := torch_problem(environment=environment):
+        text, _, fix = fault.rpartition(". ")
+        return Finding("problem", text, fix)
     release = f"torch {torch.__version__}"
     if torch.cuda.is_available():
-        return Diagnosis("torch", "ok", f"{release} for CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)")
+        return Finding("ok", f"{release} for CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)")
     if (driver := nvidia_driver()) is None or not driver.cards:
-        return Diagnosis("torch", "ok", f"{release}, on the CPU")
+        return Finding("ok", f"{release}, on the CPU")
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0")
     if visible.strip() in ("", "-1"):
-        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides {listing(driver.cards)}"
-        return Diagnosis("torch", "warning", text, "unset CUDA_VISIBLE_DEVICES")
+        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides {listing(driver.names)}"
+        return Finding("warning", text, "unset CUDA_VISIBLE_DEVICES")
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        text = f"{release} cannot use {listing(driver.cards)}: {first_line(error)}"
+        text = f"{release} cannot use {listing(driver.names)}: {first_line(error)}"
     else:
-        text = f"{release} finds no device, although the driver reports {listing(driver.cards)}"
-    return Diagnosis("torch", "problem", text, "nvidia-smi shows the driver's error; a reboot reloads the driver")
+        text = f"{release} finds no device, although the driver reports {listing(driver.names)}"
+    return Finding("problem", text, "nvidia-smi shows the driver's error; a reboot reloads the driver")
 
 
-def check_bitsandbytes() -> Diagnosis:
+def check_bitsandbytes() -> Finding:
     """bitsandbytes imports, with its native library."""
     fix = "python -m bitsandbytes shows the reason; pip install --upgrade --force-reinstall --no-deps bitsandbytes"
     return check_import("bitsandbytes", IMPORT_BITSANDBYTES, "8-bit optimizers and quantization do not work", fix)
 
 
-def check_deepspeed() -> Diagnosis:
+def check_deepspeed() -> Finding:
     """DeepSpeed imports, and can compile the optimizer for offloading. It is optional."""
     if importlib.util.find_spec("deepspeed") is None:
-        return Diagnosis("deepspeed", "ok", "not installed; only ZeRO needs it (pip install 'hwopt[deepspeed]')")
+        return Finding("ok", "not installed; only ZeRO needs it (pip install 'hwopt[deepspeed]')")
     fix = "pip install --upgrade deepspeed; ds_report shows what is missing; its operations need g++ and CUDA's nvcc (CUDA_HOME)"
     return check_import("deepspeed", IMPORT_DEEPSPEED, "ZeRO does not work", fix)
 
 
-def check_import(package: str, code: str, effect: str, fix: str) -> Diagnosis:
+def check_import(package: str, code: str, effect: str, fix: str) -> Finding:
     """Run `code`, which imports `package`, in a process of its own: a broken library can crash the process."""
     try:
         found = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, encoding="utf-8", errors="replace", timeout=IMPORT_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return Diagnosis(package, "problem", f"the import takes more than {IMPORT_SECONDS} s", fix)
+        return Finding("problem", f"the import takes more than {IMPORT_SECONDS} s", fix)
     if found.returncode == 0:
-        return Diagnosis(package, "ok", "imports, and finds its native code")
+        return Finding("ok", "imports, and finds its native code")
     lines = [line for line in found.stderr.splitlines() if line.strip()]
     why = cut(lines[-1], 200) if found.returncode > 0 and lines else f"the process ended with code {found.returncode}"
-    return Diagnosis(package, "problem", f"{effect}: {why}", fix)
+    return Finding("problem", f"{effect}: {why}", fix)
 
 
-def check_shared_memory(folder: Path = SHARED_MEMORY) -> Diagnosis:
+def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     """/dev/shm, in which data-loading workers hand over their batches."""
     if not folder.is_dir():
-        return Diagnosis("shared memory", "ok", f"this system has no {folder}")
+        return Finding("ok", f"this system has no {folder}")
     size = shutil.disk_usage(folder).total / GIB
     if size >= LEAST_SHARED_GIB:
-        return Diagnosis("shared memory", "ok", f"{folder} has {size:.1f} GiB")
-    return Diagnosis(
-        "shared memory",
+        return Finding("ok", f"{folder} has {size:.1f} GiB")
+    return Finding(
         "warning",
         f"{folder} has {size:.2f} GiB; data-loading workers can die with a bus error",
         "docker run --shm-size=8g, or --ipc=host; on a host: sudo mount -o remount,size=8G /dev/shm",
     )
 
 
-def check_other_processes() -> Diagnosis:
+def check_other_processes() -> Finding:
     """Processes that hold memory of a card."""
     import pynvml
 
@@ -184,12 +187,12 @@ def check_other_processes() -> Diagnosis:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        return Diagnosis("other processes", "ok", f"cannot be listed without NVIDIA's driver ({first_line(error)})")
+        return Finding("ok", f"cannot be listed without NVIDIA's driver ({first_line(error)})")
     if not held:
-        return Diagnosis("other processes", "ok", "no other process computes on a card")
+        return Finding("ok", "no other process computes on a card")
     pids = " ".join(sorted({entry.split()[1] for entry in held}, key=int))
     memory = f" hold {total / GIB:.1f} GiB" if total else " compute here"
-    return Diagnosis("other processes", "warning", f"{len(held)}{memory}: {listing(held, 5)}", f"if they are yours: kill {pids}")
+    return Finding("warning", f"{len(held)}{memory}: {listing(held, 5)}", f"if they are yours: kill {pids}")
 
 
 def process_name(pid: int) -> str:
@@ -202,93 +205,86 @@ def process_name(pid: int) -> str:
         return "?"
 
 
-def check_cache_disk(folder: Path | None = None) -> Diagnosis:
+def check_cache_disk(folder: Path | None = None) -> Finding:
     """Room for tokenised data and memory traces."""
-    return disk_finding("disk of the cache", folder or cache_folder(), "export HWOPT_CACHE=FOLDER, on a larger disk")
+    return disk_finding(folder or cache_folder(), "export HWOPT_CACHE=FOLDER, on a larger disk")
 
 
-def check_hub_disk(environment: Mapping[str, str] = os.environ) -> Diagnosis:
+def check_hub_disk(environment: Mapping[str, str] = os.environ) -> Finding:
     """Room for downloaded models and data sets."""
     home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return disk_finding("disk of models", Path(home), "hf cache prune, or export HF_HOME=FOLDER, on a larger disk")
+    return disk_finding(Path(home), "hf cache prune, or export HF_HOME=FOLDER, on a larger disk")
 
 
-def check_runs_disk(folder: Path = Path("runs")) -> Diagnosis:
+def check_runs_disk(folder: Path = Path("runs")) -> Finding:
     """Room for checkpoints."""
-    return disk_finding("disk of runs", folder.absolute(), "hwopt run --output-dir FOLDER, on a larger disk")
+    return disk_finding(folder.absolute(), "hwopt run --output-dir FOLDER, on a larger disk")
 
 
-def disk_finding(check: str, folder: Path, fix: str) -> Diagnosis:
+def disk_finding(folder: Path, fix: str) -> Finding:
     """The free space of the disk on which `folder` is, or would be."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(existing).free / GIB
     text = f"{free:.1f} GiB are free for {folder}"
     if not os.access(existing, os.W_OK):
-        return Diagnosis(check, "problem", f"{existing} is not writable", fix)
+        return Finding("problem", f"{existing} is not writable", fix)
     status: Status = "problem" if free < LEAST_DISK_GIB else "warning" if free < LOW_DISK_GIB else "ok"
-    return Diagnosis(check, status, text, "" if status == "ok" else fix)
+    return Finding(status, text, "" if status == "ok" else fix)
 
 
-def check_wsl(kernel: Path = KERNEL, working_folder: Path | None = None, libraries: str = WSL_FOLDER) -> Diagnosis:
+def check_wsl(kernel: Path = KERNEL, working_folder: Path | None = None, libraries: str = WSL_FOLDER) -> Finding:
     """Windows Subsystem for Linux: version 2, with NVIDIA's libraries, and not on a Windows disk."""
-    try:
-        release = kernel.read_text(encoding="utf-8", errors="replace").lower()
-    except OSError:
-        release = ""
+    release = kernel.read_text(encoding="utf-8", errors="replace").lower()
     if "microsoft" not in release:
-        return Diagnosis("WSL", "ok", f"not used; this is {platform.system()}")
+        return Finding("ok", f"not used; this is {platform.system()}")
     if "wsl2" not in release and "microsoft-standard" not in release:
-        return Diagnosis("WSL", "problem", "WSL 1 has no GPU", "in PowerShell: wsl --set-version DISTRIBUTION 2")
+        return Finding("problem", "WSL 1 has no GPU", "in PowerShell: wsl --set-version DISTRIBUTION 2")
     if not Path(libraries).is_dir():
         text = f"{libraries} does not exist, so Linux cannot use the card"
-        return Diagnosis(
-            "WSL", "problem", text, "install NVIDIA's driver in Windows, then in PowerShell: wsl --update; wsl --shutdown"
-        )
+        return Finding("problem", text, "install NVIDIA's driver in Windows, then in PowerShell: wsl --update; wsl --shutdown")
     folder = (working_folder or Path.cwd()).absolute()
     if re.match(r"/mnt/[a-z](/|$)", str(folder)):
         text = f"{folder} is on a Windows disk, which Linux reads and writes slowly"
-        return Diagnosis("WSL", "warning", text, "work in the Linux file system: cd ~")
-    return Diagnosis("WSL", "ok", "WSL 2 with NVIDIA's libraries")
+        return Finding("warning", text, "work in the Linux file system: cd ~")
+    return Finding("ok", "WSL 2 with NVIDIA's libraries")
 
 
-def check_notebook_service(environment: Mapping[str, str] = os.environ) -> Diagnosis:
+def check_notebook_service(environment: Mapping[str, str] = os.environ) -> Finding:
     """Colab and Kaggle: the runtime has its GPU."""
     colab = any(name in environment for name in ("COLAB_RELEASE_TAG", "COLAB_GPU"))
     if not colab and "KAGGLE_KERNEL_RUN_TYPE" not in environment:
-        return Diagnosis("notebook service", "ok", "neither Colab nor Kaggle")
+        return Finding("ok", "neither Colab nor Kaggle")
     service = "Colab" if colab else "Kaggle"
     if nvidia_driver() is not None:
-        return Diagnosis("notebook service", "ok", f"{service} with a GPU")
+        return Finding("ok", f"{service} with a GPU")
     fix = "Runtime > Change runtime type > T4 GPU" if colab else "Settings > Accelerator > GPU T4 x2"
-    return Diagnosis("notebook service", "problem", f"this {service} runtime has no GPU", f"in the notebook's menu: {fix}")
+    return Finding("problem", f"this {service} runtime has no GPU", f"in the notebook's menu: {fix}")
 
 
-CHECKS: Sequence[Callable[[], Diagnosis]] = (
-    check_driver,
-    check_torch,
-    check_notebook_service,
-    check_wsl,
-    check_other_processes,
-    check_bitsandbytes,
-    check_deepspeed,
-    check_shared_memory,
-    check_cache_disk,
-    check_hub_disk,
-    check_runs_disk,
-)
-"""In the order of the report: a cause comes before what it causes."""
+CHECKS: Mapping[str, Callable[[], Finding]] = {
+    "driver": check_driver,
+    "torch": check_torch,
+    "notebook service": check_notebook_service,
+    "WSL": check_wsl,
+    "other processes": check_other_processes,
+    "bitsandbytes": check_bitsandbytes,
+    "deepspeed": check_deepspeed,
+    "shared memory": check_shared_memory,
+    "disk of the cache": check_cache_disk,
+    "disk of models": check_hub_disk,
+    "disk of runs": check_runs_disk,
+}
+"""Name -> check, in the order of the report: a cause comes before what it causes."""
 
 
-def examine(checks: Iterable[Callable[[], Diagnosis]] = CHECKS) -> list[Diagnosis]:
+def examine(checks: Mapping[str, Callable[[], Finding]] = CHECKS) -> list[Diagnosis]:
     """The findings of all `checks`. A check that raises is reported as a warning."""
-    return [answer(check) for check in checks]
-
-
-def answer(check: Callable[[], Diagnosis]) -> Diagnosis:
-    """The finding of `check`, also if it raises."""
-    try:
-        return check()
-    except Exception as error:  # one odd machine must not hide the other answers
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        text = f"the check failed: {type(error).__name__}: {first_line(error)}"
-        return Diagnosis(name, "warning", text, "report it with the output of hwopt doctor --report")
+    found = []
+    for name, check in checks.items():
+        try:
+            finding = check()
+        except Exception as error:  # one odd machine must not hide the other answers
+            text = f"the check failed: {type(error).__name__}: {first_line(error)}"
+            finding = Finding("warning", text, "report it with the output of hwopt doctor --report")
+        found.append(Diagnosis(name, *finding))
+    return found

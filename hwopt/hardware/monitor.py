@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +20,6 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory in GiB: of torch's allocator on a GPU, of the process (resident) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    try:
-        import resource
-    except ImportError:  # Windows
-        import psutil
-
-        return float(psutil.Process().memory_info().rss) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 

@@ -13,6 +13,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from hwopt.hardware.device import GIB
 
 Version = tuple[int, int]
 
@@ -44,20 +47,37 @@ WSL_FOLDER = "/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)
+class NvidiaCard:
+    """One card as NVML and nvidia-smi list it, whatever CUDA_VISIBLE_DEVICES says."""
+
+    name: str
+    compute_capability: Version
+    memory_gib: float = 0.0
+    free_memory_gib: float = 0.0
+
+
+@dataclass(frozen=True)
 class Driver:
     """The NVIDIA driver of this machine; empty fields are unknown."""
 
     version: str = ""
     cuda: Version | None = None
     """The highest CUDA version that the driver supports."""
-    cards: tuple[str, ...] = ()
-    capability: Version | None = None
-    """Of the first card."""
+    cards: tuple[NvidiaCard, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [card.name for card in self.cards]
+
+    @property
+    def capability(self) -> Version | None:
+        """Of the first card."""
+        return self.cards[0].compute_capability if self.cards else None
 
     @property
     def text(self) -> str:
         version = f" ({self.version})" if self.version else ""
-        return f"an NVIDIA driver{version}{' and ' if self.cards else ''}{', '.join(self.cards)}"
+        return f"an NVIDIA driver{version}{' and ' if self.cards else ''}{', '.join(self.names)}"
 
 
 def torch_problem(index: int = 0, environment: Mapping[str, str] = os.environ) -> str:
@@ -165,8 +185,7 @@ def nvidia_driver() -> Driver | None:
             return Driver(
                 pynvml.nvmlSystemGetDriverVersion(),
                 (number // 1000, number % 1000 // 10),
-                tuple(pynvml.nvmlDeviceGetName(handle) for handle in handles),
-                pynvml.nvmlDeviceGetCudaComputeCapability(handles[0]),
+                tuple(map(nvml_card, handles)),
             )
         finally:
             pynvml.nvmlShutdown()
@@ -175,6 +194,15 @@ def nvidia_driver() -> Driver | None:
     except pynvml.NVMLError:  # the driver is installed, but not loaded
         found = DRIVER_FILE.exists()
     return driver_from_file() if found else None
+
+
+def nvml_card(handle: Any) -> NvidiaCard:
+    """The card of an NVML handle."""
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return NvidiaCard(pynvml.nvmlDeviceGetName(handle), capability, round(memory.total / GIB, 2), round(memory.free / GIB, 2))
 
 
 def driver_from_file(file: Path = DRIVER_FILE) -> Driver:

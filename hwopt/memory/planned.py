@@ -14,8 +14,7 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
 from hwopt.hardware.device import Hardware, with_memory_limit
-from hwopt.memory.advice import leftover
-from hwopt.memory.advice.changes import PlanListener, with_changes
+from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.measured import with_measurement
@@ -167,7 +166,7 @@ def with_memory(
     memory = planner.with_largest_sizes(plan, memory, cache, lengths)
     listener.on_largest_sizes(memory)
     if memory.fits is False:
-        memory = with_changes(plan, memory, registry or Registry(), replan, cache, listener)
+        memory = Advisor(plan, memory, registry or Registry(), replan, cache, listener).with_changes()
     return replace(plan, memory=memory)
 
 
@@ -184,5 +183,5 @@ def with_gains(
     `listener` hears of each gain as it is found. Nothing is searched if the plan does not fit, or for a card without peaks.
     """
     assert plan.memory is not None, "planned with memory"
-    memory = leftover.with_gains(plan, plan.memory, registry or Registry(), replan, cache or cache_folder(), listener)
-    return replace(plan, memory=memory)
+    advisor = Advisor(plan, plan.memory, registry or Registry(), replan, cache or cache_folder(), listener or PlanListener())
+    return replace(plan, memory=advisor.with_gains())

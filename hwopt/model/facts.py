@@ -9,8 +9,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,30 +63,6 @@ class ModelFacts:
 
 LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")
 """Config keys that change logits: final_logit_softcapping, logit_scale, logits_scaling …"""
-
-
-MAX_MODULES = 200_000
-"""Ten times as many as the largest models have."""
-
-
-@contextmanager
-def module_limit() -> Iterator[None]:
-    """Context that raises InputError when a model with more than MAX_MODULES modules is built, which would take hours."""
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    count = 0
-
-    def check(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > MAX_MODULES:
-            raise InputError(f"model: more than {MAX_MODULES:,} modules; the config has too many layers or experts")
-
-    hook = register_module_module_registration_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def is_decoder(config: PretrainedConfig) -> bool:
@@ -178,7 +153,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str, cls: Any) -> 
 
     text = config.get_text_config()
     try:
-        with torch.device("meta"), module_limit():
+        with torch.device("meta"):
             model = cls(config)
     except Exception as error:  # every architecture raises its own errors
         reason = config_error_text(error, config.to_diff_dict())

@@ -60,7 +60,7 @@ class Gain:
     """The same as arguments of `--set`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Memory in GiB: `parts` at the peak of a training step, the reserve, and the largest sizes that fit."""
 
@@ -72,13 +72,13 @@ class MemoryPlan:
     parts: dict[str, float]
     peak_gib: float
     """Peak of the allocator in a training step: the sum of the parts without the reserve."""
-    eval_peak_gib: float | None
+    eval_peak_gib: float | None = None
     reserve_gib: float
     free_gib: float
-    largest_train: int | None
+    largest_train: int | None = None
     """Rows of a micro-batch of this width; None if the tier cannot tell. The same holds for the other sizes."""
-    largest_eval: int | None
-    largest_max_length: int | None
+    largest_eval: int | None = None
+    largest_max_length: int | None = None
     time: Prediction | None = None
     changes: tuple[Change, ...] = ()
     gains: tuple[Gain, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hwopt.memory.advice.changes import PlanListener
+from hwopt.memory.advice import PlanListener
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.report.memory import show_change, show_forecast, show_gain, show_largest, show_memory

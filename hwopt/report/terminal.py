@@ -236,9 +236,9 @@ def show_survey(console: Console, found: Survey) -> None:
         "torch": f"{system.torch}, built for {built_for}",
         "driver": f"{driver}{supports}",
     }
-    for card in system.cards:
+    for index, card in enumerate(system.cards):
         memory = f"{card.free_memory_gib:g} of {card.memory_gib:g} GiB free"
-        lines[f"card {card.index}"] = f"{card.name}, {memory}, compute capability {card.compute_capability}"
+        lines[f"card {index}"] = f"{card.name}, {memory}, compute capability {'.'.join(map(str, card.compute_capability))}"
     lines |= {
         "hardware": f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
         "compute capability": f"{hardware.capability_text} ({hardware.architecture})",

@@ -21,8 +21,9 @@ from hwopt.errors import (
 )
 from hwopt.export.accelerate import exports_of
 from hwopt.export.launcher_environment import refuse_contradictions
-from hwopt.memory.advice.changes import with_changes
+from hwopt.memory.advice import Advisor
 from hwopt.memory.forecast import planner
+from hwopt.memory.forecast.known_limits import record_limit
 from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
@@ -81,7 +82,7 @@ class MemoryLimits(Listener):
         self.cache = cache
 
     def on_out_of_memory(self, run: Run, rows: int) -> None:
-        planner.record_oom(run.plan, self.cache, rows)
+        record_limit(run.plan, self.cache, rows)
 
 
 class Execution:
@@ -204,7 +205,7 @@ def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
         memory = plan.memory or planner.with_largest_sizes(plan, planner.plan_memory(plan, cache), cache)
-        changes = with_changes(plan, memory, Registry(), replan, cache).changes
+        changes = Advisor(plan, memory, Registry(), replan, cache).with_changes().changes
     except HwoptError:
         return ""
     sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the back-off tried single rows already

@@ -43,22 +43,22 @@ class Checkpointer:
         state = checkpoint.state
         try:
             self.run.engine.load_state(state["engine"])
-        except ValueError as error:
-            raise InputError(
-                f"{checkpoint.folder} belongs to another model or optimizer: {error}. Give the job and the profile that wrote "
-                "it, or start over with --fresh"
-            ) from error
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise unreadable(checkpoint, error) from error
-        try:
             load_buffers(self.run.inner_model, state["buffers"])
             ranks = state["ranks"]
             own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
             for name, part in self.parts.items():
                 if name in own:
                     part.load_state_dict(own[name])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise unreadable(checkpoint, error) from error
+        except ValueError as error:
+            raise InputError(
+                f"{checkpoint.folder} belongs to another model or optimizer: {error}. Give the job and the profile that wrote "
+                "it, or start over with --fresh"
+            ) from error
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise StorageError(
+                f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
+                "Resume from another checkpoint with --resume-from, or start over with --fresh"
+            ) from error
         if checkpoint.folder.parent.absolute() == self.run.folder.absolute():
             self.saved_step = self.run.step
         else:
@@ -121,14 +121,6 @@ class Checkpointer:
         for step, path in reader.best_folders(folder).items():
             if str(step) not in referenced:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def unreadable(checkpoint: reader.Checkpoint, error: Exception) -> StorageError:
-    """The error for a valid folder whose training state has another structure than this version writes."""
-    return StorageError(
-        f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
-        "Resume from another checkpoint with --resume-from, or start over with --fresh"
-    )
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

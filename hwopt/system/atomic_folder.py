@@ -6,7 +6,6 @@ disk is full, the previous folder stays; `repair_interrupted_write` removes the 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -127,10 +126,8 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk. Windows has no fsync for folders."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -148,9 +145,7 @@ def write_error_message(path: Path, error: Exception, needed: float, written: in
         free = shutil.disk_usage(path.parent).free
         message += f" (needs {needed / GIB:.3f} GiB, {written / GIB:.3f} GiB were written, {free / GIB:.3f} GiB are free)"
         if free > needed > 0:
-            return f"{message}. The limit on the number of files (df -i) or a disk quota is reached. Raise it and run again."
-    if getattr(error, "errno", None) == errno.EFBIG:
-        return f"{message}. The file is larger than the limit on file sizes (ulimit -f). Raise it and run again."
+            return f"{message}. A limit on the number of files (df -i) or a disk quota is reached. Raise it and run again."
     return f"{message}. Free some space and run again."
 
 

@@ -6,8 +6,7 @@ notebook and from a script without a guard. A request and its answer are bytes. 
 crashes, or is killed at its time limit, ends alone; the server and the next requests go on.
 
 No process stays behind: a fork is killed with everything in its session once it answered, and the
-server ends with the connection and with the process that started it (Linux: at once, whatever
-ended it). Without fork (macOS) the server itself runs the requests.
+server ends with the connection and with the process that started it, whatever ended it. Linux only.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ from socket import socketpair
 from types import TracebackType
 from typing import IO
 
-FORKS = sys.platform == "linux"
+import psutil
+
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's prctl(2)."""
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0
 """Time for the imports of a new server."""
+BLOCKED_FACTOR = 10
+"""A request that uses no CPU is killed after so many times its limit of CPU time."""
 START_UP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[2]).serve(int(sys.argv[3]), int(sys.argv[4]))"
 )
-IDLE = "the fork server was idle"
-"""What a server writes to its standard error when it ends because no request came."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,11 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         """Whether the server runs, and belongs to this process rather than to the one that it was forked from."""
         return self.owner == os.getpid() and not self.connection.closed and self.process.poll() is None
 
-    def ask(self, request: bytes, limit_s: float) -> Reply | None:
-        """How `request` ended, or None if it was killed after `limit_s` seconds. Raises ServerEnded."""
+    def ask(self, request: bytes, limit_s: float, cpu_time: bool = False) -> Reply | None:
+        """How `request` ended, or None if it was killed after `limit_s` seconds. Raises ServerEnded.
+
+        With `cpu_time` these are seconds of CPU time: a loaded machine may take up to BLOCKED_FACTOR times as long.
+        """
         try:
             self.connection.send_bytes(request)
             if not self.connection.poll(START_SECONDS + limit_s):
@@ -96,13 +99,10 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                 return None
             pid = int(self.connection.recv_bytes())
             try:
-                within = self.connection.poll(limit_s)
+                within = self.answers_within(pid, limit_s) if cpu_time else self.connection.poll(limit_s)
             except BaseException:
                 kill_session(pid)
                 raise
-            if not within and not pid:
-                self.close()
-                return None
             if not within:
                 kill_session(pid)
             reply: Reply = pickle.loads(self.connection.recv_bytes())
@@ -113,16 +113,22 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             self.close()
             raise
 
+    def answers_within(self, pid: int, limit_s: float) -> bool:
+        """Whether the fork `pid` answers before it and its children have used `limit_s` seconds of CPU time."""
+        deadline = time.monotonic() + BLOCKED_FACTOR * limit_s
+        while not self.connection.poll(min(1.0, limit_s)):
+            if cpu_seconds(pid) > limit_s or time.monotonic() > deadline:
+                return False
+        return True
+
     def last_error(self) -> str:
-        """Why the server ended: IDLE, else the last line of its standard error, else its exit code."""
+        """Why the server ended: the last line of its standard error, else its exit code."""
         if self.errors.closed:
             return "closed"
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         self.errors.seek(0)
         lines = self.errors.read().decode("utf-8", "replace").strip().splitlines()
-        if IDLE in lines:  # libraries may write more at the exit
-            return IDLE
         return lines[-1][:200] if lines else f"exit code {self.process.poll()}"
 
     def close(self) -> None:
@@ -154,7 +160,7 @@ def serve(
     `parent`, if that is not 0.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if parent and FORKS:
+    if parent:
         end_with(parent)
     connection = Connection(descriptor)
     warnings.simplefilter("ignore")
@@ -162,16 +168,10 @@ def serve(
     gc.freeze()  # shares the memory of all that is imported with the forks
     with suppress(EOFError, OSError):
         while connection.poll(idle_s):
-            request = connection.recv_bytes()
-            if not FORKS:
-                connection.send_bytes(b"0")
-                connection.send_bytes(pickle.dumps(Reply(0, work(request))))
-                continue
-            fork = Fork(partial(work, request), connection)
+            fork = Fork(partial(work, connection.recv_bytes()), connection)
             connection.send_bytes(str(fork.pid).encode())
             connection.send_bytes(pickle.dumps(fork.result(connection)))
             import_modules(fork.imported)
-        print(IDLE, file=sys.stderr)
 
 
 class Fork:
@@ -248,32 +248,32 @@ def import_modules(names: Iterable[str]) -> None:
 # Processes that end together
 
 
+def cpu_seconds(leader: int) -> float:
+    """The CPU time of the process `leader` and of all that it started."""
+    found = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(leader)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                found += sum(each.cpu_times()[:4])  # its own and that of children that ended, in user and system mode
+    return found
+
+
 def kill_session(leader: int) -> None:
     """Kill the process `leader` and all others of the session that it began, such as data-loading workers."""
-    if leader and hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(leader, signal.SIGKILL)  # its session may not exist yet
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(leader, signal.SIGKILL)  # its session may not exist yet
 
 
 def end_with(parent: int) -> None:
     """Kill this process when its parent process `parent` ends."""
-    if FORKS:
-        kill_on_parent_death()
-    else:
-        threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
+    kill_on_parent_death()
     if os.getppid() != parent:
         os._exit(1)
 
 
 def kill_on_parent_death() -> None:
-    """Let the kernel kill this process when the thread that started it ends. Linux only."""
+    """Let the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def watch_parent(parent: int) -> None:
-    """End this process once its parent is another one than `parent`."""
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os._exit(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
+from hwopt.system.fork_server import kill_on_parent_death
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 DUPLICATE_SECONDS = 1.0
@@ -38,8 +38,7 @@ def install_handlers() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
     _received.clear()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_detach_wakeup_fd)
+    os.register_at_fork(after_in_child=_detach_wakeup_fd)
 
 
 def _detach_wakeup_fd() -> None:
@@ -132,17 +131,11 @@ def init_worker(worker: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_worker_later)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=2)
-    if sys.platform == "linux":  # a worker that hangs would otherwise outlive a run that is killed
-        from hwopt.system.fork_server import kill_on_parent_death
-
-        kill_on_parent_death()
+    faulthandler.register(signal.SIGUSR1, file=2)
+    kill_on_parent_death()  # a worker that hangs would otherwise outlive a run that is killed
 
 
 def _exit_worker_later(number: int, frame: FrameType | None) -> None:
-    if not hasattr(signal, "setitimer"):  # Windows
-        os._exit(EXIT_CODES[signal.SIGTERM])
     signal.setitimer(signal.ITIMER_REAL, WORKER_GRACE_SECONDS)  # SIGALRM ends the worker
 
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -25,8 +25,12 @@ from hwopt.errors import WorkerDiedError
 from hwopt.system import signals
 
 POLL_SECONDS = 0.25
-FIRST_STEP_FACTOR = 10
-"""The first step may take this many times `hang_timeout`: it compiles and fills caches."""
+SLOW_FACTOR = 10
+"""The first step, and one in which torch compiles, may take this many times `hang_timeout`."""
+COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.graph")
+"""Modules whose functions run only while torch compiles."""
+SCHEDULED = Path("/proc/self/schedstat")
+"""Nanoseconds that the main thread ran, and that it waited for a CPU."""
 SECOND_SIGNAL = "exited at once after a second signal"
 
 
@@ -49,14 +53,14 @@ class Watchdog:
         """
         self.hang_timeout, self.folder, self.rank = hang_timeout, folder, rank
         self.before_exit, self.launcher_pid, self.in_first_step = before_exit, launcher_pid, in_first_step
-        self.last_heartbeat = time.monotonic()
+        self.last_heartbeat = 0.0
         self.wakeup_sockets: tuple[socket.socket, socket.socket] | None = None
         self.signals_seen: list[tuple[int, float]] = []
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.poll, name="hwopt-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self.last_heartbeat = time.monotonic()
+        self.heartbeat()
         if signals.handlers_installed() and threading.current_thread() is threading.main_thread():
             self.wakeup_sockets = reader, writer = socket.socketpair()
             reader.setblocking(False)
@@ -76,7 +80,17 @@ class Watchdog:
 
     def heartbeat(self) -> None:
         """Record that the run made progress."""
-        self.last_heartbeat = time.monotonic()
+        self.last_heartbeat = self.clock()
+
+    def clock(self) -> float:
+        """The seconds in which this process could have made progress: the time without the time that it waited for a CPU."""
+        return time.monotonic() - self.starved_seconds()
+
+    def starved_seconds(self) -> float:
+        """How long the main thread was ready to run, but the system gave the CPU to others (proc(5), schedstat)."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
+        return 0.0
 
     def poll(self) -> None:
         """Check launcher, signals and heartbeat every `POLL_SECONDS`, until the context ends."""
@@ -89,8 +103,9 @@ class Watchdog:
                 self.launcher_pid = None
                 os.kill(os.getpid(), signal.SIGTERM)
             self.check_second_signal()
-            idle_seconds = time.monotonic() - self.last_heartbeat
-            if self.hang_timeout and idle_seconds > self.hang_timeout * (FIRST_STEP_FACTOR if self.in_first_step() else 1):
+            idle_seconds = self.clock() - self.last_heartbeat
+            slow = self.in_first_step() or compiles()
+            if self.hang_timeout and idle_seconds > self.hang_timeout * (SLOW_FACTOR if slow else 1):
                 self.exit_hung(idle_seconds)
 
     def check_second_signal(self) -> None:
@@ -121,7 +136,7 @@ class Watchdog:
         The data-loading workers print their stacks to stderr.
         """
         for worker in multiprocessing.active_children():
-            with contextlib.suppress(OSError, AttributeError):  # Windows has no SIGUSR1
+            with contextlib.suppress(OSError):
                 os.kill(worker.pid or 0, signal.SIGUSR1)
         path = self.folder / f"stacks-rank-{self.rank}.txt"
         try:
@@ -134,33 +149,30 @@ class Watchdog:
         return path
 
 
+def compiles() -> bool:
+    """Whether torch compiles in the main thread, for example the step of an optimizer."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def kill_workers_and_local_ranks() -> None:
     """Kill this process's data-loading workers, and the other ranks of its launcher on this host with their workers."""
     own = psutil.Process()
     launch_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    for worker in children(own):
-        kill(worker)
-    if launch_id:
-        for rank in siblings(own):
+    kill_all(own.children(recursive=True))
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = own.parent() if launch_id else None
+        for rank in parent.children() if parent else ():
             with contextlib.suppress(psutil.Error, OSError):
-                if rank.environ().get("TORCHELASTIC_RUN_ID") == launch_id:
-                    for process in (rank, *children(rank)):
-                        kill(process)
+                if rank.pid != own.pid and rank.environ().get("TORCHELASTIC_RUN_ID") == launch_id:
+                    kill_all([rank, *rank.children(recursive=True)])
 
 
-def children(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.children(recursive=True)
-    return []
-
-
-def siblings(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error, OSError):
-        if parent := process.parent():
-            return [child for child in parent.children() if child.pid != process.pid]
-    return []
-
-
-def kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.Error, OSError):
-        process.kill()
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            process.kill()

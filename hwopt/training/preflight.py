@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.training.accumulation import Accumulation
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.run import Run
 
 
 def preflight(run: Run, accumulation: Accumulation, evaluation: Evaluation) -> None:
-    """Evaluate the longest samples; train on them too if the planner chose the batch size. No trace is left but the rung."""
+    """Evaluate the longest samples; train on them too if the planner chose the batch size. No trace is left but the rung.
+
+    What building the model left in the allocator is freed before: after a quantization most of it has sizes that no step asks
+    for, and the device would hold it beside the step's own memory.
+    """
+    release_unused_memory()
     evaluation.preflight()
     run.model.train()
     if run.plan.chose and run.checkpoint is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from hwopt.system.fork_server import FORKS, ForkServer, ServerEnded, kill_session
+from hwopt.system.fork_server import ForkServer, ServerEnded, kill_session
 
 Launch = Callable[[Path, float], int | None]
 """(folder of a trial, seconds) -> the exit code of its process (below 0: a signal), or None if it was killed at the limit."""
@@ -48,7 +48,7 @@ def forks() -> Iterator[Launch]:
 
 def launcher_for(device_type: str) -> Callable[[], AbstractContextManager[Launch]]:
     """How trials on such a device are started. A fork cannot use CUDA if an import has initialized it."""
-    return forks if FORKS and device_type == "cpu" else new_processes
+    return forks if device_type == "cpu" else new_processes
 
 
 def in_new_process(folder: Path, limit_s: float) -> int | None:

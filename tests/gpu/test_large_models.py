@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from hwopt.memory.forecast.measured import measure_peak
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.plan import Plan
-from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.build import build
-from hwopt.training.loop import Loop
 
 pytestmark = pytest.mark.device("any")
 
@@ -88,22 +84,3 @@ def test_offload_forecasts_the_pinned_memory(tmp_path: Path) -> None:
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     measure_peak(plan, Shape(ROWS, WIDTH), 2)
     assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before == pytest.approx(inputs, rel=0.01)
-
-
-@pytest.mark.parametrize("tables", [PURE, PURE | OFFLOAD, PURE | IN_BACKWARD], ids=["pure", "offload", "in-backward"])
-def test_step_does_not_wait_for_the_device(tables: dict[str, Any], tmp_path: Path) -> None:
-    plan = plan_with(tmp_path / "data", tables | {"dataloader": {"num_workers": 1}}, TINY_LLAMA, max_steps=8, logging_steps=1000)
-    with build(plan, tmp_path / "run", tmp_path / "cache") as run, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
-        loop = Loop(run, AsyncWriter(run))
-        run.model.train()
-        try:
-            for number, batch in enumerate(loop.batches()):
-                torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")  # state and workspaces are made
-                loop.update(batch)
-                torch.cuda.set_sync_debug_mode("default")
-                loop.telemetry.stepped(batch)
-                if number == 6:
-                    break
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

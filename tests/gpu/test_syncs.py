@@ -20,6 +20,7 @@ from hwopt.training.telemetry import step_timer
 pytestmark = pytest.mark.device("any")
 
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
+PURE = FUSED | {"sdpa": {}, "precision": {"dtype": "bf16", "level": "pure"}}
 
 
 @contextmanager
@@ -39,14 +40,6 @@ def set_sync_debug_mode(mode: int | str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def test_sync_debug_mode_is_restored_after_a_wait() -> None:
-    value = torch.ones((), device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing"), waits_forbidden():
-        value.item()
-    assert torch.cuda.get_sync_debug_mode() == 0
-    assert value.item() == 1
-
-
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm"])
 @pytest.mark.parametrize(
     "tables",
@@ -57,14 +50,18 @@ def test_sync_debug_mode_is_restored_after_a_wait() -> None:
         FUSED | {"precision": {"dtype": "fp16", "level": "O2"}},
         FUSED | {"precision": {"dtype": "bf16"}, "fused_loss": {"backend": "torch"}},
         FUSED | {"length_batching": {}, "sdpa": {}, "checkpointing": {}, "tf32": {}},
+        PURE | {"checkpointing": {"offload": True}},
+        PURE | {"optimizer_in_backward": {}},
     ],
 )
 def test_step_does_not_wait_for_the_device(
     tables: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_timer, "PERIOD", 0.0)  # every step is timed
-    job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000)
-    profile = tiny_profile(**tables, dataloader={"num_workers": 1})
+    # the optimizer in the backward pass cannot clip
+    norm = 0.0 if "optimizer_in_backward" in tables else 1.0
+    job = tiny_job(tmp_path / "data", kind, samples=200, max_steps=25, logging_steps=1000, max_grad_norm=norm)
+    profile = tiny_profile(**tables, dataloader={"num_workers": 1}, **({} if norm else {"batch": {"train": 8, "eval": 8}}))
     with build(plan_for(profile, job), tmp_path / "run", tmp_path / "cache") as run:
         loop = Loop(run, AsyncWriter(run))
         run.model.train()

@@ -15,10 +15,10 @@ import torch
 
 from hwopt.hardware import doctor
 from hwopt.hardware.device import GIB
-from hwopt.hardware.doctor import CHECKS, Diagnosis, check_import, examine
-from hwopt.hardware.torch_build import Driver
+from hwopt.hardware.doctor import CHECKS, Finding, check_import, examine
+from hwopt.hardware.torch_build import Driver, NvidiaCard
 
-T4 = Driver("580.65", (13, 0), ("Tesla T4",), (7, 5))
+T4 = Driver("580.65", (13, 0), (NvidiaCard("Tesla T4", (7, 5)),))
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -61,7 +61,7 @@ def test_driver_that_reports_no_card_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_driver_is_shown_with_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, T4)
-    assert doctor.check_driver() == Diagnosis("driver", "ok", "NVIDIA 580.65, for CUDA up to 13.0: Tesla T4")
+    assert doctor.check_driver() == ("ok", "NVIDIA 580.65, for CUDA up to 13.0: Tesla T4", "")
 
 
 def test_torch_problem_is_split_into_text_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,6 @@ def test_cpu_build_of_torch_on_an_nvidia_machine_is_a_problem(monkeypatch: pytes
     ("environment", "status", "text", "fix"),
     [
         ({"CUDA_VISIBLE_DEVICES": ""}, "warning", "CUDA_VISIBLE_DEVICES='' hides Tesla T4", "unset CUDA_VISIBLE_DEVICES"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, "warning", "hides Tesla T4", "unset CUDA_VISIBLE_DEVICES"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, "problem", "cannot use Tesla T4: CUDA error 999", "nvidia-smi"),
         ({}, "problem", "cannot use Tesla T4: CUDA error 999", "nvidia-smi"),
     ],
 )
@@ -105,15 +103,6 @@ def test_card_that_torch_does_not_see(
     assert found.status == status
     assert text in found.text
     assert fix in found.fix
-
-
-def test_torch_that_sees_its_card_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "torch_problem", lambda environment: "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = doctor.check_torch({})
-    assert (found.status, found.fix) == ("ok", "")
-    assert found.text.endswith("2 device(s)")
 
 
 @pytest.mark.parametrize(
@@ -183,10 +172,6 @@ def test_small_shared_memory_is_a_warning(gib: float, status: str, tmp_path: Pat
     assert ("--shm-size" in found.fix) == (status == "warning")
 
 
-def test_system_without_shared_memory_is_ok(tmp_path: Path) -> None:
-    assert doctor.check_shared_memory(tmp_path / "shm").status == "ok"
-
-
 def stub_nvml(monkeypatch: pytest.MonkeyPatch, *processes: Any) -> None:
     for name, value in {
         "nvmlInit": None,
@@ -205,11 +190,6 @@ def test_other_process_on_the_card_is_a_warning_with_its_memory(monkeypatch: pyt
     assert found.status == "warning"
     assert found.text.startswith(f"2 hold 5.0 GiB: process {2**22 + 1} (?) with 5.0 GiB on card 0, process 1 (")
     assert found.fix == f"if they are yours: kill 1 {2**22 + 1}"
-
-
-def test_own_process_on_the_card_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_nvml(monkeypatch, SimpleNamespace(pid=os.getpid(), usedGpuMemory=9 * GIB))
-    assert doctor.check_other_processes().status == "ok"
 
 
 def test_processes_are_not_listed_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,12 +238,10 @@ WSL2 = "Linux version 5.15.153.1-microsoft-standard-WSL2"
         (WSL2, True, "/mnt/data", "ok", ""),
         (WSL2, False, "/home/me", "problem", "wsl --update"),
         ("Linux version 4.4.0-19041-Microsoft", True, "/home/me", "problem", "wsl --set-version DISTRIBUTION 2"),
-        (None, True, "/home/me", "ok", ""),
     ],
 )
-def test_wsl(kernel: str | None, libraries: bool, folder: str, status: str, fix: str, tmp_path: Path) -> None:
-    if kernel is not None:
-        (tmp_path / "version").write_text(kernel)
+def test_wsl(kernel: str, libraries: bool, folder: str, status: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(kernel)
     if libraries:
         (tmp_path / "lib").mkdir()
     found = doctor.check_wsl(tmp_path / "version", Path(folder), str(tmp_path / "lib"))
@@ -277,7 +255,6 @@ def test_wsl(kernel: str | None, libraries: bool, folder: str, status: str, fix:
     [
         ({}, None, "ok", ""),
         ({"COLAB_RELEASE_TAG": "release-colab"}, None, "problem", "Change runtime type"),
-        ({"COLAB_GPU": "0"}, None, "problem", "Change runtime type"),
         ({"COLAB_GPU": "1"}, T4, "ok", ""),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, None, "problem", "Accelerator"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, T4, "ok", ""),
@@ -294,15 +271,15 @@ def test_notebook_service_without_its_gpu_is_a_problem(
 
 
 def test_check_that_raises_is_a_warning_and_hides_no_other() -> None:
-    def check_broken_thing() -> Diagnosis:
+    def broken() -> Finding:
         raise RuntimeError("odd machine")
 
-    found = examine([check_broken_thing, lambda: Diagnosis("x", "ok", "fine")])
+    found = examine({"broken thing": broken, "x": lambda: Finding("ok", "fine")})
     assert [(each.check, each.status) for each in found] == [("broken thing", "warning"), ("x", "ok")]
     assert "RuntimeError: odd machine" in found[0].text
 
 
 def test_every_check_answers_on_this_machine() -> None:
-    found = examine(check for check in CHECKS if check not in (doctor.check_bitsandbytes, doctor.check_deepspeed))
+    found = examine({name: check for name, check in CHECKS.items() if name not in ("bitsandbytes", "deepspeed")})
     assert not [each for each in found if "the check failed" in each.text]
     assert all(bool(each.fix) == (each.status != "ok") for each in found)

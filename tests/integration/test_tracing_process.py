@@ -17,8 +17,7 @@ import torch
 
 from hwopt.memory.trace import tracing_process
 from hwopt.memory.trace.dry_run import Shape
-from hwopt.memory.trace.tracer import NotTraceable, traced
-from hwopt.memory.trace.tracing_request import Request
+from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -129,19 +128,6 @@ def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert trace(plan) == before
 
 
-def test_idle_server_is_recognised_although_a_library_writes_more_at_its_exit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracing_process.close()
-    noisy = "import atexit, sys; atexit.register(lambda: print('leaked 4 instances', file=sys.stderr)); "
-    idle = "import hwopt.memory.trace.tracing_server as s; s.IDLE_SECONDS = 0.1; "
-    monkeypatch.setattr(fork_server, "START_UP", noisy + idle + fork_server.START_UP)
-    trace(plan_of(tmp_path))
-    running = tracing_process.running_process()
-    assert running.process.wait(WAIT_SECONDS) == 0
-    assert running.last_error() == fork_server.IDLE
-
-
 class Local(Plugin):
     """A plugin of a test; the tracing process cannot import this file."""
 
@@ -197,7 +183,6 @@ def test_child_that_dies_is_an_error_and_the_server_goes_on(tmp_path: Path) -> N
     assert trace(plan_of(tmp_path)) > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server has no children")
 @pytest.mark.parametrize(
     "sent",
     [pytest.param(signal.SIGTERM, marks=SOAK), signal.SIGINT, pytest.param(signal.SIGKILL, marks=SOAK)],

@@ -13,12 +13,6 @@ def no_trust_afterwards() -> Iterator[None]:
     trust_only(())
 
 
-def test_no_model_is_trusted_by_default() -> None:
-    assert trusted_models() == []
-    assert not is_trusted("a/model")
-    assert not is_trusted(None)
-
-
 def test_trust_replaces_earlier_trust() -> None:
     trust_only(["b/model", "a/model"])
     assert trusted_models() == ["a/model", "b/model"]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from hwopt.errors import InputError
-from hwopt.model.weights import is_plain_safetensors, load_weights
+from hwopt.model.weights import load_weights
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 INDEX = "model.safetensors.index.json"
@@ -74,9 +74,3 @@ def test_index_that_refers_to_other_files_is_rejected(tmp_path: Path, content: A
     (tmp_path / INDEX).write_text(json.dumps(content))
     with pytest.raises(InputError, match=message):
         load(tmp_path)
-
-
-def test_only_plain_safetensors_names_are_accepted() -> None:
-    assert is_plain_safetensors("model-00001-of-00002.safetensors")
-    for name in ("model.bin", "a/model.safetensors", "..\\model.safetensors", "C:model.safetensors", "a\0.safetensors"):
-        assert not is_plain_safetensors(name)

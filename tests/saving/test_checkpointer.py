@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.errors import InputError, StorageError
+from hwopt.errors import StorageError
 from hwopt.saving.checkpointer import Checkpointer, load_buffers, persistent_buffers
 from hwopt.saving.reader import STATE
 
@@ -90,25 +90,6 @@ def state_of(ranks: list[Any]) -> dict[str, Any]:
     return {"engine": {"parameters": {}}, "buffers": {}, "ranks": ranks}
 
 
-def test_each_step_is_saved_once(tmp_path: Path) -> None:
-    run, writer = make_run(tmp_path), Writer()
-    checkpointer = make_checkpointer(run, writer, counter=Counter(3))
-    checkpointer.save()
-    checkpointer.save()
-    ((target, content, state),) = writer.written
-    assert target == tmp_path / "checkpoint-5"
-    assert (content["step"], content["facts"], content["best_step"]) == (5, {"seed": 0}, 0)
-    assert state["ranks"] == [{"best": {}, "counter": {"value": 3}}]
-    assert set(state["buffers"]) == {"running_mean", "running_var", "num_batches_tracked"}
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    writer = Writer()
-    checkpointer = make_checkpointer(make_run(tmp_path, is_main=False, rank=1, world_size=2), writer)
-    checkpointer.save()
-    assert (writer.written, checkpointer.saved_step) == ([], 5)
-
-
 BOTH = [{"counter": {"value": 7}}, {"counter": {"value": 8}}]
 
 
@@ -119,34 +100,6 @@ def test_rank_restores_its_own_part_or_the_first(ranks: list[Any], value: int, t
     checkpointer = make_checkpointer(run, counter=counter)
     checkpointer.restore()
     assert (counter.value, run.engine.loaded, checkpointer.saved_step) == (value, [{"parameters": {}}], 5)
-
-
-def test_checkpoint_of_another_folder_is_saved_again_at_once(tmp_path: Path) -> None:
-    writer = Writer()
-    found = checkpoint(tmp_path, 5, state_of([{}]), own=False)
-    make_checkpointer(make_run(tmp_path, checkpoint=found), writer).restore()
-    assert [target for target, *_ in writer.written] == [tmp_path / "checkpoint-5"]
-
-
-def raising(error: Exception) -> Any:
-    def call(*_: Any) -> Any:
-        raise error
-
-    return call
-
-
-def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path, checkpoint=checkpoint(tmp_path, 5, state_of([{}])))
-    run.engine.load_state = raising(ValueError("3 parameters more"))
-    with pytest.raises(InputError, match="checkpoint-5 belongs to another model or optimizer: 3 parameters more"):
-        make_checkpointer(run).restore()
-
-
-@pytest.mark.parametrize("ranks", [[], [{"counter": {}}], [{"counter": 3}], [None]])
-def test_unreadable_state_is_a_storage_error(ranks: list[Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path, checkpoint=checkpoint(tmp_path, 5, state_of(ranks)))
-    with pytest.raises(StorageError, match=r"its training state is not what hwopt writes .*--resume-from"):
-        make_checkpointer(run, counter=Counter()).restore()
 
 
 @pytest.mark.parametrize(
@@ -166,13 +119,6 @@ def test_emergency_save_needs_a_whole_step_and_the_first_rank(
     writer = Writer()
     make_checkpointer(make_run(tmp_path, **changed), writer).emergency_save(all_ranks)
     assert bool(writer.written) == saves
-
-
-def test_emergency_save_needs_ranks_that_meet_in_micro_batches(tmp_path: Path) -> None:
-    run, writer = make_run(tmp_path, world_size=2), Writer()
-    run.engine.meets_in_micro_batches = True
-    make_checkpointer(run, writer).emergency_save(all_ranks=False)
-    assert writer.written == []
 
 
 def test_emergency_save_that_fails_is_a_warning(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import pipeline
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.saving.model_card import base_license, code, plain, results
+from hwopt.saving.model_card import base_license, code, plain
 from hwopt.system.atomic_folder import find_corruption
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
@@ -90,15 +90,6 @@ def test_a_base_without_a_readable_card_has_no_license(tmp_path: Path) -> None:
     assert base_license(SimpleNamespace(name=str(tmp_path), revision=None)) == {}
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     assert base_license(SimpleNamespace(name=str(tmp_path), revision=None)) == {"license": "mit"}
-
-
-def test_results_have_a_column_for_each_part_that_was_evaluated() -> None:
-    evaluated = {"eval_f1": 0.5, "eval_runtime": 1.0, "step": 3}
-    assert results(evaluated, {}) == (["metric", "evaluation"], [("f1", "0.5000")])
-    assert results({}, {"test_f1": 0.25, "test_runtime": 2.0}) == (["metric", "test"], [("f1", "0.2500")])
-    both = (["metric", "evaluation", "test"], [("f1", "0.5000", ""), ("loss", "", "2.0000")])
-    assert results(evaluated, {"test_loss": 2.0}) == both
-    assert results({}, {}) == (["metric"], [])
 
 
 def test_text_of_files_is_no_markup() -> None:

@@ -32,10 +32,3 @@ def test_training_collects_as_usual(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=1))
     api.execute(plan, tmp_path / "run", listener, cache=tmp_path / "cache")
     assert listener.seen == garbage.USUAL
-
-
-def test_thresholds_of_the_user_stay() -> None:
-    gc.set_threshold(123, 4, 5)
-    garbage.collect_seldom()
-    garbage.collect_as_usual()
-    assert gc.get_threshold() == (123, 4, 5)

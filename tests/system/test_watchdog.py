@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hwopt.system import watchdog
 from hwopt.system.signals import DUPLICATE_SECONDS, is_second_signal
 from hwopt.system.watchdog import Watchdog
 
@@ -58,6 +59,24 @@ def test_heartbeats_and_a_slow_first_step_prevent_the_exit(tmp_path: Path, exits
         for _ in range(10):
             time.sleep(0.1)
             watchdog.heartbeat()
+    assert exits.codes == []
+
+
+def test_time_without_a_cpu_and_a_compile_are_no_hang(tmp_path: Path, exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine the compile of an optimizer's step took 775 s."""
+    compiler = {"__name__": watchdog.COMPILERS[0]}
+    exec("def compile(wait):\n    wait(1.0)", compiler)
+    with exits.watch(tmp_path):
+        compiler["compile"](time.sleep)
+    assert exits.codes == []
+
+    class Scheduled:
+        def read_text(self, encoding: str) -> str:
+            return f"0 {time.monotonic_ns()} 1"
+
+    monkeypatch.setattr(watchdog, "SCHEDULED", Scheduled())
+    with exits.watch(tmp_path):
+        time.sleep(1.0)
     assert exits.codes == []
 
 

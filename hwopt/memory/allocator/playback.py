@@ -14,36 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
-from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Scaled, Timeline, largest
+from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Timeline, largest
 
 STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
 
 
 @dataclass(frozen=True)
-class Played:
-    """What the allocator counts in a step after the first: `max_memory_allocated` and `max_memory_reserved`."""
-
-    peak: Peak
-    reserved: int
-
-
-def played(timeline: Timeline) -> Played:
-    """Return the memory of a step that follows others of the same kind. On a CPU nothing is reserved in advance."""
-    if not timeline.cached:
-        peak = timeline.peak()
-        return Played(peak, peak.bytes)
-    player = Player(timeline, CachingAllocator(timeline.expandable))
-    return Played(player.steady_step(), player.allocator.reserved)
-
-
-@dataclass(frozen=True)
 class PlayedRun:
-    """What the allocator counts in a run that evaluates and then trains."""
+    """What the allocator counts in a run that evaluates and then trains.
+
+    The peaks are torch's `max_memory_allocated` in a step that follows others of its kind.
+    """
 
     train: Peak
     eval: Peak
     reserved: int
+    """`max_memory_reserved`. On a CPU nothing is reserved in advance."""
 
 
 def played_run(train: Timeline, evaluation: Timeline) -> PlayedRun:
@@ -121,24 +108,6 @@ class Player:
         for number in missing:
             taken[number] = self.allocator.allocate(self.sizes[number])
         self.live, self.left = taken, []
-
-
-def max_train_rows(train: Scaled, evaluation: Timeline, width: int, budget: float) -> int:
-    """Return the most rows of a training micro-batch for which the allocator reserves at most `budget` bytes; 0 if none."""
-    return largest_played(lambda rows: (train.at(rows, width), evaluation), budget)
-
-
-def max_eval_rows(train: Timeline, evaluation: Scaled, width: int, budget: float) -> int:
-    """Return the most rows of an evaluation batch for which the allocator reserves at most `budget` bytes; 0 if none."""
-    return largest_played(lambda rows: (train, evaluation.at(rows, width)), budget)
-
-
-def max_width(train: Scaled, evaluation: Scaled, rows: tuple[int, int], budget: float, limit: int = LIMIT) -> int:
-    """Return the largest width in tokens, up to `limit`, for which the allocator reserves at most `budget` bytes; 0 if none.
-
-    `rows`: of training and evaluation.
-    """
-    return largest_played(lambda width: (train.at(rows[0], width), evaluation.at(rows[1], width)), budget, limit)
 
 
 def largest_played(at: Callable[[int], tuple[Timeline, Timeline]], budget: float, limit: int = LIMIT) -> int:

@@ -11,37 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from hwopt.data.stores.token_store import fingerprint
-from hwopt.hardware.device import Hardware
-from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch
+from hwopt.hardware.torch_build import Driver, nvidia_driver
+from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.trace.tracer import trace_key
 from hwopt.planning.plan import Plan
-
-
-def driver_version(hardware: Hardware) -> str:
-    """Return the version of NVIDIA's driver; "" without one."""
-    if hardware.device_type != "cuda":
-        return ""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return ""
 
 
 def limit_file(plan: Plan, lengths: Lengths, cache: Path) -> Path:
     """Return the file for this card, driver, recipe and length."""
     hardware = plan.hardware
     _, width = largest_micro_batch(plan, lengths.longest)
-    card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, driver_version(hardware)]
+    driver = nvidia_driver() if hardware.device_type == "cuda" else None
+    version = (driver or Driver()).version
+    card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, version]
     any_rows = replace(plan, batch=replace(plan.batch, train=1))  # one file for every number of rows
     return cache / "tried" / f"{fingerprint(card, trace_key(any_rows, width, lengths.labels))}.json"
 
 
-def record_limit(plan: Plan, lengths: Lengths, cache: Path, rows: int) -> None:
+def record_limit(plan: Plan, cache: Path, rows: int) -> None:
     """Record that micro-batches of `rows` rows fit and larger ones do not."""
-    path = limit_file(plan, lengths, cache)
+    path = limit_file(plan, lengths_of(plan, cache), cache)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rows": rows}), encoding="utf-8")

@@ -10,16 +10,16 @@ from typing import Any
 from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
-from hwopt.memory.allocator.playback import max_eval_rows, max_train_rows, max_width, played_run
+from hwopt.memory.allocator.playback import largest_played, played_run
 from hwopt.memory.forecast import closed_form
-from hwopt.memory.forecast.known_limits import record_limit, recorded_limit
+from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
 from hwopt.memory.trace.dry_run import Shape
-from hwopt.memory.trace.timeline import KINDS, Peak, Timeline
+from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
 from hwopt.planning.decisions import PluginDecision
-from hwopt.planning.memory_plan import Change, MemoryPlan
+from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 
 CONTEXT_GIB = {"Turing": 0.14, "Volta": 0.4, "Ampere": 0.4, "Ada": 0.4}
@@ -72,14 +72,11 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
         raise InputError(
             f"{plan.world_size:,} ranks for {len(lengths.train):,} training samples. Use {len(lengths.train):,} ranks or fewer"
         )
-    rows, width = largest_micro_batch(plan, lengths.longest)
-    shape = Shape(rows, width)
+    shape = Shape(*largest_micro_batch(plan, lengths.longest))
     try:
-        trace = on_one_device(plan, trace_plan(plan, width, lengths.labels, cache / "memory"))
-        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
-        return from_trace(plan, shape, lengths, trace, step)
+        return traced_memory(plan, shape, lengths, *traced_step(plan, shape, lengths.labels, cache))
     except NotTraceable as error:
-        return from_closed_form(plan, shape, lengths, f"the recipe could not be traced: {error}")
+        return closed_form_memory(plan, shape, lengths, f"the recipe could not be traced: {error}")
 
 
 def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
@@ -88,131 +85,89 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     A closed form has none.
     """
     lengths = lengths or lengths_of(plan, cache)
-    shape = Shape(memory.rows, memory.width)
     try:
-        trace = on_one_device(plan, trace_plan(plan, memory.width, lengths.labels, cache / "memory"))
-        step = training_step(plan, shape, trace, lengths.labels, cache / "memory")
+        trace, step = traced_step(plan, Shape(memory.rows, memory.width), lengths.labels, cache)
     except NotTraceable:
         return memory
-    return replace(memory, **largest_sizes(plan, memory, trace, step))
-
-
-def on_one_device(plan: Plan, trace: Trace) -> Trace:
-    """Return the part of `trace` that is on one device, by the plugins' sharding."""
-    fractions, update_fraction = device_fractions(plan)
-    return replace(trace, train=trace.train.with_fractions(fractions, update_fraction), eval=trace.eval.with_fractions(fractions))
-
-
-def device_fractions(plan: Plan) -> tuple[dict[str, float], float | None]:
-    """Return (fraction on one device by kind of memory, fraction of storages that only the update uses)."""
-    fractions = dict(plan.memory_spec.held)
-    return fractions, fractions.pop("update", None)
-
-
-def training_step(plan: Plan, shape: Shape, trace: Trace, labels: int, cache: Path | None) -> Timeline:
-    """Return a training step of `shape`. Traces that very shape if a plugin's collate may depend on the number of rows."""
-    if plan.recipe.collate is None:
-        return trace.train.at(shape.rows, shape.width)
-    return trace_exact_shape(plan, shape, labels, cache).with_fractions(*device_fractions(plan))
-
-
-def from_trace(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
-    """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
-    buckets = bucket_bytes(plan)
-    reserve, free = reserve_gib(plan.hardware), plan.hardware.free_memory_gib
-    evaluation = trace.eval.at(plan.batch.eval, shape.width)
-    run = played_run(step, evaluation)
-    peak = with_buckets(run.train, buckets)
-    return MemoryPlan(
-        tier="traced",
-        error=ERRORS["traced"],
-        rows=shape.rows,
-        width=shape.width,
-        width_source=lengths.source,
-        parts=in_gib(peak) | {"reserve": reserve},
-        peak_gib=peak.bytes / GIB,
-        eval_peak_gib=(run.eval.bytes + buckets) / GIB,
-        reserve_gib=reserve,
-        free_gib=free,
-        largest_train=None,
-        largest_eval=None,
-        largest_max_length=None,
-        time=predict_time(plan, trace.train, lengths.train),
-        unpacked_gib=unpacked_gib(plan),
-        reserved_gib=(run.reserved + buckets) / GIB,
-        **host_memory(plan, step.host_bytes()),
+    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
+    train, evaluation, rows, eval_rows, width = trace.train, trace.eval, memory.rows, plan.batch.eval, memory.width
+    evaluated = evaluation.at(eval_rows, width)
+    most = plan.model.max_positions or MOST_LENGTH
+    longest = None
+    if not trace.fixed_width and plan.context.task.inputs != "images":
+        longest = largest_played(lambda width: (train.at(rows, width), evaluation.at(eval_rows, width)), budget, most)
+    return replace(
+        memory,
+        largest_train=largest_played(lambda rows: (train.at(rows, width), evaluated), budget),
+        largest_eval=largest_played(lambda rows: (step, evaluation.at(rows, width)), budget),
+        largest_max_length=longest,
     )
 
 
-def largest_sizes(plan: Plan, memory: MemoryPlan, trace: Trace, step: Timeline) -> dict[str, Any]:
-    """Return the largest sizes that fit, by field of MemoryPlan; `step` is the planned training step."""
-    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
-    rows = memory.rows, plan.batch.eval
-    most = plan.model.max_positions or MOST_LENGTH
-    fixed_width = trace.fixed_width or plan.context.task.inputs == "images"
-    return {
-        "largest_train": max_train_rows(trace.train, trace.eval.at(plan.batch.eval, memory.width), memory.width, budget),
-        "largest_eval": max_eval_rows(step, trace.eval, memory.width, budget),
-        "largest_max_length": None if fixed_width else max_width(trace.train, trace.eval, rows, budget, most),
-    }
+def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tuple[Trace, Timeline]:
+    """Return the part of the plan's trace that is on one device, and the training step of `shape`. Raises NotTraceable.
+
+    Traces that very shape if a plugin's collate may depend on the number of rows.
+    """
+    folder = cache and cache / "memory"
+    fractions = dict(plan.memory_spec.held)
+    update_fraction = fractions.pop("update", None)
+    found = trace_plan(plan, shape.width, labels, folder)
+    train = found.train.with_fractions(fractions, update_fraction)
+    trace = replace(found, train=train, eval=found.eval.with_fractions(fractions))
+    if plan.recipe.collate is None:
+        return trace, train.at(shape.rows, shape.width)
+    return trace, trace_exact_shape(plan, shape, labels, folder).with_fractions(fractions, update_fraction)
 
 
-def from_closed_form(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
+def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
+    """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
+    buckets = bucket_bytes(plan)
+    run = played_run(step, trace.eval.at(plan.batch.eval, shape.width))
+    parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets}
+    return replace(
+        memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),
+        peak_gib=(run.train.bytes + buckets) / GIB,
+        eval_peak_gib=(run.eval.bytes + buckets) / GIB,
+        reserved_gib=(run.reserved + buckets) / GIB,
+        time=predict_time(plan, trace.train, lengths.train),
+    )
+
+
+def closed_form_memory(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
     """Return the memory of a plan from formulas; `why` it could not be traced."""
     parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
-    reserve = reserve_gib(plan.hardware)
+    return replace(memory_of(plan, shape, lengths, "closed form", parts), note=why)
+
+
+def memory_of(
+    plan: Plan, shape: Shape, lengths: Lengths, tier: str, parts: Mapping[str, float], offloaded_activations: float = 0.0
+) -> MemoryPlan:
+    """Return what both tiers say of a plan. `parts`: bytes by kind at the peak."""
+    hardware, spec = plan.hardware, plan.memory_spec
+    reserve = reserve_gib(hardware)
+    here = hardware.source == "detected" and hardware.device_type != "cpu"
+    offloaded = (spec.host + offloaded_activations) * min(plan.world_size, max(1, hardware.count))
     return MemoryPlan(
-        tier="closed form",
-        error=ERRORS["closed form"],
+        tier=tier,
+        error=ERRORS[tier],
         rows=shape.rows,
         width=shape.width,
         width_source=lengths.source,
         parts={kind: size / GIB for kind, size in parts.items()} | {"reserve": reserve},
         peak_gib=sum(parts.values()) / GIB,
-        eval_peak_gib=None,
         reserve_gib=reserve,
-        free_gib=plan.hardware.free_memory_gib,
-        largest_train=None,
-        largest_eval=None,
-        largest_max_length=None,
-        note=why,
-        unpacked_gib=unpacked_gib(plan),
-        **host_memory(plan),
+        free_gib=hardware.free_memory_gib,
+        unpacked_gib={name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()},
+        host_gib=offloaded / GIB,
+        host_free_gib=HOST_FRACTION * hardware.cpu_memory_gib if here else None,
     )
-
-
-def host_memory(plan: Plan, activations: float = 0.0) -> dict[str, Any]:
-    """Return the offloaded memory and the host memory that is available for it. `activations`: offloaded bytes of a step."""
-    hardware = plan.hardware
-    here = hardware.source == "detected" and hardware.device_type != "cpu"
-    offloaded = (plan.memory_spec.host + activations) * min(plan.world_size, max(1, hardware.count)) / GIB
-    return {"host_gib": offloaded, "host_free_gib": HOST_FRACTION * hardware.cpu_memory_gib if here else None}
-
-
-def unpacked_gib(plan: Plan) -> dict[str, float]:
-    """Return the weights that a plugin cannot pack, by name."""
-    spec = plan.memory_spec
-    return {name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()}
 
 
 def bucket_bytes(plan: Plan) -> int:
     """Return the buffers that reduce gradients: a bucket and the library's copy of it, or the engine's own."""
     data_parallel = plan.world_size > 1 and plan.recipe.engine is None
     return int(plan.memory_spec.buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
-
-
-def with_buckets(peak: Peak, buckets: int) -> Peak:
-    parts = peak.parts | {"temporary": peak.parts["temporary"] + buckets}
-    return Peak(peak.bytes + buckets, parts)
-
-
-def in_gib(peak: Peak) -> dict[str, float]:
-    return {kind: size / GIB for kind, size in peak.parts.items()}
-
-
-def highest_gib(memory: MemoryPlan) -> float:
-    """Return the most memory that training and evaluation take from the device."""
-    return memory.highest_gib
 
 
 def resolve_choices(
@@ -256,10 +211,10 @@ def first_fitting_choice(
                 f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
             )
         budget = memory.free_gib - memory.reserve_gib
-        reason = f"{entry.reason}: {highest_gib(memory):.2f} of {budget:.2f} GiB{rejected}"
+        reason = f"{entry.reason}: {memory.highest_gib:.2f} of {budget:.2f} GiB{rejected}"
         if memory.fits:
             break
-        rejected = f"; the option before needs {highest_gib(memory):.2f} GiB"
+        rejected = f"; the option before needs {memory.highest_gib:.2f} GiB"
     return plan, reason
 
 
@@ -272,11 +227,3 @@ def matching_choice(
         if next(each for each in plan.entries if each.name == entry.name).options.model_dump(mode="json") == options:
             return number
     return None
-
-
-def record_oom(plan: Plan, cache: Path, rows: int) -> None:
-    """Record that `plan` ran out of memory with more than `rows` rows in a micro-batch."""
-    record_limit(plan, lengths_of(plan, cache), cache, rows)
-
-
-__all__ = ["Change", "MemoryPlan", "highest_gib", "plan_memory", "record_oom", "resolve_choices", "with_largest_sizes"]

@@ -105,12 +105,13 @@ class Extension:
         if len(timeline.host_sizes):
             raise NotRepeated("tensors are moved to host memory")
         self.place = {number: place for place, number in enumerate(layers.run)}  # layer -> its place among those run
-        self.blocks = self.find_blocks()
+        self.segments = self.find_segments()
+        blocks = {(which, layer): block for which, layer, block in self.segments if which != OUTSIDE}
         self.made: dict[tuple[str, int], list[int]] = {}
         """(pass, layer) -> the storages that its block allocates, in order."""
         self.identity: dict[int, tuple[str, int, int]] = {}
         """Storage -> (pass or OWN, layer that owns it, place there); not for storages that no layer owns."""
-        for (which, layer), block in self.blocks.items():
+        for (which, layer), block in blocks.items():
             made = [int(event) - 1 for event in timeline.events[block.events.start : block.events.stop] if event > 0]
             self.made[which, layer] = made
             self.identity |= {storage: (which, layer, place) for place, storage in enumerate(made)}
@@ -118,7 +119,7 @@ class Extension:
             for place, storage in enumerate(storages):
                 if storage is not None:
                     self.identity.setdefault(storage, (OWN, layer, place))
-        self.templates = {key: self.template(*key) for key in self.blocks}
+        self.templates = {key: self.template(block, *key) for key, block in blocks.items()}
         self.check_equal_contexts()
         self.gradients = self.gradients_of_skipped()
         self.final_gradients = {storage for storages in self.marks.gradients.values() for storage in storages}
@@ -132,8 +133,11 @@ class Extension:
         self.seen: set[int] = set()
         self.freed: set[int] = set()
 
-    def find_blocks(self) -> dict[tuple[str, int], TraceBlock]:
-        """Return (pass, layer) -> its block, in order. Raises NotRepeated unless the layers ran in order, each once."""
+    def find_segments(self) -> list[tuple[str, int, TraceBlock]]:
+        """Return (pass, layer, block) of the whole step in order; OUTSIDE and -1 for a block that belongs to no layer.
+
+        The gradients of skipped layers are left out. Raises NotRepeated unless the layers ran in order, each once.
+        """
         starts, run = self.marks.starts, self.layers.run
         order = [(which, number) for which, number, _, _ in starts if which != OUTSIDE]
         backward = [number for which, number in order if which == BACKWARD]
@@ -141,31 +145,35 @@ class Extension:
             raise NotRepeated("the layers do not run one after the other")
         if backward != [number for number in reversed(run) if number in backward]:
             raise NotRepeated("the backward passes of the layers do not run one after the other")
-        filled = self.marks.filled
-        end = (len(self.short.events), len(self.short.ends)) if filled is None else (filled.events.start, filled.operations.start)
-        bounds = [*((event, operation) for _, _, event, operation in starts), end]
-        return {
-            (which, number): TraceBlock(range(one[0], two[0]), range(one[1], two[1]))
-            for (which, number, _, _), (one, two) in zip(starts, pairwise(bounds), strict=True)
-            if which != OUTSIDE
-        }
+        filled, end = self.marks.filled, (len(self.short.events), len(self.short.ends))
+        last = end if filled is None else (filled.events.start, filled.operations.start)
+        bounds = pairwise([(0, 0), *((event, operation) for _, _, event, operation in starts), last])
+        names = [(OUTSIDE, -1), *((which, number) for which, number, _, _ in starts)]
+        found = [
+            (which, number, TraceBlock(range(one[0], two[0]), range(one[1], two[1])))
+            for (which, number), (one, two) in zip(names, bounds, strict=True)
+        ]
+        if filled is not None:
+            found.append((OUTSIDE, -1, TraceBlock(range(filled.events.stop, end[0]), range(filled.operations.stop, end[1]))))
+        return found
 
-    def template(self, which: str, layer: int) -> Template:
-        """Return the block of a layer with every storage relative to the layer."""
-        block, short = self.blocks[which, layer], self.short
+    def template(self, block: TraceBlock, which: str = OUTSIDE, layer: int | None = None) -> Template:
+        """Return a block with every storage relative to its layer; outside of the layers, storages keep their numbers."""
+        short, ends = self.short, [0, *self.short.ends.tolist()]
         events = [int(event) for event in short.events[block.events.start : block.events.stop]]
-        ends = [0, *short.ends.tolist()]
         operands = (short.operands[ends[number] : ends[number + 1]].tolist() for number in block.operations)
         return Template(
             tuple(self.relative(1 if event > 0 else -1, abs(event) - 1, layer) for event in events),
             tuple(tuple(self.relative(0, storage, layer) for storage in used) for used in operands),
             block.operations,
-            tuple(short.sizes[self.made[which, layer]].tolist()),
+            () if layer is None else tuple(short.sizes[self.made[which, layer]].tolist()),
             tuple(short.flops[block.operations.start : block.operations.stop].tolist()),
             block.events.start,
         )
 
-    def relative(self, sign: int, storage: int, layer: int) -> Step:
+    def relative(self, sign: int, storage: int, layer: int | None) -> Step:
+        if layer is None:
+            return sign, "", 0, storage
         which, owner, place = self.identity.get(storage, ("", layer, storage))
         offset = self.place[owner] - self.place[layer] if owner in self.place else len(self.place)
         return (sign, which, offset, place) if abs(offset) <= 1 else (sign, "", 0, storage)
@@ -265,43 +273,17 @@ class Extension:
 
     def parts(self) -> Iterator[tuple[Template, int | None]]:
         """Yield each part of the step in order, with its layer; None for a part outside of the layers."""
-        starts, filled = self.marks.starts, self.marks.filled
         layers = sorted(self.layers.model_of)
-        yield self.outside(range(starts[0][2]), range(starts[0][3])), None
-        for which, numbers in ((FORWARD, layers), (BACKWARD, layers[::-1])):
-            for number in numbers:
-                template = self.templates.get((which, self.layers.model_of[number]))
-                if template is not None:
-                    yield template, number
-            yield from ((self.outside(*bounds), None) for bounds in self.behind(which))
-        if filled is not None:
-            events, operations = len(self.short.events), len(self.short.ends)
-            yield self.outside(range(filled.events.stop, events), range(filled.operations.stop, operations)), None
-
-    def behind(self, which: str) -> Iterator[tuple[range, range]]:
-        """Yield the part behind the last layer of the forward or the backward pass, if there is one."""
-        starts, filled = self.marks.starts, self.marks.filled
-        end = (len(self.short.events), len(self.short.ends)) if filled is None else (filled.events.start, filled.operations.start)
-        bounds = [*((event, operation) for _, _, event, operation in starts), end]
-        passed = FORWARD
-        for (kind, _, _, _), (one, two) in zip(starts, pairwise(bounds), strict=True):
-            if kind == OUTSIDE and passed == which:
-                yield range(one[0], two[0]), range(one[1], two[1])
-            passed = passed if kind == OUTSIDE else kind
-
-    def outside(self, events: range, operations: range) -> Template:
-        """Return a part of the step that belongs to no layer: its storages keep their layers."""
-        ends = [0, *self.short.ends.tolist()]
-        used = [self.short.operands[ends[number] : ends[number + 1]].tolist() for number in operations]
-        there = self.short.events[events.start : events.stop].tolist()
-        return Template(
-            tuple((1 if event > 0 else -1, "", 0, abs(event) - 1) for event in there),
-            tuple(tuple((0, "", 0, storage) for storage in own) for own in used),
-            operations,
-            (),
-            (),
-            events.start,
-        )
+        passed = OUTSIDE
+        for which, _, block in self.segments:
+            if which == OUTSIDE:
+                yield self.template(block), None
+            elif which != passed:
+                passed = which
+                for number in layers if which == FORWARD else reversed(layers):
+                    template = self.templates.get((which, self.layers.model_of[number]))
+                    if template is not None:
+                        yield template, number
 
     def released_together(self, storage: int) -> list[int]:
         """Return the numbers of a storage that is released outside of the layers, and of its like in other layers.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.memory.trace.dry_run import Shape, accumulates_gradients
 from hwopt.memory.trace.timeline import Scaled, Timeline
-from hwopt.memory.trace.tracing_process import NotTraceable, ask
-from hwopt.memory.trace.tracing_request import Request, UnknownCode
+from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
@@ -148,22 +146,6 @@ def trace_two_shapes(plan: Plan, width: int, labels: int) -> dict[str, Timeline]
     """
     shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
     return traced(Request(plan, labels, shapes, otherwise=("taller", Shape(7 * ROWS, width))))
-
-
-def traced(request: Request) -> dict[str, Timeline]:
-    """Return the timelines that the tracing process makes. Raises NotTraceable with its error."""
-    for by_value in (False, True):
-        try:
-            packed = request.packed(by_value)
-        except Exception as error:  # a plugin may hold anything
-            raise NotTraceable(f"the plan cannot be sent to the tracing process: {type(error).__name__}: {error}") from error
-        found = pickle.loads(ask(packed))
-        if isinstance(found, dict):
-            return found
-        kind, message = found
-        if kind != UnknownCode.__name__:
-            break
-    raise NotTraceable(f"{kind}: {message}")
 
 
 __all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_exact_shape", "trace_key", "trace_plan"]

@@ -2,7 +2,7 @@
 
 Each request runs in a fork, because emulating a card changes torch for the whole process. The
 fork builds the recipe once and forks again for each shape, so that shapes are traced in parallel
-and each from the same state. Without fork the server itself traces, one shape after the other.
+and each from the same state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from hwopt.memory.trace.tracing_request import Request, unpack
+from hwopt.memory.trace.tracing_process import Request, unpack
 from hwopt.system import fork_server
-from hwopt.system.fork_server import FORKS, Fork
+from hwopt.system.fork_server import Fork
 
 if TYPE_CHECKING:
     from hwopt.memory.trace.dry_run import Shape
@@ -68,7 +68,7 @@ def uncompiled(model: Any = None, **options: Any) -> Any:
 
 
 class StepFailed(Exception):
-    """A child could not trace its shape. The message says why."""
+    """A child could not trace its shape. Holds the name of the class of its error, and the message."""
 
 
 def answer(request: bytes) -> bytes:
@@ -90,8 +90,6 @@ def trace(request: Request) -> dict[str, Timeline]:
     """Return the timelines of all shapes. Skips equal layers; if that fails, every layer is run."""
     from hwopt.memory.trace.traced_step import fake_step_functions
 
-    if not FORKS:
-        return trace_here(request)
     with fake_step_functions(request.plan, request.labels, whole=request.layers == "all") as steps:
         if request.layers == "few" and not steps.layers.installed:
             raise StepFailed("NotRepeated", "no layers are equal")
@@ -129,26 +127,3 @@ def same_programs(found: dict[str, Timeline], shapes: Shapes) -> bool:
     """Whether all shapes ran the same operations."""
     (first, _), *others = shapes
     return all(found[f"{what}.{first}"].same_program(found[f"{what}.{name}"]) for what in ("train", "eval") for name, _ in others)
-
-
-def trace_here(request: Request) -> dict[str, Timeline]:
-    """Return the timelines of all shapes, traced one after the other in this process."""
-    from hwopt.memory.trace.traced_step import NotRepeated, fake_step_functions
-
-    def traced(shapes: Shapes) -> dict[str, Timeline]:
-        found: dict[str, Timeline] = {}
-        for name, shape in shapes:
-            try:
-                with fake_step_functions(request.plan, request.labels, whole=request.layers == "all") as steps:
-                    found |= steps.timelines(name, shape)
-            except NotRepeated:
-                if request.layers == "few":
-                    raise
-                with fake_step_functions(request.plan, request.labels, whole=True) as steps:
-                    found |= steps.timelines(name, shape)
-        return found
-
-    found = traced(request.shapes)
-    if request.otherwise is not None and not same_programs(found, request.shapes):
-        found |= traced((request.otherwise,))
-    return found

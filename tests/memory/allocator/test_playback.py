@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hwopt.memory.allocator.playback import largest_played, played, played_run
+from hwopt.memory.allocator.playback import PlayedRun, largest_played, played_run
 from hwopt.memory.trace.timeline import KINDS, Timeline
 
 MIB = 1 << 20
@@ -32,30 +32,35 @@ def timeline(sizes_mib: list[float], events: list[int], before: int = 0, **optio
     )
 
 
+def played(step: Timeline) -> PlayedRun:
+    """A run whose evaluation is the same step."""
+    return played_run(step, step)
+
+
 def test_block_that_is_not_split_counts_as_a_whole() -> None:
     """The second tensor takes the free block of the first, in which less than 1 MiB remains."""
     found = played(timeline([40, 39.5], [1, -1, 2, -2, 1]))
-    assert found.peak.bytes == 40 * MIB
-    assert played(timeline([100, 40, 39.5], [2, -2, 3], before=1)).peak.bytes == 140 * MIB
-    assert found.peak.parts["activations"] == 40 * MIB
+    assert found.train.bytes == 40 * MIB
+    assert played(timeline([100, 40, 39.5], [2, -2, 3], before=1)).train.bytes == 140 * MIB
+    assert found.train.parts["activations"] == 40 * MIB
 
 
 def test_reserved_memory_includes_free_segments_that_are_too_small() -> None:
     found = played(timeline([20, 30, 40], [1, -1, 2, -2, 3, -3]))
-    assert (found.peak.bytes, found.reserved) == (40 * MIB, 90 * MIB)
+    assert (found.train.bytes, found.reserved) == (40 * MIB, 90 * MIB)
     grown = played(timeline([20, 30, 40], [1, -1, 2, -2, 3, -3], expandable=True))
-    assert (grown.peak.bytes, grown.reserved) == (40 * MIB, 40 * MIB)
+    assert (grown.train.bytes, grown.reserved) == (40 * MIB, 40 * MIB)
 
 
 def test_tensors_of_the_step_before_are_replaced() -> None:
     """The step frees what the last one left, and leaves as much: two of 50 MiB exist at the same time."""
     found = played(timeline([100, 50, 50], [3, -2], before=2))
-    assert (found.peak.bytes, found.reserved) == (200 * MIB, 200 * MIB)
+    assert (found.train.bytes, found.reserved) == (200 * MIB, 200 * MIB)
 
 
 def test_cpu_reserves_nothing() -> None:
     found = played(timeline([20, 30], [1, -1, 2, -2], cached=False))
-    assert found.peak.bytes == found.reserved == 30 * MIB
+    assert found.train.bytes == found.reserved == 30 * MIB
 
 
 def test_training_reuses_what_the_evaluation_reserved() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,12 +78,6 @@ def test_micro_batches_add_volume_with_sharded_gradients_or_weights() -> None:
     assert ratios == pytest.approx({"data parallel": 1, "ZeRO-1": 1, "ZeRO-2": 2.5, "ZeRO-3": 4, "FSDP": 4})
 
 
-def test_frozen_weights_are_sent_only_with_sharded_weights() -> None:
-    frozen = MemorySpec(1000, 0, weight_bytes=2)
-    sent = {scheme.name: volume(scheme, frozen, Ranks(2)).sent for scheme in schemes_for(Ranks(2))}
-    assert sent == {"data parallel": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": 2000, "FSDP": 2000}
-
-
 @given(specs, ranks)
 def test_states_shrink_with_the_stage_and_with_more_ranks(spec: MemorySpec, over: Ranks) -> None:
     by_stage = [states_bytes(scheme, spec, over) for scheme in SCHEMES[:4]]
@@ -120,47 +113,10 @@ def test_hybrid_sends_less_between_nodes(spec: MemorySpec, per_node: int, nodes:
     assert hybrid.between < whole.between
 
 
-def test_hybrid_needs_several_nodes_with_several_ranks() -> None:
-    assert HYBRID not in schemes_for(Ranks(8, 1))
-    assert HYBRID not in schemes_for(Ranks(8, 8))
-
-
 @pytest.mark.parametrize(("number", "nodes"), [(8, 3), (8, 16), (1, 2)])
 def test_ranks_that_nodes_do_not_divide_are_refused(number: int, nodes: int) -> None:
     with pytest.raises(InputError, match=rf"--nodes {nodes}: .* multiple of {nodes} as --world-size"):
         Ranks(number, nodes)
-
-
-def all_reduced(values: np.ndarray, sent: Counter[tuple[int, int]]) -> np.ndarray:
-    """A simulated ring all-reduce of `values` (ranks, chunks, numbers); `sent` counts the bytes over each link."""
-    number = len(values)
-    held = values.copy()
-    for begin, adds in ((0, True), (1, False)):  # reduce-scatter, all-gather
-        for turn in range(number - 1):
-            moving = [(rank, (rank + begin - turn) % number) for rank in range(number)]
-            travelling = [held[rank, chunk].copy() for rank, chunk in moving]
-            for (rank, chunk), numbers in zip(moving, travelling, strict=True):
-                target = (rank + 1) % number
-                held[target, chunk] = held[target, chunk] + numbers if adds else numbers
-                sent[rank, target] += numbers.nbytes
-    return held
-
-
-@pytest.mark.parametrize(("number", "nodes"), [(2, 1), (2, 2), (6, 2), (8, 4), (9, 3)])
-def test_simulated_ring_sends_the_predicted_volume(number: int, nodes: int) -> None:
-    over = Ranks(number, nodes)
-    values = np.random.default_rng(0).integers(0, 100, (number, number, 5)).astype(np.float32)
-    sent: Counter[tuple[int, int]] = Counter()
-    assert np.array_equal(all_reduced(values, sent), np.broadcast_to(values.sum(axis=0), values.shape))
-    parameters = values[0].size
-    predicted = volume(DATA_PARALLEL, MemorySpec(parameters, parameters), over)
-    node = {rank: rank // over.per_node for rank in range(number)}
-    assert {rank: size for (rank, _), size in sent.items()} == pytest.approx(dict.fromkeys(range(number), predicted.sent))
-    for name in range(nodes):
-        leaving = sum(size for (a, b), size in sent.items() if node[a] == name != node[b])
-        staying = sum(size for (a, b), size in sent.items() if node[a] == name == node[b])
-        assert leaving == pytest.approx(predicted.between * over.per_node)
-        assert staying == pytest.approx(predicted.within * over.per_node)
 
 
 class CollectiveBytes(TorchDispatchMode):
@@ -294,23 +250,7 @@ def test_comparison_without_a_trace_is_a_stated_lower_bound(tmp_path: Path) -> N
     layer = sum(p.numel() for p in BertLayer(BertConfig(**TINY_BERT)).parameters())
     assert more["ZeRO-3"] == more["FSDP"]
     assert more["FSDP"] - more["ZeRO-2"] == pytest.approx(layer * (4 + 4) / GIB, rel=0.2)  # weights and gradients in fp32
-    assert {scheme.eval_peak_gib for scheme in found.schemes} == {None}
+    assert {(scheme.eval_peak_gib, scheme.fits) for scheme in found.schemes} == {(None, None)}, "a lower bound cannot tell"
     console = Console(width=80, record=True, file=io.StringIO())
     show_parallel(console, found)
     assert "a lower bound" in " ".join(console.export_text().split())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_rank_is_compared_only_with_nodes_option(tmp_path: Path) -> None:
-    job = str(job_file(tmp_path))
-    plain = CliRunner().invoke(plan_command, [job, "--profile", "cpu", "--format", "json"], catch_exceptions=False)
-    assert "parallel" not in json.loads(plain.output)
-    asked = [job, "--profile", "cpu", "--profile", "t4_16gb", "--nodes", "1"]
-    found = json.loads(CliRunner().invoke(plan_command, [*asked, "--format", "json"], catch_exceptions=False).output)
-    for document in found:
-        schemes = document["parallel"]["schemes"]
-        assert {scheme["rank_sends_bytes"] for scheme in schemes} == {0}
-        assert [scheme["peak_gib"] for scheme in schemes] == pytest.approx([document["memory"]["peak_gib"]] * 5)
-    screen = CliRunner().invoke(plan_command, asked, catch_exceptions=False, env={"COLUMNS": "120"}).output
-    assert "cpu, 1 rank on one node" in screen
-    assert "t4_16gb, 1 rank on one node" in screen

@@ -24,8 +24,6 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast import closed_form
-from hwopt.memory.forecast.communication import Ranks
 from hwopt.memory.forecast.measured import measure_peak
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.memory.trace.dry_run import Shape
@@ -196,16 +194,6 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_scheme_that_fits_by_a_lower_bound_is_unknown(tmp_path: Path) -> None:
-    registry = Registry()
-    registry.add(Stubborn)
-    plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry, world_size=2)
-    plan = replace(plan, memory=plan_memory(plan, tmp_path / "cache"))
-    comparison = api.spread_over_ranks(plan, Ranks(2, 1), tmp_path / "cache")
-    assert {scheme.fits for scheme in comparison.schemes} == {None}
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
     """Flash and memory-efficient attention store no score matrix; math does. A T4 has no flash kernel."""
 
@@ -222,16 +210,6 @@ def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
     assert held(["efficient", "math"], (7, 5)) < scores / 4
     assert held(["math", "efficient"], (7, 5)) > scores
     assert held(["math", "flash"], (8, 6)) > scores
-
-
-def test_closed_form_matches_figure_1_of_the_zero_paper() -> None:
-    """7.5 billion parameters on 64 devices need 120, 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
-    spec = MemorySpec(7_500_000_000, 7_500_000_000, weight_bytes=2, gradient_bytes=2, state_bytes=8, master_bytes=4)
-    whole = closed_form.states(spec)
-    found = [round(sum(closed_form.sharded(whole, stage, 64).values()) / 1e9, 1) for stage in range(4)]
-    assert found == [120.0, 31.4, 16.6, 1.9]
-    offloaded = closed_form.sharded(whole, 3, 1, offload_optimizer=True, offload_parameters=True)
-    assert offloaded == {"weights": 0.0, "gradients": 15e9, "optimizer_state": 0.0, "masters": 0.0}
 
 
 def job_file(folder: Path, length: int = 32) -> Path:

@@ -19,8 +19,7 @@ from hwopt.hardware.device import described
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.memory.trace.layer_kinds import contexts, layer_kinds, layers_to_run
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracer import NotTraceable, traced
-from hwopt.memory.trace.tracing_request import Request
+from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry

@@ -14,7 +14,7 @@ from hwopt.config.job import make_job
 from hwopt.config.profile import make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.device import Hardware, described
-from hwopt.memory.advice.leftover import relative_time
+from hwopt.memory.advice import relative_time
 from hwopt.planning.memory_plan import Gain, Prediction
 from hwopt.planning.plan import Plan
 from hwopt.report.memory import describe_gain, show_gain
