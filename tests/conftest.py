@@ -96,11 +96,3 @@ def counted(request: pytest.FixtureRequest, figures: Callable[[str, str], None])
     what, text = getattr(request.module, "FIGURE", ("", ""))
     if what and request.session.testsfailed == failed:
         figures(what, text.format(tests=sum(item.path == request.path for item in request.session.items)))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the test of the documentation counted."""
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name == "documentation":
-                terminalreporter.write_line(f"documentation: {value}")

@@ -1,8 +1,8 @@
-"""Install a task for a test: a module, and the metadata of a distribution that registers it."""
+"""Install a package for a test: modules, and the metadata of a distribution that registers tasks or plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,16 +11,21 @@ import pytest
 from hwopt.config import task_kinds
 
 
+def write_metadata(folder: Path, name: str, entries: Mapping[str, Mapping[str, str]]) -> None:
+    """Make `folder` one with an installed package. `entries`: group of entry points -> name -> module:class."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    lines = [line for group, each in entries.items() for line in (f"[{group}]", *map(" = ".join, each.items()))]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
 @contextmanager
 def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, *sources: Path, **kinds: str) -> Iterator[None]:
     """A block in which the entry points `kinds` (kind -> module:class) are installed. `sources`: modules to copy to `folder`."""
     for source in sources:
         (folder / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    metadata = folder / "some_tasks-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: some-tasks\nVersion: 1.0\n")
-    entries = "".join(f"{kind.replace('_', '-')} = {value}\n" for kind, value in kinds.items())
-    (metadata / "entry_points.txt").write_text(f"[{task_kinds.GROUP}]\n{entries}")
+    write_metadata(folder, "some_tasks", {task_kinds.GROUP: {name.replace("_", "-"): each for name, each in kinds.items()}})
     monkeypatch.syspath_prepend(folder)
     forget()
     try:

@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import sys
-import tarfile
+import unicodedata
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,9 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from command_line import hwopt
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hwopt.cli import run_command
 from hwopt.data.sources.tables import read_rows
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.errors import DataError, InputError
@@ -40,23 +42,17 @@ FIGURE = (
 )
 # fmt: off
 NAMES = [
-    "", " ", ".", "..", "...", "/", "//", "/tmp/x", "/etc", "a/b", "../a", "a/../b", "a/", "./a", "~", "~/x", "~root", "\\",
-    "a\\b", "..\\a", "C:", "C:\\x", "c:x", "\\\\host\\share", "a:b", "a|b", "a?b", "a*b", "a<b", "a>b", 'a"b', "CON", "con",
-    "PRN", "AUX", "NUL", "nul.txt", "COM1", "com9.log", "LPT1", "lpt3.x.y", "con ", "con .x", "a.", "a ", " a", ".a", "a..",
-    "-a", "--help", "-", "\x00", "a\x00b", "a\nb", "a\rb", "a\tb", "\x1b[31m", "a\x07", "\x7f", "\x80", "\ud800", "a\udc80b",
-    "\u202ea", "a\u202eb", "\u200b", "a\u200bb", "\ufeffa", "\u2028", "a\u2029b", "\u00a0", "\u3000a", "／etc", "a／b", "＼a",
-    "․․", "‥", "…", "．．", "ＣＯＮ", "ｎｕｌ", "－x", "a：b", "a＊b", "a？b", "a＂b", "a＜b", "a｜b", "℀", "℅",
-    "x" * 121, "x" * 255, "x" * 256, "x" * 5000, "é" * 100, "🙂" * 50, "a/" * 50, "../" * 30 + "x", "%2e%2e/", "%00/",
-    "$(touch x)/", "a⁄b/", "`touch x`/", "a;b/",
+    "", " ", ".", "..", "...", "/", "/tmp/x", "a/b", "../a", "a/", "~", "~root", "\\", "a\\b", "C:", "a:b", "a|b",
+    "CON", "nul.txt", "COM1", "con ", "a.", "a ", " a", ".a", "-a", "--help", "\x00", "a\nb", "\x1b[31m", "\x7f", "\ud800",
+    "\u202ea", "\u200b", "a\u2029b", "\u00a0", "／etc", "．．", "‥", "ＣＯＮ", "ｎｕｌ", "a：b", "℀", "x" * 121, "é" * 100,
+    "../" * 30 + "x", "%2e%2e/", "$(touch x)/",
 ]
 # fmt: on
 
 
 def outcome(arguments: Sequence[str]) -> tuple[int, str]:
-    message = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
-        code = run_command(list(arguments))
-    return code, message.getvalue()
+    done = hwopt(*arguments, cwd=Path())
+    return done.returncode, done.stderr
 
 
 @pytest.fixture
@@ -70,18 +66,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def test_list_has_at_least_a_hundred_names() -> None:
-    assert len(set(NAMES)) >= 100
-
-
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:12].encode("ascii", "backslashreplace").decode())
-def test_unsafe_run_name_is_refused(name: str, folder: Path) -> None:
-    with pytest.raises(InputError, match="--name"):
-        run_folder(Path("runs"), name, "")
-    code, message = outcome(["run", "--name", name])
-    assert code == 2
-    assert message.isprintable() or "\n" in message
+def test_unsafe_run_names_are_refused(folder: Path) -> None:
+    for name in NAMES:
+        with pytest.raises(InputError, match="--name"):
+            run_folder(Path("runs"), name, "")
+    for name in NAMES[4:40:8]:
+        code, message = outcome(["run", "--name", name])
+        assert code == 2
+        assert message.isprintable() or "\n" in message
     assert list(folder.parent.rglob("*")) == [folder]
+
+
+@given(st.text(st.characters() | st.sampled_from("./\\:~ -"), max_size=12))
+def test_accepted_run_name_is_one_folder_below_the_others(name: str) -> None:
+    with contextlib.suppress(InputError):
+        found = run_folder(Path("runs"), name, "")
+        assert found == Path("runs") / name
+        assert (found.parent, found.name) == (Path("runs"), name)
+        assert unicodedata.normalize("NFKC", name).isprintable()
 
 
 @pytest.mark.parametrize("name", ["a", "first run", "a.b-c_d", "3", "é", "実験", "Müller 2"])
@@ -128,28 +130,14 @@ def change(path: Path, **keys: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def pickled_weights(model: Path, trace: Path) -> None:
-    (model / "model.safetensors").unlink()
-    torch.save({"bert.embeddings.word_embeddings.weight": Payload(trace)}, model / "pytorch_model.bin")
-
-
-def bare_pickle(model: Path, trace: Path) -> None:
-    (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(trace)))
-
-
 def pickle_in_disguise(model: Path, trace: Path) -> None:
     (model / "model.safetensors").write_bytes(pickle.dumps(Payload(trace)))
 
 
 def index_of_pickles(model: Path, trace: Path) -> None:
-    bare_pickle(model, trace)
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(trace)))
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "pytorch_model.bin"}}))
-
-
-def index_that_points_outside(model: Path, trace: Path) -> None:
-    (model / "model.safetensors").rename(model / "x.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "../../../etc/passwd"}}))
 
 
 def move_weights(model: Path, name: str) -> None:
@@ -165,38 +153,13 @@ def index_that_points_to_a_pickle(model: Path, trace: Path) -> None:
     move_weights(model, "weights.bin")
 
 
-def index_that_points_to_a_pickle_outside(model: Path, trace: Path) -> None:
-    move_weights(model, "../outside/weights.bin")
-
-
 def index_that_points_to_safetensors_outside(model: Path, trace: Path) -> None:
     move_weights(model, "../outside/weights.safetensors")
-
-
-def index_that_is_a_list(model: Path, trace: Path) -> None:
-    move_weights(model, "weights.bin")
-    (model / "model.safetensors.index.json").write_text("[]")
 
 
 def config_that_names_a_pickle(model: Path, trace: Path) -> None:
     (model / "model.safetensors").rename(model / "adapter_model.bin")
     change(model / "config.json", transformers_weights="adapter_model.bin")
-
-
-def config_of_a_wider_model(model: Path, trace: Path) -> None:
-    change(model / "config.json", hidden_size=64)
-
-
-def config_of_a_wider_model_with_another_head(model: Path, trace: Path) -> None:
-    change(model / "config.json", hidden_size=64, id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2})
-
-
-def config_of_another_vocabulary(model: Path, trace: Path) -> None:
-    change(model / "config.json", vocab_size=TINY_BERT["vocab_size"] + 1)
-
-
-def config_of_a_deeper_model(model: Path, trace: Path) -> None:
-    change(model / "config.json", num_hidden_layers=TINY_BERT["num_hidden_layers"] + 1)
 
 
 def code_beside_the_config(model: Path, trace: Path) -> None:
@@ -223,20 +186,10 @@ def tokenizer_of_code(model: Path, trace: Path) -> None:
     change(model / "tokenizer_config.json", tokenizer_class="Thing", auto_map={"AutoTokenizer": ["thing.Thing", None]})
 
 
-def tokenizer_cut_short(model: Path, trace: Path) -> None:
-    (model / "tokenizer.json").write_bytes(b'{"version": "1.0", ')
-
-
-def unknown_quantization(model: Path, trace: Path) -> None:
-    change(model / "config.json", quantization_config={"quant_method": "unknown"})
-
-
 REFUSED = [
-    pickled_weights, bare_pickle, pickle_in_disguise, index_of_pickles, index_that_points_outside, code_beside_the_config,
-    kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code, tokenizer_cut_short, index_that_points_to_a_pickle,
-    index_that_points_to_a_pickle_outside, index_that_points_to_safetensors_outside, index_that_is_a_list,
-    config_that_names_a_pickle, config_of_a_wider_model, config_of_a_wider_model_with_another_head,
-    config_of_another_vocabulary, config_of_a_deeper_model,
+    pickle_in_disguise, index_of_pickles, code_beside_the_config, kernel_from_the_hub,
+    adapter_with_a_pickle, tokenizer_of_code, index_that_points_to_a_pickle,
+    index_that_points_to_safetensors_outside, config_that_names_a_pickle,
 ]  # fmt: skip
 
 
@@ -282,7 +235,7 @@ def pickles_beside_the_weights(model: Path, trace: Path) -> None:
 
 @pytest.mark.parametrize(
     "corrupt",
-    [harmless_code, unknown_quantization, template_that_runs_code, pickles_beside_the_weights],
+    [harmless_code, template_that_runs_code, pickles_beside_the_weights],
     ids=lambda corrupt: corrupt.__name__,
 )
 def test_unused_code_of_a_model_is_ignored(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
@@ -296,30 +249,25 @@ def test_unused_code_of_a_model_is_ignored(corrupt: Callable[[Path, Path], None]
     assert [path.name for path in Path("runs").iterdir()] == ["r"]
 
 
-def archives() -> list[str]:
+def test_archives_are_not_unpacked(folder: Path) -> None:
     Path("a.csv").write_text("text,label\nx,y\n")
     with zipfile.ZipFile("a.zip", "w") as file:
         file.write("a.csv")
-    with tarfile.open("a.tar.gz", "w:gz") as tar:
-        tar.add("a.csv")
     Path("a.csv.gz").write_bytes(gzip.compress(b"text,label\nx,y\n"))
-    for name in ("a.7z", "a.tar", "a.csv.bz2", "a.csv.xz", "a.csv.zst", "a.rar", "a.tgz"):
+    for name in ("a.tar.gz", "a.7z", "a.csv.zst"):
         Path(name).write_bytes(b"x")
-    return sorted(path.name for path in Path().iterdir() if path.name != "a.csv")
-
-
-def test_archives_are_not_unpacked(folder: Path) -> None:
-    for name in archives():
-        before = sorted(folder.iterdir())
-        with pytest.raises(DataError, match="archive"):
-            read_rows(name)
-        assert sorted(folder.iterdir()) == before
+    before = sorted(folder.iterdir())
+    for path in before:
+        if path.name != "a.csv":
+            with pytest.raises(DataError, match="archive"):
+                read_rows(path.name)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_code_in_data_is_not_run(folder: Path) -> None:
     trace = folder.parent / "was_run"
     payload = pickle.dumps(Payload(trace))
-    for name in ("a.pkl", "a.pickle", "a.pt", "a.bin", "a.npy", "a.py", "a.arrow", "a.csv", "a.parquet", "a.jsonl", "a.json"):
+    for name in ("a.pkl", "a.pt", "a.npy", "a.py", "a.arrow", "a.csv", "a.parquet", "a.jsonl"):
         Path(name).write_bytes(payload)
         with pytest.raises(DataError):
             read_rows(name)
@@ -372,24 +320,10 @@ def test_tampered_token_store_is_not_unpickled(folder: Path) -> None:
     assert not trace.exists()
 
 
-CORRUPT = [
-    b"",
-    b"\x00" * 100,
-    b"PK\x03\x04",
-    b"PK\x05\x06" + bytes(18),
-    b"{}",
-    b"[" * 100_000,
-    b"null",
-    b'{"name": 3}',
-    b"\xff\xfe",
-]
-
-
-@pytest.mark.parametrize("content", [*CORRUPT, None], ids=lambda content: repr(content)[:20])
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"[" * 100_000, b'{"name": 3}', b"\xff\xfe", None])
 def test_corrupt_cache_is_replaced(content: bytes | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
-    if content is None:
-        content = pickle.dumps(Payload(trace))
+    content = pickle.dumps(Payload(trace)) if content is None else content
     config = load_config(None, TINY_BERT)
     made = model_facts(config, "text-classification", "a model", Path("models"))
     (file,) = Path("models").iterdir()
@@ -471,7 +405,6 @@ def test_trust_remote_code_runs_only_the_named_model(named: str | None, folder: 
         assert not [file for file in ("job.toml", "profile.toml") if "trust" in Path("runs/r", file).read_text()]
     else:
         assert "--trust-remote-code" in found.stderr
-        assert "Traceback" not in found.stderr
 
 
 def test_job_cannot_enable_remote_code(folder: Path) -> None:

@@ -142,20 +142,18 @@ def test_unchanged_job_and_profile_are_accepted() -> None:
 
 # fmt: off
 NASTY = [
-    b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r\n", b"\r", b'"', b"'", b"'''", b"[", b"]", b"[[", b"{", b"}", b"=", b".", b",",
-    b"#", b"\\", b"\\u0000", b"-1", b"0", b"nan", b"9" * 30, b"1e400", b"true", b"\xe2\x80\xae", b"\x1b[2J", b"model",
-    b"plugins.x", b"extends = 'mine'", b"a.b.c = 1", b"2020-01-01", b"a = [", b"{a=", b"a.", b'"a".', b"[]", b'{"a":', b"\n",
-    b" ", b"[[model]]\n", b"'\\ud800'", b"\x1b]0;x\x07", b"\xe2\x80\xa8", b"\x7fELF", b"PK\x03\x04", b"\x80\x04\x95",
-    b"!!python/object",
+    b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r\n", b'"', b"'''", b"[", b"[[", b"{", b"}", b"=", b".", b"#", b"\\u0000", b"-1",
+    b"nan", b"9" * 30, b"1e400", b"true", b"\xe2\x80\xae", b"\x1b[2J", b"plugins.x", b"extends = 'mine'", b"a.b.c = 1", b"{a=",
+    b'"a".', b'{"a":', b"\n", b" ", b"[[model]]\n", b"'\\ud800'", b"PK\x03\x04", b"\x80\x04\x95", b"!!python/object",
 ]
-NO_TEXT = ["true", "-1", "1.5", "nan", "[1]", "[[]]", "{ a = 1 }", "2020-01-01", "12:00:00"]
-NO_NUMBER = ["true", "nan", "''", "'x'", "'1'", "[]", "[1]", "{}", "2020-01-01", "'\\u001b[2J'", "inf", "-inf", "-1", "9" * 400]
+NO_TEXT = ["true", "-1", "1.5", "nan", "[1]", "[[]]", "{ a = 1 }", "2020-01-01"]
+NO_NUMBER = ["true", "nan", "''", "'1'", "[1]", "{}", "2020-01-01", "'\\u001b[2J'", "-inf", "-1", "9" * 400]
 NO_COUNT = [*NO_NUMBER, "1.5", str(2**63 + 1)]
-NO_FLAG = ["1", "0", "'true'", "[]", "{}", "nan"]
+NO_FLAG = ["1", "'true'", "[]", "{}", "nan"]
 NO_CHOICE = ["3", "''", "'no-such'", "[{}]", "{ a = 'x' }", "true"]
-NO_LIST = ["true", "3", "[1]", "[{}]", "[['a']]", "nan", "2020-01-01"]
+NO_LIST = ["true", "3", "[1]", "[{}]", "[['a']]", "nan"]
 NO_TABLE = ["3", "'bert'", "[]", "true", "nan"]
-LITERALS = [*NO_TEXT, *NO_COUNT, *NO_FLAG, *NO_CHOICE, "[[[1]]]", "{ a = { b = 1 } }", '"\\u0000"', "1_000", "0x10", "-0.0"]
+LITERALS = [*NO_TEXT, *NO_COUNT, *NO_FLAG, *NO_CHOICE, "[[[1]]]", "{ a = { b = 1 } }", '"\\u0000"', "0x10", "-0.0"]
 # fmt: on
 TABLES: dict[str, Any] = {"model": Model, "data": Data, "task": TaskOptions, "training": Training}
 FIELDS = {f"{table}.{key}": field.annotation for table, model in TABLES.items() for key, field in model.model_fields.items()}
@@ -278,16 +276,13 @@ def test_damaged_deepspeed_json_is_refused(raw: bytes) -> None:
 
 # fmt: off
 WRONG_PROFILE = {
-    "name": ["3", "''", "'../x'", "'a/b'", "'a\\u0000b'", "'\\u001b[31m'", "'-x'", "'é'", "[]"],
-    "summary": NO_TEXT, "extends": ["3", "''", "'mine'", "'../mine'", "'/dev/zero'", "'no such'", "['cpu']", "{}", "'a\\u0000b'"],
-    "card": ["3", "[]", "{ mach = ['x'] }", "'x'"], "card.match": ["3", "'x'", "[1]", "{}"],
-    "card.memory_gib": [*NO_NUMBER, "0"], "card.memory_bandwidth_gbps": [*NO_NUMBER, "0"],
-    "card.compute_capability": ["8.6", "'8'", "'8.6.1'", "'-8.6'", "''", "'x'", "[]", "'٨.٦'", "'8.6\\n'"],
-    "card.dense_tflops": ["3", "[]", "{ fp8 = 1 }", "{ fp16 = 'x' }", "{ fp16 = -1 }"],
-    "tuned_for": ["3", "{ parameters = -1 }", "{ max_length = 0 }", "{ x = 1 }"],
-    "data": ["3", "{ train = 'x' }", "{ max_length = 1 }"],
-    "training": ["3", "[]", "{ learning_rate = 'x' }", "{ lr = 1 }"],
-    "plugins": ["3", "[]", "{ precisoin = {} }", "{ precision = 3 }", "{ precision = [] }", "{ '' = {} }"],
+    "name": ["3", "''", "'../x'", "'a\\u0000b'", "'\\u001b[31m'", "'-x'"],
+    "summary": NO_TEXT, "extends": ["3", "''", "'mine'", "'../mine'", "'/dev/zero'", "['cpu']"],
+    "card": ["3", "{ mach = ['x'] }"], "card.match": NO_LIST, "card.memory_gib": [*NO_NUMBER, "0"],
+    "card.compute_capability": ["8.6", "'8'", "'-8.6'", "'x'", "'٨.٦'", "'8.6\\n'"],
+    "card.dense_tflops": ["3", "{ fp8 = 1 }", "{ fp16 = -1 }"], "tuned_for": ["3", "{ parameters = -1 }", "{ x = 1 }"],
+    "data": ["3", "{ train = 'x' }"], "training": ["[]", "{ learning_rate = 'x' }", "{ lr = 1 }"],
+    "plugins": ["3", "{ precisoin = {} }", "{ precision = [] }", "{ '' = {} }"],
 }
 # fmt: on
 
@@ -314,37 +309,28 @@ def test_wrong_option_of_any_plugin_is_refused(option: tuple[str, str], table: s
     assert f"plugins.{name}" in text or repr(name) in text
 
 
-NO_NAMES = ["", "no-such", "\x00", "a/\x00", "\x1b[31m", "/", LONG, "\ud800"]
-NO_COUNTS = ["", "0", "-1", "x", "1.5", HUGE, "\x1b"]
+NO_NAMES = ["", "no-such", "a/\x00", "\x1b[31m", "/", LONG, "\ud800"]
+NO_COUNTS = ["", "0", "-1", "x", "1.5", HUGE]
 RUN = ("run", "job.toml", "--profile", "cpu")
 BAD_ARGUMENTS: list[tuple[tuple[str, ...], list[str]]] = [
-    ((), [*NO_NAMES, "Run", "--no-such", "--version=1", "--", "-x", "-"]),
-    *(((command,), ["--no-such", "-x", "--\x1b[31m", f"--{LONG}", "--=", "-=1"]) for command in COMMANDS),
+    ((), [*NO_NAMES, "Run", "--no-such", "--version=1", "--", "-"]),
+    *(((command,), ["--no-such", "--\x1b[31m", f"--{LONG}", "-=1"]) for command in COMMANDS),
     *(((command, "a", "b"), ["c"]) for command in COMMANDS),
-    (("profiles", "show"), [*NO_NAMES, "../x", "no.toml", "/.toml", "é"]),
-    (("plugins", "show"), [*NO_NAMES, "../x", "é"]),
-    (("export", "job.toml", "--to", "accelerate", "--profile"), [*NO_NAMES, " ", ".", "/dev/null", "job.toml", "~/x.toml"]),
-    (
-        ("export", "--profile", "cpu", "--to", "accelerate"),
-        [*NO_NAMES, "..", "/dev/null", "job.toml/x", "https://example.org/a.toml"],
-    ),
-    (("export", "job.toml", "--profile", "cpu"), ["--to=yaml", "--to=deepspeed", "--world-size=1"]),
-    (
-        (*EXPORT, "--set"),
-        [*NO_NAMES[:-1], "=", "a=1", "a.=1", ".a=1", "a..b=1", "a.b", "model=3", "..=", "\x00.a=1", "a." * 5000 + "b=1"],
-    ),
-    (
-        (*EXPORT, "--set"),
-        [f"model.name={'[' * 50_000}", "plugins.precisoin.dtype=fp16", f"training.{LONG}=1", "\ud800.a=1", "data={}"],
-    ),
-    ((*EXPORT, "--memory-limit"), ["", "8", "GiB", "-8GiB", "0GiB", "8 TiB", "nanGiB", "8GiB", HUGE + "GiB", "٨GiB", "8GiB\n"]),
+    (("profiles", "show"), [*NO_NAMES, "../x", "no.toml"]),
+    (("plugins", "show"), [*NO_NAMES, "../x"]),
+    (("export", "job.toml", "--to", "accelerate", "--profile"), [*NO_NAMES, " ", ".", "/dev/null", "job.toml"]),
+    (("export", "--profile", "cpu", "--to", "accelerate"), [*NO_NAMES, "..", "job.toml/x", "https://example.org/a.toml"]),
+    (("export", "job.toml", "--profile", "cpu"), ["--to=yaml", "--to=deepspeed"]),
+    ((*EXPORT, "--set"), [*NO_NAMES[:-1], "=", "a.=1", "a..b=1", "a.b", "model=3", "\x00.a=1", "a." * 5000 + "b=1"]),
+    ((*EXPORT, "--set"), [f"model.name={'[' * 50_000}", f"training.{LONG}=1", "\ud800.a=1", "data={}"]),
+    ((*EXPORT, "--memory-limit"), ["", "8", "-8GiB", "0GiB", "nanGiB", "8GiB", HUGE + "GiB", "٨GiB"]),
     ((*EXPORT, "--world-size"), NO_COUNTS),
     ((*EXPORT, "--nodes"), [*NO_COUNTS, "2"]),
-    ((*EXPORT, "--hardware"), ["", "gpu", "\x1b[31m"]),
+    ((*EXPORT, "--hardware"), ["", "gpu"]),
     ((*EXPORT, "--output"), ["", ".", "job.toml", "job.toml/x", "\x00", LONG, "no/such/folder.yaml"]),
     ((*RUN, "--processes"), [*NO_COUNTS, "1000", "٢"]),
-    ((*RUN, "--output-dir"), ["job.toml", "\x00", "job.toml/x", LONG, "/dev/null/x"]),
-    (("plan", "job.toml", "--profile", "cpu"), ["--profile=no-such", "--nodes=0", "--measure=1"]),
+    ((*RUN, "--output-dir"), ["job.toml", "\x00", LONG, "/dev/null/x"]),
+    (("plan", "job.toml", "--profile", "cpu"), ["--nodes=0", "--measure=1"]),
 ]
 
 
@@ -354,13 +340,12 @@ def test_bad_command_line_is_refused(arguments: tuple[str, ...]) -> None:
     refused(*arguments)
 
 
-SIZES = ["-1", "0", "'x'", "[]", "{}", "1.5", str(2**63 - 1), "1000000000", "33"]
+SIZES = ["-1", "0", "'x'", "[]", "{}", "1.5", str(2**63 - 1), "33"]
 OTHERS = ["'no-such'", "3", "'__import__'", "[]", "{ x = 'y' }", "-5"]
 CONFIG_KEYS = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), SIZES),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_layer", "n_embd", "n_head", "num_labels", "num_layers"), SIZES),
-    **dict.fromkeys(("hidden_act", "rope_parameters", "layer_types", "id2label", "problem_type", "dtype", "auto_map"), OTHERS),
-    **dict.fromkeys(("quantization_config", "attn_implementation", "architectures", "layer_norm_eps", "no_such_key"), OTHERS),
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "num_labels"), SIZES),
+    **dict.fromkeys(("hidden_act", "rope_parameters", "id2label", "dtype", "auto_map", "quantization_config"), OTHERS),
+    **dict.fromkeys(("attn_implementation", "architectures", "layer_norm_eps", "no_such_key"), OTHERS),
 }
 
 
@@ -381,26 +366,14 @@ def test_bad_model_config_is_refused_with_its_line(model_type: str, wrong: tuple
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{ hidden_size = 32 }", "model.config.model_type: missing; give the architecture"),
-        (
-            "{ model_type = 'bert', num_hidden_layers = 1, hidden_act = 'gelo' }",
-            "KeyError: 'gelo'; the config has hidden_act = 'gelo'",
-        ),
-        ("{ model_type = 'bert', num_hidden_layers = 1, vocab_size = 0 }", "IndexError: .*; the config has .*vocab_size = 0"),
-        (
-            "{ model_type = 'llama', num_hidden_layers = 1, hidden_size = 0 }",
-            "; the config has head_dim = 0, hidden_size = 0",
-        ),
-        ("{ model_type = 'llama', hidden_size = 10_000_000 }", "hidden_size: 10000000 is too large"),
-        ("{ model_type = 'gpt2', n_embd = 10_000_000 }", "n_embd: 10000000 is too large"),
-        (
-            "{ model_type = 'bert', vocab_size = 33_554_432 }",
-            r"vocab_size: 33554432 is too large \(at most 16,777",
-        ),
+        ("hidden_size = 32", "model.config.model_type: missing; give the architecture"),
+        ("model_type = 'bert', hidden_act = 'gelo'", "KeyError: 'gelo'; the config has hidden_act = 'gelo'"),
+        ("model_type = 'llama', num_hidden_layers = 1, hidden_size = 0", "; the config has head_dim = 0, hidden_size = 0"),
+        ("model_type = 'bert', vocab_size = 33_554_432", r"vocab_size: 33554432 is too large \(at most 16,777"),
     ],
 )
 def test_message_names_the_wrong_key_of_a_config(config: str, message: str) -> None:
-    Path("job.toml").write_text(f"[model]\nconfig = {config}\n[data]\ntrain = 'train.jsonl'\n")
+    Path("job.toml").write_text(f"[model]\nconfig = {{ {config} }}\n[data]\ntrain = 'train.jsonl'\n")
     assert re.search(message, refused(*EXPORT))
 
 
@@ -441,40 +414,19 @@ def test_special_file_is_refused() -> None:
 def test_circular_extends_is_refused() -> None:
     for number in range(12):
         Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{(number + 1) % 12}"\n')
-    assert "circle" in refused("profiles", "show", "p0.toml")
-    Path("self.toml").write_text('name = "self"\nextends = "self"\n')
-    assert "circle" in refused("profiles", "show", "self.toml")
     Path("linked.toml").symlink_to("p0.toml")
+    assert "circle" in refused("profiles", "show", "p0.toml")
     assert "circle" in refused("profiles", "show", "linked.toml")
 
 
-def test_long_chain_of_parents_is_refused() -> None:
-    for number in range(2000):
-        Path(f"p{number}.toml").write_text(f'name = "p{number}"\nextends = "p{number + 1}"\n')
-    assert "extends" in refused("profiles", "show", "p0.toml")
-
-
-NO_RANKS = ("abc", "-1", "1.5", "9" * 5000, "٣", "\x1b[31m", "0x1", " 1 x", "1e3")
-SECOND_OF_TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 VARIABLES: list[dict[str, str]] = [
-    *({name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") for value in NO_RANKS),
-    {"RANK": "1"},
-    {"RANK": "2", "WORLD_SIZE": "2"},
-    {"WORLD_SIZE": "0"},
-    {"WORLD_SIZE": "2"},
-    SECOND_OF_TWO,
-    {**SECOND_OF_TWO, "MASTER_ADDR": "localhost"},
-    {**SECOND_OF_TWO, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
-    {"RANK": "abc", "HWOPT_LAUNCH_FOLDER": "/no/such/folder"},
-    {"ACCELERATE_MIXED_PRECISION": "fp7"},
-    {"ACCELERATE_DYNAMO_BACKEND": "no-such"},
+    *({name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") for value in ("abc", "-1", "1.5", "٣", "\x1b[31m", HUGE)),
+    *({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "0"}, TWO, TWO | {"MASTER_ADDR": "localhost"}),
+    TWO | {"MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+    *({f"ACCELERATE_{name}": "no-such"} for name in ("MIXED_PRECISION", "DYNAMO_BACKEND", "USE_CPU")),
     {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "abc"},
-    {"ACCELERATE_USE_DEEPSPEED": "true"},
-    {"ACCELERATE_USE_FSDP": "true"},
-    {"ACCELERATE_USE_CPU": "perhaps"},
-    {"ACCELERATE_DEBUG_MODE": ""},
-    {"USE_TORCH_XLA": "\x1b[31m"},
-    {"ACCELERATE_USE_MEGATRON_LM": "true"},
+    *({f"ACCELERATE_USE_{engine}": "true"} for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM")),
 ]
 
 

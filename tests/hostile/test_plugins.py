@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import builtins
 import errno
-import io
 import json
 import os
 import sys
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import named
+from command_line import hwopt
 from event_calls import calling
 from pydantic import model_validator
 
-from hwopt.cli import run_command
-from hwopt.errors import HwoptError, PluginError, StorageError
+from hwopt.errors import HwoptError, StorageError
 from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, Stage
 from hwopt.plugin import registry as registry_module
-from hwopt.plugin.guard import Guarded, plugin_guard
 from hwopt.plugin.registry import PLUGIN_GROUP
 from hwopt.plugin.run_view import EVENTS
 from hwopt.testing import TINY_BERT, write_samples
@@ -83,29 +82,24 @@ def to_toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, thing: object, *others: tuple[str, object], name: str = "third_party") -> None:
+def install(monkeypatch: pytest.MonkeyPatch, thing: object, name: str = "third_party") -> None:
     """Register `thing` as the entry point `name`, as if its distribution were installed."""
     module = types.ModuleType("third_party_module")
-    module.__dict__.update({"Thing": thing} | {f"Other{number}": other for number, (_, other) in enumerate(others)})
+    module.__dict__["Thing"] = thing
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = [ThirdPartyEntryPoint(name, "third_party_module:Thing", PLUGIN_GROUP)]
-    found += [
-        ThirdPartyEntryPoint(other, f"third_party_module:Other{number}", PLUGIN_GROUP) for number, (other, _) in enumerate(others)
-    ]
+    found = ThirdPartyEntryPoint(name, "third_party_module:Thing", PLUGIN_GROUP)
     installed = list(metadata.entry_points(group=PLUGIN_GROUP))
     asked = metadata.entry_points
 
     def entry_points(**options: str) -> Any:
-        return [*installed, *found] if options == {"group": PLUGIN_GROUP} else asked(**options)
+        return [*installed, found] if options == {"group": PLUGIN_GROUP} else asked(**options)
 
     monkeypatch.setattr(registry_module.metadata, "entry_points", entry_points)
 
 
 def outcome(*arguments: str) -> tuple[int, str, str]:
-    output, message = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(message):
-        code = run_command(list(arguments))
-    return code, output.getvalue(), message.getvalue()
+    done = hwopt(*arguments, cwd=Path())
+    return done.returncode, done.stdout, done.stderr
 
 
 EXPORT = ("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
@@ -137,16 +131,16 @@ def returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+def writes(how: Callable[[Any], Any]) -> type[Plugin]:
+    return variant(apply=lambda self, recipe, context: how(recipe))
+
+
 def changing(what: Callable[[Any], Any]) -> Callable[..., Any]:
     def probe(self: Any, context: Any) -> Decision:
         what(context)
         return Decision.apply("always works")
 
     return probe
-
-
-class Lacking:
-    name = "third_party"
 
 
 class Picky(PluginOptions):
@@ -158,63 +152,35 @@ class Picky(PluginOptions):
         raise RuntimeError("boom in a validator")
 
 
-ERRORS: list[BaseException] = [
-    RuntimeError("boom"),
-    SystemExit(0),
-    SystemExit("bye"),
-    Boom("boom"),
-    MemoryError(),
-    RecursionError("boom"),
-    StopIteration(),
-    GeneratorExit(),
-    HwoptError("boom"),
-]
+ERRORS: list[BaseException] = [RuntimeError("boom"), SystemExit(0), Boom("boom"), MemoryError(), HwoptError("boom")]
 WRONG_DECISIONS: list[Any] = [
-    None, True, "apply", ("apply", "x"), Decision("maybe", "x"), Decision("apply", None), Decision("fallback", "x"),
-    Decision("choose", "x"), Decision("fallback", "x", ({"value": 1},)), Decision("choose", "x", (PluginOptions(),)),
-    Evidence.active("x"), Decision,
+    None, True, Decision("maybe", "x"), Decision("apply", None), Decision("fallback", "x"), Decision("choose", "x"),
+    Decision("fallback", "x", ({"value": 1},)), Evidence.active("x"),
 ]  # fmt: skip
+RAISES = Conflict(field="batch", why="no", when=raising(RuntimeError("boom")))
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "sets an unknown field": lambda recipe: setattr(recipe, "no_such", 1),
+    "replaces a list": lambda recipe: setattr(recipe, "process", []),
+    "takes out what others added": lambda recipe: recipe.batch.clear(),
+    "adds an unknown event": lambda recipe: recipe.events.append(calling(on_such=len)),
+    "adds events of text": lambda recipe: recipe.events.append("on_saved"),
+    "takes the batch of another": lambda recipe: recipe.batch.update(train=8),
+    "adds an unknown size": lambda recipe: recipe.batch.update(no_such=8),
+    "sets a wrong hyperparameter": lambda recipe: recipe.training.update(learning_rate=-1),
+}
 CLASSES: dict[str, object] = {
     **{f"probe raises {error!r}": variant(probe=raising(error)) for error in ERRORS},
-    **{f"apply raises {error!r}": variant(apply=raising(error)) for error in ERRORS},
-    **{f"the constructor raises {error!r}": variant(__init__=raising(error)) for error in ERRORS[:4]},
+    **{f"apply raises {error!r}": variant(apply=raising(error)) for error in ERRORS[:2]},
+    "the constructor raises": variant(__init__=raising(RuntimeError("boom"))),
     **{f"probe returns {shown!r}": variant(probe=returning(shown)) for shown in WRONG_DECISIONS},
     "options that raise": variant(Options=Picky),
-    "another API": variant(api_version=99),
-    "an API of text": variant(api_version="1"),
     "no class": 3,
-    "a function": len,
-    "a module": json,
-    "an instance": ThirdParty(ThirdParty.Options()),
-    "no subclass": Lacking,
-    "the contract itself": Plugin,
-    "another name": variant(name="other"),
     "no stage": variant(stage="LOOP"),
-    "no options": variant(Options=None),
-    "options of another kind": variant(Options=dict),
-    "no probe": variant(probe=Plugin.probe),
-    "a probe of text": variant(probe="apply"),
-    "evidence of text": variant(evidence="active"),
-    "an unknown effect": variant(effect="everything"),
-    "relations are a text": variant(relations="batch"),
-    "traits are a text": variant(traits="elementwise"),
-    "a name of contract 2": variant(requires=("batch",)),
-    "a conflict that raises": variant(
-        relations=Relations(conflicts=(Conflict(field="batch", why="no", when=raising(RuntimeError("boom"))),))
-    ),
+    "a conflict that raises": variant(relations=Relations(conflicts=(RAISES,))),
     "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
-    "sets a field of the job": variant(probe=changing(lambda context: setattr(context.job, "task", None))),
     "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),
-    "an unknown field": variant(apply=lambda self, recipe, context: setattr(recipe, "no_such", 1)),
-    "replaces a list": variant(apply=lambda self, recipe, context: setattr(recipe, "process", [])),
-    "takes out what others added": variant(apply=lambda self, recipe, context: recipe.batch.clear()),
-    "an unknown event": variant(apply=lambda self, recipe, context: recipe.events.append(calling(on_such=len))),
-    "events of text": variant(apply=lambda self, recipe, context: recipe.events.append("on_saved")),
-    "takes the batch of another": variant(apply=lambda self, recipe, context: recipe.batch.update(train=8)),
-    "an unknown size": variant(apply=lambda self, recipe, context: recipe.batch.update(no_such=8)),
-    "a size of text": variant(apply=lambda self, recipe, context: recipe.batch.update(eval="8")),
-    "a wrong hyperparameter": variant(apply=lambda self, recipe, context: recipe.training.update(learning_rate=-1)),
-}  # fmt: skip
+    **{name: writes(how) for name, how in WRITES.items()},
+}
 
 
 @pytest.mark.parametrize("thing", CLASSES.values(), ids=CLASSES)
@@ -223,11 +189,9 @@ def test_broken_plugin_is_refused_before_the_run(thing: object, folder: Path, mo
     refused(*EXPORT)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("error", ERRORS[:3], ids=repr)
 def test_failing_import_is_a_plugin_error(error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("third_party_module.py").write_text("import builtins\nraise builtins.the_error\n")
-    import builtins
-
     monkeypatch.setattr(builtins, "the_error", error, raising=False)
     monkeypatch.syspath_prepend(str(folder))
     install(monkeypatch, None)
@@ -236,7 +200,7 @@ def test_failing_import_is_a_plugin_error(error: BaseException, folder: Path, mo
     assert "cannot be imported" in refused("plugins", "show", "third_party")
 
 
-@pytest.mark.parametrize("name", ["", " ", "../x", "a.b", "a b", "a/b", "\x1b[31m", "é", "x" * 500, "a\nb", "plugins.x"])
+@pytest.mark.parametrize("name", ["", "../x", "a.b", "a b", "\x1b[31m", "é", "x" * 500])
 def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ThirdParty, name=name)
     code, _, message = outcome(*EXPORT)
@@ -245,36 +209,7 @@ def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest
     assert DISTRIBUTION in message
 
 
-def test_plugin_name_registered_twice_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ThirdParty, ("third_party", ThirdParty))
-    assert "again by" in refused(*EXPORT)
-
-
-def test_name_of_a_built_in_plugin_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ThirdParty, name="precision")
-    code, _, message = outcome(*EXPORT)
-    assert code == 3
-    assert "'precision' is registered by hwopt" in message
-    assert DISTRIBUTION in message
-
-
 def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loud(ThirdParty):
-        def probe(self, context: Context) -> Decision:
-            print("probe me")
-            return super().probe(context)
-
-        def apply(self, recipe: Recipe, context: Context) -> None:
-            print("and me")
-
-    install(monkeypatch, Loud)
-    code, output, message = outcome(*EXPORT)
-    assert code == 0, message
-    assert "me" not in [line.split()[-1] for line in output.splitlines()]
-    assert message.count("me\n") >= 2
-
-
-def test_output_during_the_run_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loud(what: str) -> Callable[..., Any]:
         def step(model: Any, *_: Any) -> Any:
             print(what)
@@ -283,10 +218,15 @@ def test_output_during_the_run_is_not_in_stdout(folder: Path, monkeypatch: pytes
         return step
 
     class Loud(ThirdParty):
+        def probe(self, context: Context) -> Decision:
+            print("in probe")
+            return super().probe(context)
+
         def memory(self, spec: Any, context: Context) -> None:
             print("in memory")
 
         def apply(self, recipe: Recipe, context: Context) -> None:
+            print("in apply")
             recipe.model_steps.append(loud("in a step of the model"))
             recipe.final_steps.append(loud("in a final step"))
 
@@ -299,7 +239,7 @@ def test_output_during_the_run_is_not_in_stdout(folder: Path, monkeypatch: pytes
     assert code == 0, message
     code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
     assert code == 0, more
-    for where in ("in memory", "in a step of the model", "in a final step", "in evidence"):
+    for where in ("in probe", "in apply", "in memory", "in a step of the model", "in a final step", "in evidence"):
         assert where not in output + planned
         assert where in message + more
 
@@ -314,13 +254,6 @@ def test_full_disk_in_a_plugin_exits_with_6_and_names_the_plugin(
     assert code == StorageError.exit_code
     for part in ("'third_party'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
         assert part in message
-
-
-def test_generator_exit_is_a_plugin_error() -> None:
-    with pytest.raises(PluginError, match=r"probe\(\) raised GeneratorExit"), plugin_guard("plugin 'third_party'", "probe()"):
-        raise GeneratorExit
-    with pytest.raises(PluginError, match="raised GeneratorExit"):
-        Guarded(raising(GeneratorExit()), "plugin 'third_party'", "recipe.loss")()
 
 
 def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +278,6 @@ class FailingContext:
         return self.way == "swallows"
 
 
-def writes(how: Callable[[Any], Any]) -> type[Plugin]:
-    return variant(apply=lambda self, recipe, context: how(recipe))
-
-
 boom = raising(RuntimeError("boom"))
 leave = raising(SystemExit(0))
 SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "scaler", "schedule", "engine")
@@ -371,38 +300,21 @@ RUNS: dict[str, type[Plugin]] = {
     "a context raises on the way out": written("process", lambda: FailingContext("out")),
     "a context is none": written("process", lambda: 3),
     "a step of the model returns nothing": written("model_steps", lambda model, run: None),
-    "a kwargs handler raises": writes(lambda recipe: recipe.accelerator["kwargs_handlers"].append(boom)),
     "an option of the Accelerator raises": writes(lambda recipe: recipe.accelerator.update(dataloader_config=boom)),
     "an unknown option of the Accelerator": writes(lambda recipe: recipe.accelerator.update(no_such=1)),
     "evidence raises": variant(evidence=boom),
     "evidence leaves": variant(evidence=leave),
     **{f"evidence returns {shown!r}": variant(evidence=returning(shown)) for shown in WRONG_EVIDENCE},
 }  # fmt: skip
-SHORT = [
-    "loss raises",
-    "a step of the model returns nothing",
-    "final_steps leaves",
-    "a context raises on the way out",
-    "evidence leaves",
-]
+SHORT = ("loss raises", "a step of the model returns nothing", "final_steps leaves", "evidence leaves")
 
 
-def check_run(thing: type[Plugin], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("thing", named(RUNS, SHORT))
+def test_failing_hook_ends_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, thing)
     refused(*RUN)
     status = Path("runs/r/status.json")
     assert not status.exists() or json.loads(status.read_text())["exit_code"] == 3
-
-
-@pytest.mark.parametrize("thing", [RUNS[name] for name in SHORT], ids=SHORT)
-def test_failing_hook_ends_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_run(thing, monkeypatch)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("thing", RUNS.values(), ids=RUNS)
-def test_failing_hook_in_any_field_ends_the_run(thing: type[Plugin], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_run(thing, monkeypatch)
 
 
 @pytest.mark.integration

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from cli.test_cli import write_job
+from installed_task import write_metadata
 
 from hwopt.trials.processes import forks, in_new_process
 from hwopt.trials.trial import Variant, run_trial
@@ -63,33 +64,22 @@ def work(tmp_path: Path) -> Path:
     write_job(tmp_path, num_train_epochs=3)
     (tmp_path / "mine.toml").write_text(PROFILE)
     (tmp_path / "failing.toml").write_text(FAILING)
-    plugins = tmp_path / "plugins"
-    metadata = plugins / "failing_plugins-1.0.dist-info"
-    metadata.mkdir(parents=True)
     (tmp_path / "tmp").mkdir()
-    (plugins / "failing_plugins.py").write_text(PLUGINS)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-plugins\nVersion: 1.0\n")
-    entries = "crash = failing_plugins:Crash\nlarge = failing_plugins:Large\n"
-    (metadata / "entry_points.txt").write_text(f"[hwopt.plugins]\n{entries}")
+    entries = {"crash": "failing_plugins:Crash", "large": "failing_plugins:Large"}
+    write_metadata(tmp_path / "plugins", "failing_plugins", {"hwopt.plugins": entries})
+    (tmp_path / "plugins" / "failing_plugins.py").write_text(PLUGINS)
     return tmp_path
 
 
 def environment(work: Path) -> dict[str, str]:
     path = os.pathsep.join([str(work / "plugins"), os.environ["PYTHONPATH"]])
-    return os.environ | {"PYTHONPATH": path, "TMPDIR": str(work / "tmp"), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": path, "TMPDIR": str(work / "tmp")}
 
 
 def bench(work: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hwopt", "bench", "job.toml", "--seconds", "0.1", "--rounds", "3", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=work,
-        env=environment(work),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=work, env=environment(work), text=True, start_new_session=True, **pipes)
 
 
 def test_failures_are_rows_and_the_others_are_measured(work: Path) -> None:
@@ -135,33 +125,22 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     return found
 
 
-def metrics(work: Path) -> list[Path]:
-    """The logs of trials that train."""
-    return [path for path in (work / "tmp").rglob("metrics.jsonl") if path.stat().st_size]
-
-
-def test_interrupted_bench_prints_the_table(work: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_trials_end_with_the_command(number: signal.Signals, work: Path) -> None:
+    """An interrupted command prints the table of what it has measured."""
     process = bench(work, "--profile", "mine.toml", "--seconds", "600")
-    wait_until(lambda: any("1-" in path.parent.name for path in metrics(work)))
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    output, message = process.communicate(timeout=60)
-    assert process.returncode == 130, message
-    assert "interrupted: variants without a speed were not measured" in output
-    assert "+ tf32" in output
-    assert "Traceback" not in message
-    assert psutil.wait_procs(descendants, timeout=20)[1] == []
-    assert os.listdir(work / "tmp") == []
-
-
-def test_trials_end_with_the_command(work: Path) -> None:
-    process = bench(work, "--profile", "mine.toml", "--seconds", "600")
-    wait_until(lambda: metrics(work))
+    wait_until(lambda: any(path.stat().st_size for path in (work / "tmp").rglob("metrics.jsonl")))
     descendants = psutil.Process(process.pid).children(recursive=True)
     assert len(descendants) >= 2  # the fork server and a trial
-    process.kill()
-    process.communicate()
+    process.send_signal(number)
+    output, message = process.communicate(timeout=60)
     assert psutil.wait_procs(descendants, timeout=20)[1] == []
+    if number == signal.SIGINT:
+        assert process.returncode == 130, message
+        assert "interrupted: variants without a speed were not measured" in output
+        assert "+ tf32" in output
+        assert "Traceback" not in message
+        assert os.listdir(work / "tmp") == []
 
 
 def test_new_process_and_fork_train_the_same(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

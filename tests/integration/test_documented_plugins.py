@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed_task import forget
-from integration.forks import run_ranks
+import tomlkit
+from installed_task import forget, write_metadata
+from integration.ranks_folder import BATCH, evidence, train, write_job, write_profile
 
 from hwopt import api
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import EVENTS
-from hwopt.testing import TINY_BERT, logged, write_samples
+from hwopt.testing import TINY_BERT, logged
 
 DOCS = Path(__file__).parents[2] / "docs"
-PROFILE = """name = "mine"
-plugins.batch = { train = 3, effective = 12 }
-plugins.freeze = { layers = 1 }
-plugins.optimizer = { name = "adamw_torch" }
-plugins.sign_momentum = {}
-plugins.clip_value = { value = 0.01 }
-"""
+PLUGINS: dict[str, dict[str, Any]] = {
+    "batch": BATCH,
+    "freeze": {"layers": 1},
+    "optimizer": {"name": "adamw_torch"},
+    "sign_momentum": {},
+    "clip_value": {"value": 0.01},
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -58,10 +59,15 @@ def test_pyproject_of_the_docs_registers_every_plugin_and_task_of_the_docs(packa
 def test_task_of_the_docs_trains_with_its_loss(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": f"word {n % 5}", "score": 1000.0 if n == 3 else n % 5 / 5} for n in range(24)]
     (tmp_path / "scores.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
     (tmp_path / "job.toml").write_text(
-        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "scores.jsonl"\neval = "scores.jsonl"\nlabel = "score"\n'
-        '[task]\nkind = "robust-regression"\n[training]\nmax_steps = 2\n'
+        tomlkit.dumps(
+            {
+                "model": {"config": TINY_BERT},
+                "data": {"train": "scores.jsonl", "eval": "scores.jsonl", "label": "score"},
+                "task": {"kind": "robust-regression"},
+                "training": {"max_steps": 2},
+            }
+        )
     )
     monkeypatch.chdir(tmp_path)
     plan = api.resolve("cpu", "job.toml", cache=tmp_path / "cache")
@@ -80,33 +86,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = folder / block.splitlines()[0].removeprefix("# ")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block, encoding="utf-8")
-    written = folder / "my_plugins-1.0.dist-info"
-    written.mkdir()
-    (written / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugins\nVersion: 1.0\n")
-    project = declared()["project"]
-    lines = [
-        line
-        for group, entries in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
-    ]
-    (written / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(folder, "my_plugins", declared()["project"]["entry-points"])
     monkeypatch.syspath_prepend(str(folder))
     forget()
     yield folder
     forget()
     for name in [name for name in sys.modules if name.split(".")[0] in ("my_plugins", "test_my_plugins")]:
         del sys.modules[name]
-
-
-def write_job(folder: Path) -> None:
-    write_samples(folder / "train.jsonl", 41)
-    write_samples(folder / "dev.jsonl", 13, seed=1)
-    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    (folder / "job.toml").write_text(
-        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
-        "[training]\nmax_steps = 6\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 3\n"
-    )
-    (folder / "mine.toml").write_text(PROFILE)
 
 
 @pytest.mark.parametrize("test", ["test_freeze", "test_sign_momentum", "test_clip_value"])
@@ -116,22 +102,20 @@ def test_contract_test_of_the_docs_passes(test: str, package: Path, tmp_path: Pa
 
 
 def test_two_ranks_match_one_rank(package: Path, warm: None, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    folders = {}
-    for ranks, name in ((1, "one"), (2, "two")):
-        command, output = ["run", "job.toml", "--profile", "mine.toml", "--name", name], tmp_path / f"{name}.out"
-        assert run_ranks(command, ranks, tmp_path, output) == [0] * ranks, output.read_text()[-3000:]
-        folders[name] = tmp_path / "runs" / name
-        evidence = {e["name"]: e["status"] for e in json.loads((folders[name] / "evidence.json").read_text())["plugins"]}
-        assert {evidence[plugin] for plugin in ("freeze", "sign_momentum", "clip_value")} == {"active"}
-        assert "optimizer" not in evidence, "replaced by sign_momentum"
-    plan = json.loads((folders["two"] / "plan.json").read_text())
+    write_job(tmp_path, max_steps=6, eval_steps=3)
+    write_profile(tmp_path, PLUGINS)
+    one, two = train(tmp_path, "one"), train(tmp_path, "two", 2)
+    for run in (one, two):
+        found = evidence(run)
+        assert {found[plugin] for plugin in ("freeze", "sign_momentum", "clip_value")} == {"active"}
+        assert "optimizer" not in found, "replaced by sign_momentum"
+    plan = json.loads((two / "plan.json").read_text())
     assert plan["world_size"] == 2
     reasons = {entry["name"]: entry["reason"] for entry in plan["plugins"]}
     assert reasons["optimizer"].startswith("replaced by plugin 'sign_momentum' (")
     # 1e-3: the sign of a gradient that is zero up to rounding may differ
-    assert logged(folders["two"], "loss") == pytest.approx(logged(folders["one"], "loss"), rel=1e-3)
-    assert logged(folders["two"], "eval_loss") == pytest.approx(logged(folders["one"], "eval_loss"), rel=1e-3)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-3)
+    assert logged(two, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-3)
 
 
 def test_docs_list_every_field_and_event() -> None:

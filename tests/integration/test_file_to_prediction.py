@@ -149,14 +149,6 @@ def test_conll_file_named_txt_is_tagged(tmp_path: Path) -> None:
     assert all(len(row["predicted_tags"]) == 4 for row in out)
 
 
-def test_conll_file_named_tsv_without_a_format_names_the_key(tmp_path: Path) -> None:
-    (tmp_path / "ner.tsv").write_text("Peter\tB-PER\nlives\tO\n\n" * 40)
-    words = ("run", "--profile", "cpu", "--set", "data.train=ner.tsv", "--set", "task.kind=token-classification")
-    done = hwopt(*words, "--set", "model.config={model_type='bert'}", cwd=tmp_path)
-    assert done.returncode == 4
-    assert "For a CoNLL file set data.format = 'conll'" in done.stderr
-
-
 def test_folder_of_text_files_is_continued(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(12):

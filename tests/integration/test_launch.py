@@ -17,31 +17,20 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from integration.forks import forked_ranks, wait_for_exit
+from integration.ranks_folder import FP32, RUN, write_job, write_profile
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
 from hwopt.runs.launch import broadcast_folder
-from hwopt.testing import TINY_BERT, write_samples
-
-PROFILE = (
-    'name = "ranks"\n[plugins.precision]\ndtype = "fp32"\n[plugins.batch]\ntrain = 3\neffective = 12\n[plugins.length_batching]\n'
-)
-RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
+from hwopt.testing import finished, launcher, relative_error
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_samples(tmp_path / "train.jsonl", 41)  # the last step of an epoch is partial
-    write_samples(tmp_path / "dev.jsonl", 13, seed=1)
-    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    (tmp_path / "job.toml").write_text(
-        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n'
-        "[training]\nmax_steps = 10\nlearning_rate = 1e-3\nlogging_steps = 1\neval_steps = 5\n"
-    )
-    (tmp_path / "ranks.toml").write_text(PROFILE)
+    write_job(tmp_path, max_steps=10, eval_steps=5)
+    write_profile(tmp_path, FP32 | {"length_batching": {}})
     return tmp_path
 
 
@@ -86,12 +75,6 @@ def running(word: str, folder: Path) -> list[str]:
     return found
 
 
-def weights(folder: Path) -> torch.Tensor:
-    found = load_file(folder / "final" / "model.safetensors")
-    # the gradient of key.bias is 0 in exact arithmetic; Adam turns its rounding noise into full steps
-    return torch.cat([value.flatten().double() for name, value in sorted(found.items()) if not name.endswith("key.bias")])
-
-
 def read_terminal(descriptor: int) -> str:
     received = b""
     with contextlib.suppress(OSError):  # Linux raises it when the other side is closed
@@ -120,23 +103,8 @@ def test_two_processes_match_one_process(
 
     monkeypatch.chdir(folder)
     assert run_command([*RUN, "--set", "data.max_length=31", "--processes", "1"]) == 0, capsys.readouterr().err
-    expected = weights(folder / "runs" / "job-ranks-2")  # the next free name
-    assert (weights(folder / "runs" / "job-ranks") - expected).norm() <= 1e-6 * expected.norm()
-
-
-@pytest.mark.soak
-def test_bad_input_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {
-        2: ["run", "job.toml", "--profile", "rtx3070-8gb"],
-        -2: [*RUN, "--set", "training.learning_rat=1"],
-        4: [*RUN, "--set", "data.label=lable"],
-    }
-    processes = {code: start(folder, *arguments) for code, arguments in cases.items()}
-    monkeypatch.chdir(folder)
-    for code, arguments in cases.items():
-        assert run_command(arguments) == abs(code)
-        assert end(processes[code]) == (abs(code), capsys.readouterr().err)
-    assert not (folder / "runs").exists()
+    runs = ("job-ranks", "job-ranks-2")  # the second one has the next free name
+    assert relative_error(*(load_file(folder / "runs" / run / "final" / "model.safetensors") for run in runs)) <= 1e-6
 
 
 def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
@@ -166,23 +134,6 @@ def until_step(process: subprocess.Popen[str]) -> None:
     assert any(line.startswith("step 3/") for line in process.stdout), process.communicate()
 
 
-def test_signal_reaches_all_ranks_once(folder: Path) -> None:
-    cases = {"terminated": (signal.SIGTERM, 143), "interrupted": (signal.SIGINT, 130)}
-    processes = {name: start(folder, *RUN, "--name", name, *LONG) for name in cases}
-    for name, process in processes.items():
-        until_step(process)
-        assert len(running(f" {name} ", folder)) == 3
-    for name, (number, _) in cases.items():
-        os.killpg(processes[name].pid, number)  # as a terminal does
-    for name, (_, code) in cases.items():
-        found, errors = end(processes[name])
-        assert (found, status(folder, name)) == (code, code), errors
-        first, *rest = errors.splitlines()
-        assert first == "Stopping after this step, then saving. Signal again to exit now."
-        assert rest in ([], [name])
-        assert not running(f" {name} ", folder)
-
-
 @pytest.mark.soak
 def test_signal_while_ranks_start(folder: Path) -> None:
     """The ranks have no signal handlers yet."""
@@ -204,3 +155,11 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
     output = tmp_path / "output"
     assert [wait_for_exit(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
     assert output.read_text().split() == ["job-0", "job-0"]
+
+
+def test_launcher_that_contradicts_the_plan_is_refused(folder: Path) -> None:
+    bf16 = [*launcher(2)[:4], "--num_processes", "1", "--mixed_precision", "bf16", "-m", "hwopt", *RUN]
+    done = finished(bf16, folder, ACCELERATE_USE_CPU="true")
+    assert done.returncode != 0
+    assert "ACCELERATE_MIXED_PRECISION=bf16 contradicts the plan" in done.stderr
+    assert not (folder / "runs").exists()

@@ -8,7 +8,6 @@ docs/reliability.md.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import re
@@ -16,115 +15,43 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from integration.forks import forked_ranks, until, wait_for_exit
+from integration.forks import until, wait_for_exit
+from integration.reliability import Work, newest_valid_step, status, step_of
 
-from hwopt import api
-from hwopt.cli.options import quiet_transformers
-from hwopt.config.job import JobFile
-from hwopt.planning.plan import Plan
 from hwopt.runs import resume as resuming
 from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
-from hwopt.testing import TINY_BERT, plan_for, saved_bits, tiny_job, tiny_profile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 Figures = Callable[..., None]
-LAST = 30
-"""The last step of every run here; evaluations every 7, checkpoints every 5."""
-
-
-@dataclass
-class Work:
-    """A run of one or two seconds, and the folder of its child processes."""
-
-    folder: Path
-    ranks: int = 1
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def job(self) -> JobFile:
-        config = TINY_BERT | {"hidden_dropout_prob": 0.1}
-        job = tiny_job(
-            self.folder / "data",
-            samples=41,
-            **({"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 7, "save_steps": 5, "logging_steps": 3} | self.training),
-        )
-        model = job.job.model.model_copy(update={"config": config})
-        return JobFile(job.job.model_copy(update={"model": model}), job.document)
-
-    def plan(self) -> Plan:
-        return plan_for(tiny_profile(batch={"train": 4, "effective": 12}, **self.tables), self.job, world_size=self.ranks)
-
-    def run(self, name: str, rank: int = 0, **options: Any) -> None:
-        api.execute(self.plan(), self.folder / name, cache=self.folder / "cache", resume=True, **options)
-
-    def started(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
-        """Start or resume a run in the folder `name`. Returns the pids of its ranks. Each rank calls `disturb` first."""
-        return forked_ranks(partial(self.child, name, disturb, options), self.ranks, self.folder)
-
-    def child(self, name: str, disturb: Callable[[], None], options: Mapping[str, Any], rank: int) -> None:
-        signals.install_handlers()
-        quiet_transformers()  # a killed child would hold the lock of all progress bars
-        disturb()
-        self.run(name, rank, **options)
-
-    def finished(self, name: str, disturb: Callable[[], None] = lambda: None, **options: Any) -> list[int]:
-        return [wait_for_exit(pid) for pid in self.started(name, disturb, **options)]
-
-
-def bits(run: Path) -> dict[str, str]:
-    """Hashes of the final weights, the final optimizer state and the best weights."""
-    assert storage.find_corruption(run / "final") == ""
-    last = resume.list_checkpoints(run)[0]
-    assert last.name == f"checkpoint-{LAST}"
-    return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
-
-
-def logged_steps(run: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row.get("loss", row.get("eval_loss"))) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
-    torch.set_num_threads(1)
-    work = Work(tmp_path_factory.mktemp("reliability"))
-    assert work.job.job.data.train  # writes the data files once
+def work(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    work = Work(tmp_path_factory.mktemp("reliability"), last=30)
+    work.write(learning_rate=1e-2, eval_steps=7, save_steps=5, logging_steps=3)
     return work
 
 
 @pytest.fixture(scope="module")
 def undisturbed(work: Work) -> Path:
-    work.run("undisturbed")  # in this process, so that forks have all modules imported
-    return work.folder / "undisturbed"
+    return work.finish("undisturbed")
 
 
 @pytest.fixture(scope="module")
 def run_seconds(work: Work, undisturbed: Path) -> float:
     """Seconds of a complete run in a child process."""
     began = time.monotonic()
-    assert work.finished("timed") == [0]
-    assert bits(work.folder / "timed") == bits(undisturbed)
+    assert work.bits(work.finish("timed")) == work.bits(undisturbed)
     return time.monotonic() - began
-
-
-def resumes_exactly(work: Work, name: str, undisturbed: Path) -> None:
-    assert work.finished(name) == [0] * work.ranks
-    run = work.folder / name
-    assert bits(run) == bits(undisturbed)
-    assert logged_steps(run) == logged_steps(undisturbed)
-    shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("kills", [pytest.param(5, id="short"), pytest.param(500, id="full", marks=pytest.mark.soak)])
@@ -137,29 +64,19 @@ def test_killed_run_resumes_exactly(work: Work, undisturbed: Path, run_seconds: 
         killed_twice = killed % 10 == 9
         for _ in range(2 if killed_twice else 1):
             in_save = killed % 5 == 4
-            pids = work.started(name, partial(at_disk_change, chance.randint(1, 150), kill_myself) if in_save else lambda: None)
+            dies = partial(at_disk_change, chance.randint(1, 150), kill_myself)
+            pids = work.started(name, disturb=dies if in_save else lambda: None)
             if not in_save:
                 time.sleep(chance.uniform(0.05, run_seconds))
                 os.kill(pids[0], signal.SIGKILL)
             if wait_for_exit(pids[0]) == -9:  # else the run had ended
                 killed, inside, twice = killed + 1, inside + in_save, twice + killed_twice
-        resumes_exactly(work, name, undisturbed)
+        work.resumes_exactly(name, undisturbed)
     figures(
         "SIGKILL anywhere, resume",
         f"{killed} kills ({inside} inside a save, {twice} of runs that were killed twice): 0 different hashes of weights or "
         "optimizer state, 0 steps lost or repeated",
     )
-
-
-def newest_valid_step(run: Path) -> int:
-    """The step of the checkpoint that a run would resume from; 0 without one."""
-    found = resume.latest_valid(run, lambda message: None)
-    return 0 if found is None else found.step
-
-
-def status(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "status.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize("times", [pytest.param(4, id="short"), pytest.param(200, id="full", marks=pytest.mark.soak)])
@@ -170,7 +87,7 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
     while sent < times:
         name = f"signalled-{sent}"
         number = (signal.SIGTERM, signal.SIGINT)[sent % 2]
-        run = work.folder / name
+        run = work.run(name)
         (pid,) = work.started(name)
         until((run / "metrics.jsonl").exists)  # the first row is written after step 3
         time.sleep(chance.uniform(0, run_seconds / 3))
@@ -185,7 +102,7 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
             assert f"after step {newest_valid_step(run)}, saved" in status(run)["message"]
         else:
             assert "after the last step: final/ is complete" in status(run)["message"]
-        resumes_exactly(work, name, undisturbed)
+        work.resumes_exactly(name, undisturbed)
         sent += 1
     figures("SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved the current step, exit 143/130")
 
@@ -203,8 +120,8 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
 
         os.fsync = slow
 
-    (pid,) = work.started("twice", slow_disk)
-    run = work.folder / "twice"
+    (pid,) = work.started("twice", disturb=slow_disk)
+    run = work.run("twice")
     until((run / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGTERM)  # a copy that a launcher forwards
@@ -212,7 +129,7 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
     os.kill(pid, signal.SIGTERM)
     assert wait_for_exit(pid, within=20) == 143
     assert status(run)["exit_code"] == 143
-    resumes_exactly(work, "twice", undisturbed)
+    work.resumes_exactly("twice", undisturbed)
 
 
 def full_disk_when(condition: Callable[[], bool]) -> Callable[[], None]:
@@ -233,8 +150,8 @@ def full_disk_when(condition: Callable[[], bool]) -> Callable[[], None]:
 
 def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
     """The status must not report a step as saved if the save failed."""
-    (pid,) = work.started("signal-full", full_disk_when(lambda: signals.received() is not None))
-    run = work.folder / "signal-full"
+    (pid,) = work.started("signal-full", disturb=full_disk_when(lambda: signals.received() is not None))
+    run = work.run("signal-full")
     until((run / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGTERM)
     assert wait_for_exit(pid) == 6
@@ -245,9 +162,8 @@ def test_full_disk_after_a_signal_is_reported(work: Work) -> None:
 
 def test_failing_rank_decides_the_exit_code(work: Work) -> None:
     """The other rank sees only a lost connection. Its exit code must not replace that of the failing rank."""
-    both = Work(work.folder, 2)
-    run = work.folder / "rank-full"
-    codes = both.finished(run.name, full_disk_when((run / "checkpoint-10").is_dir))
+    run = work.run("rank-full")
+    codes = work.codes(run.name, disturb=full_disk_when((run / "checkpoint-10").is_dir), ranks=2)
     assert codes[0] == 6
     assert codes[1] != 0
     assert status(run)["exit_code"] == 6
@@ -257,18 +173,16 @@ def test_failing_rank_decides_the_exit_code(work: Work) -> None:
 
 def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     """A suspension (Ctrl-Z, a frozen container) may last longer than training.hang_timeout."""
-    stopped = Work(work.folder, training={"hang_timeout": 2})
-    (pid,) = stopped.started("stopped")
-    until((work.folder / "stopped" / "metrics.jsonl").exists)
+    (pid,) = work.started("stopped", "--set", "training.hang_timeout=2")
+    until((work.run("stopped") / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
     assert wait_for_exit(pid) == 0
-    assert bits(work.folder / "stopped") == bits(undisturbed)
+    assert work.bits(work.run("stopped")) == work.bits(undisturbed)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path, ranks: int) -> None:
+def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     """A write may take longer than training.hang_timeout. The loop waits for it, on ranks that do not write too."""
 
     def slow_disk() -> None:
@@ -277,16 +191,13 @@ def test_slow_disk_is_not_a_hang(work: Work, undisturbed: Path, ranks: int) -> N
         def slow(number: int) -> None:
             if not waited and threading.current_thread().name.startswith("hwopt-writer"):
                 waited.append(True)
-                time.sleep(8)
+                time.sleep(6)
             fsync(number)
 
         os.fsync = slow
 
-    slow = Work(work.folder, ranks, training={"hang_timeout": 3})
-    assert slow.finished(f"slow-disk-{ranks}", slow_disk) == [0] * ranks
-    found = bits(work.folder / f"slow-disk-{ranks}")
-    assert found.keys() == bits(undisturbed).keys()
-    assert ranks > 1 or found == bits(undisturbed)
+    run = work.finish("slow-disk", "--set", "training.hang_timeout=2", disturb=slow_disk, ranks=2)
+    assert work.bits(run).keys() == work.bits(undisturbed).keys()
 
 
 def hold_when_owner(gate: int) -> None:
@@ -309,7 +220,7 @@ def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures
     for number in range(rounds):
         name = f"contested-{number}"
         gate, opener = os.pipe()
-        pids = [pid for _ in range(8) for pid in work.started(name, partial(hold_when_owner, gate))]
+        pids = [pid for _ in range(8) for pid in work.started(name, disturb=partial(hold_when_owner, gate))]
         codes: dict[int, int] = {}
         while len(codes) < 7:  # the owner waits until the others have failed
             for pid in set(pids) - codes.keys():
@@ -323,19 +234,18 @@ def test_one_of_eight_processes_owns_the_folder(work: Work, rounds: int, figures
         os.close(gate)
         os.close(opener)
         assert sorted(codes.values()) == [0, *[8] * 7]
-        assert status(work.folder / name)["exit_code"] == 0
-        shutil.rmtree(work.folder / name)
+        assert status(work.run(name))["exit_code"] == 0
+        shutil.rmtree(work.run(name))
     figures("8 processes on one folder", f"{rounds} rounds: exactly 1 owner, 7 exit 8")
 
 
 def test_lock_of_a_dead_process_is_released(work: Work, undisturbed: Path) -> None:
     """A killed process releases its lock, even if its data-loading workers are still alive."""
-    busy = Work(work.folder, tables={"dataloader": {"num_workers": 1}})
-    (pid,) = busy.started("left")
-    until((work.folder / "left" / "metrics.jsonl").exists)
+    (pid,) = work.started("left", "--set", "plugins.dataloader.num_workers=1")
+    until((work.run("left") / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGKILL)
     wait_for_exit(pid)
-    resumes_exactly(work, "left", undisturbed)
+    work.resumes_exactly("left", undisturbed)
 
 
 DAMAGE = ("flip", "cut", "remove", "empty", "foreign", "swap", "manifest")
@@ -426,9 +336,9 @@ def disk_full() -> None:
 def disk_operations_of_saves(work: Work, tmp_path: Path) -> int:
     """The number of disk operations in the saves of a run."""
     with open(tmp_path / "changes", "w+b") as file:
-        assert work.finished("counted", partial(at_disk_change, 0, lambda: None, file.fileno())) == [0]
+        work.finish("counted", disturb=partial(at_disk_change, 0, lambda: None, file.fileno()))
         found = int.from_bytes(os.pread(file.fileno(), 4, 0), "little")
-    shutil.rmtree(work.folder / "counted")
+    shutil.rmtree(work.run("counted"))
     return found
 
 
@@ -444,9 +354,9 @@ def test_failed_save_keeps_a_valid_checkpoint(
     tried = survived = most_lost = 0
     for call in range(1, changes + 1, every):
         name = f"{'dying' if dies else 'failing'}-{call}"
-        (pid,) = work.started(name, partial(at_disk_change, call, action))
+        (pid,) = work.started(name, disturb=partial(at_disk_change, call, action))
         code = wait_for_exit(pid)
-        run = work.folder / name
+        run = work.run(name)
         assert code in ((-9,) if dies else (6, 0)), call  # 0: a failed removal of an old checkpoint does not end the run
         if code == 6:
             assert status(run)["exit_code"] == 6
@@ -454,13 +364,13 @@ def test_failed_save_keeps_a_valid_checkpoint(
             assert re.search(r"needs \d+\.\d{3} GiB, (\d+\.\d{3} GiB were written, |and )\d+\.\d{3} GiB are free", message), (
                 message
             )
-        done = max((step for step, _ in logged_steps(run)), default=0)
+        done = step_of(run)
         # the checkpoint that was being written is lost; training continues during the write, until the next one is due
         newest = newest_valid_step(run)
         assert newest >= done // 5 * 5 - 5, call
         most_lost = max(most_lost, done - newest)
         if call % (5 * every) == 1:
-            resumes_exactly(work, name, undisturbed)
+            work.resumes_exactly(name, undisturbed)
         else:
             shutil.rmtree(run)
         tried, survived = tried + 1, survived + 1
@@ -478,10 +388,10 @@ def test_too_small_disk_is_reported_before_the_first_step(work: Work, monkeypatc
         usage = shutil.disk_usage(work.folder)
         shutil.disk_usage = lambda path: usage._replace(free=100_000)
 
-    (pid,) = work.started("no-room", nearly_full)
+    (pid,) = work.started("no-room", disturb=nearly_full)
     assert wait_for_exit(pid) == 6
-    message = status(work.folder / "no-room")["message"]
+    message = status(work.run("no-room"))["message"]
     assert "checkpoint(s) of" in message
     assert "GiB are free" in message
-    assert not (work.folder / "no-room" / "metrics.jsonl").exists()
-    shutil.rmtree(work.folder / "no-room")
+    assert not (work.run("no-room") / "metrics.jsonl").exists()
+    shutil.rmtree(work.run("no-room"))

@@ -8,7 +8,6 @@ keeps the measurements for docs/reliability.md.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -19,122 +18,39 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from integration.forks import forked_ranks, until, wait_for_exit
+from integration.forks import until, wait_for_exit
+from integration.ranks_folder import RUN
+from integration.reliability import Work, status, step_of
 from safetensors.torch import load_file
 
-from hwopt import api
-from hwopt.cli import run_command
 from hwopt.runs.folder import lock_run_folder
 from hwopt.saving import reader as resume
-from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
-from hwopt.testing import TINY_BERT, launcher, logged, relative_error, saved_bits, write_samples
+from hwopt.testing import launcher, logged, relative_error
 from hwopt.training.telemetry.telemetry import Telemetry
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 Figures = Callable[..., None]
 LAST = 150
-JOB = f"""
-[data]
-train = "train.jsonl"
-eval = "dev.jsonl"
-max_length = 32
-[training]
-max_steps = {LAST}
-learning_rate = 1e-3
-logging_steps = 5
-eval_steps = 70
-save_steps = 25
-save_total_limit = 9
-"""
-PROFILE = """
-name = "ranks"
-[plugins.precision]
-dtype = "fp32"
-[plugins.batch]
-train = 3
-effective = 12
-"""
-RUN = ["run", "job.toml", "--profile", "./ranks.toml"]
 PROCESSES = [sys.executable, "-m", "hwopt"]
 LAUNCH = [*launcher(2), "-m", "hwopt"]
 
 
-@dataclass
-class Work:
-    """A job in `folder`, the working folder of all its runs."""
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        write_samples(self.folder / "train.jsonl", 41)
-        write_samples(self.folder / "dev.jsonl", 13, seed=1)
-        config = TINY_BERT | {"hidden_dropout_prob": 0.1}
-        text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
-        (self.folder / "job.toml").write_text(f"[model]\nconfig = {{ {text} }}\n{JOB}")
-        (self.folder / "ranks.toml").write_text(PROFILE)
-
-    def run(self, name: str) -> Path:
-        return self.folder / "runs" / name
-
-    def forked(self, name: str, *arguments: str, ranks: int = 2) -> list[int]:
-        """Start or resume the run `name` in child processes. Returns the pids of its ranks."""
-        resume_option = [] if "--resume-from" in arguments else ["--resume"]
-        command = [*RUN, *resume_option, "--name", name, *arguments]
-        return forked_ranks(lambda rank: os._exit(run_command(command)), ranks, self.folder)
-
-    def finish(self, name: str, *arguments: str, ranks: int = 2) -> Path:
-        assert [wait_for_exit(pid) for pid in self.forked(name, *arguments, ranks=ranks)] == [0] * ranks
-        return self.run(name)
-
-    def resumes_exactly(self, name: str, undisturbed: Path, saved_alone: bool = False) -> None:
-        """Resume the run and compare it with `undisturbed`, without the losses if a rank saved alone (`saved_alone`)."""
-        run = self.finish(name)
-        assert bits(run) == bits(undisturbed)
-        assert logged(run, "step") == logged(undisturbed, "step")
-        assert saved_alone or logged(run, "loss") == logged(undisturbed, "loss")
-        shutil.rmtree(run)
-
-
-def bits(run: Path) -> dict[str, str]:
-    """Hashes of the final weights, the final optimizer state and the best weights."""
-    assert storage.find_corruption(run / "final") == ""
-    last = resume.list_checkpoints(run)[0]
-    assert last.name == f"checkpoint-{LAST}"
-    return {f"{part.name}/{name}": value for part in (last, run / "final") for name, value in saved_bits(part).items()}
-
-
-def status(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "status.json").read_text())
-    return found
-
-
-def step_of(run: Path) -> int:
-    """The last logged step; 0 without a log."""
-    with contextlib.suppress(OSError):
-        return max((int(step) for step in logged(run, "step")), default=0)
-    return 0
-
-
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
-    torch.set_num_threads(1)
-    return Work(tmp_path_factory.mktemp("ranks"))
+def work(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    work = Work(tmp_path_factory.mktemp("ranks"), LAST, ranks=2)
+    work.write(logging_steps=5, eval_steps=70, save_steps=25, save_total_limit=9)
+    return work
 
 
 @pytest.fixture(scope="module")
 def alone(work: Work) -> Path:
-    """An undisturbed run of one rank, in this process, so that forks have all modules imported."""
-    with contextlib.chdir(work.folder):
-        plan = api.resolve("./ranks.toml", "job.toml", cache=work.folder / "cache")
-        api.execute(plan, work.run("alone"), cache=work.folder / "cache")
-    return work.run("alone")
+    """An undisturbed run of one rank."""
+    return work.finish("alone", ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +65,7 @@ def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: i
     killed = 0
     while killed < kills:
         name = f"killed-{killed}"
-        pids = work.forked(name)
+        pids = work.started(name)
         wanted = chance.randint(0, LAST - 60)
         until(lambda name=name, wanted=wanted: step_of(work.run(name)) >= wanted)
         time.sleep(chance.uniform(0, 0.2))
@@ -177,7 +93,7 @@ def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undistu
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Telemetry, "start_row", dies)
-        first, second = work.forked("log-point")
+        first, second = work.started("log-point")
         assert (wait_for_exit(second), wait_for_exit(first)) == (-9, 9)
     assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
     work.resumes_exactly("log-point", undisturbed, saved_alone=True)
@@ -269,8 +185,8 @@ SIGNALS = [
     for accelerate in (False, True)
     for number in (signal.SIGTERM, signal.SIGINT)
 ]
-SHORT = [SIGNALS[at] for at in (3, 4)]
-"""SIGINT to a rank under `accelerate launch`, SIGTERM to the launcher of `--processes`."""
+SHORT = [SIGNALS[at] for at in (3, 4, 9)]
+"""SIGINT to a rank under `accelerate launch`, SIGTERM to the launcher and SIGINT to the group of `--processes`."""
 
 
 @pytest.mark.parametrize("cases", [pytest.param(SHORT, id="short"), pytest.param(SIGNALS * 5, id="full", marks=pytest.mark.soak)])
@@ -292,6 +208,8 @@ def test_signal_saves_on_all_ranks(
         for (accelerate, target, number), launch in pairs:
             code = signals.EXIT_CODES[number]
             assert launch.wait() == (1 if accelerate else code), (target, launch.output)
+            stopping = "Stopping after this step, then saving. Signal again to exit now."
+            assert accelerate or launch.output.count(stopping) == 1, (target, launch.output)
             launch.assert_no_process_left()
             assert status(launch.run)["exit_code"] == code, (target, launch.output)
             found = resume.latest_valid(launch.run, lambda message: None)
