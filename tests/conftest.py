@@ -56,7 +56,9 @@ def real_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    """One cache for the session and all its workers: the same plan is traced once."""
+    folder = tmp_path_factory.getbasetemp()
+    monkeypatch.setenv("HWOPT_CACHE", str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sys
 
 import described_machine
 import pytest
+import torch
 
 from hwopt.hardware import detect
 from hwopt.system.atomic_folder import shutil
@@ -26,6 +27,7 @@ def test_detection_answers_the_described_machine() -> None:
     assert fields == EXPECTED
     assert found.problem == ""
     assert shutil.disk_usage("/") == described_machine.DISK
+    assert torch.get_num_threads() == 1
 
 
 def test_processes_that_tests_start_detect_the_described_machine() -> None:

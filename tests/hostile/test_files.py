@@ -22,6 +22,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import hwopt
+from documented_folder import write_model
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -113,16 +114,9 @@ class Payload:
 CODE = "import os, pathlib\npathlib.Path({trace!r}).mkdir(exist_ok=True)\nclass Thing: pass\n"
 
 
-def save_model(trace: Path) -> Path:
+def save_model() -> Path:
     """A valid model folder with its tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-
-    config = BertConfig(**{key: value for key, value in TINY_BERT.items() if key != "model_type"})
-    BertForSequenceClassification(config).save_pretrained("model")
-    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "red": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained("model")
+    write_model(Path("model"))
     return Path("model")
 
 
@@ -207,7 +201,7 @@ def run_of_the_folder() -> tuple[int, str]:
 @pytest.mark.parametrize("corrupt", REFUSED, ids=lambda corrupt: corrupt.__name__)
 def test_unsafe_model_folder_is_refused(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
     trace = folder.parent / "was_run"
-    corrupt(save_model(trace), trace)
+    corrupt(save_model(), trace)
     code, message = run_of_the_folder()
     assert code == 2, message
     assert "Traceback" not in message
@@ -240,7 +234,7 @@ def pickles_beside_the_weights(model: Path, trace: Path) -> None:
 )
 def test_unused_code_of_a_model_is_ignored(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
     trace = folder.parent / "was_run"
-    corrupt(save_model(trace), trace)
+    corrupt(save_model(), trace)
     code, message = run_of_the_folder()
     assert code == 0, message
     assert not trace.exists()
@@ -370,16 +364,16 @@ def test_data_errors_escape_control_characters(folder: Path) -> None:
 
 OWN_CODE = """
 import os, pathlib
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 pathlib.Path(os.environ["TRACE"]).mkdir(exist_ok=True)
 
 
-class RemoteConfig(BertConfig):
+class RemoteConfig(DistilBertConfig):
     model_type = "remote"
 
 
-class RemoteModel(BertForSequenceClassification):
+class RemoteModel(DistilBertForSequenceClassification):
     config_class = RemoteConfig
 """
 
@@ -388,7 +382,7 @@ class RemoteModel(BertForSequenceClassification):
 @pytest.mark.parametrize("named", [None, "model", "other"])
 def test_trust_remote_code_runs_only_the_named_model(named: str | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
-    model = save_model(trace)
+    model = save_model()
     (model / "thing.py").write_text(OWN_CODE)
     own = {"AutoConfig": "thing.RemoteConfig", "AutoModelForSequenceClassification": "thing.RemoteModel"}
     change(model / "config.json", model_type="remote", auto_map=own)

@@ -188,7 +188,7 @@ def test_every_key_of_a_job_has_wrong_values() -> None:
     assert {key for key, _ in WRONG} == set(FIELDS)
 
 
-@many(60)
+@many(25)
 @given(st.sampled_from(WRONG))
 def test_wrong_value_is_refused_with_its_line_or_option(wrong: tuple[str, str]) -> None:
     key, value = wrong
@@ -222,7 +222,7 @@ def is_document(raw: bytes, load: Callable[[str], Any]) -> bool:
     return True
 
 
-@many(50)
+@many(30)
 @given(damaged(JOB))
 def test_damaged_job_file_is_refused_by_its_name(raw: bytes) -> None:
     Path("job.toml").write_bytes(raw)
@@ -232,7 +232,7 @@ def test_damaged_job_file_is_refused_by_its_name(raw: bytes) -> None:
         assert "job.toml" in text
 
 
-@many(30)
+@many(20)
 @given(damaged(PROFILE))
 def test_damaged_profile_is_refused_by_its_name(raw: bytes) -> None:
     Path("mine.toml").write_bytes(raw)
@@ -287,7 +287,7 @@ WRONG_PROFILE = {
 # fmt: on
 
 
-@many(40)
+@many(20)
 @given(st.sampled_from([(key, value) for key, values in WRONG_PROFILE.items() for value in values]))
 def test_wrong_value_in_a_profile_is_refused(wrong: tuple[str, str]) -> None:
     key, value = wrong
@@ -300,7 +300,7 @@ def test_wrong_value_in_a_profile_is_refused(wrong: tuple[str, str]) -> None:
 OPTIONS = [(name, key) for name in Registry().names for key in Registry().plugin(name).Options.model_fields]
 
 
-@many(40)
+@many(20)
 @given(st.sampled_from(OPTIONS), st.sampled_from(["{{ {} = {{ no = 1 }} }}", "{{ {} = nan }}", "{{ {}_x = 1 }}", "[]", "3"]))
 def test_wrong_option_of_any_plugin_is_refused(option: tuple[str, str], table: str) -> None:
     name, key = option
@@ -334,7 +334,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], list[str]]] = [
 ]
 
 
-@many(90)
+@many(30)
 @given(st.sampled_from([(*words, word) for words, last in BAD_ARGUMENTS for word in last]))
 def test_bad_command_line_is_refused(arguments: tuple[str, ...]) -> None:
     refused(*arguments)
@@ -349,7 +349,7 @@ CONFIG_KEYS = {
 }
 
 
-@many(40)
+@many(20)
 @given(
     st.sampled_from(["bert", "llama", "gpt2", "t5", "mixtral", "vit", "no-such", "../bert", "\\u0000"]),
     st.sampled_from([(key, value) for key, values in CONFIG_KEYS.items() for value in values]),
@@ -476,7 +476,7 @@ def test_random_assignments_end_in_one_message(found: list[str]) -> None:
     check_outcome((*EXPORT, *(part for text in found for part in ("--set", text))), (2, 3))
 
 
-@many(40)
+@many(20)
 @given(st.sampled_from([*COMMANDS, "", "x"]), st.lists(words, max_size=7))
 def test_random_words_end_in_one_message(command: str, found: list[str]) -> None:
     """There is no data, and commands that trace, train or start processes get an option that ends them before."""
