@@ -185,8 +185,8 @@ SIGNALS = [
     for accelerate in (False, True)
     for number in (signal.SIGTERM, signal.SIGINT)
 ]
-SHORT = [SIGNALS[at] for at in (3, 4, 9)]
-"""SIGINT to a rank under `accelerate launch`, SIGTERM to the launcher and SIGINT to the group of `--processes`."""
+SHORT = [SIGNALS[at] for at in (3, 8)]
+"""SIGINT to a rank under `accelerate launch`, SIGTERM to the group of `--processes`."""
 
 
 @pytest.mark.parametrize("cases", [pytest.param(SHORT, id="short"), pytest.param(SIGNALS * 5, id="full", marks=pytest.mark.soak)])
