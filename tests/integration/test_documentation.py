@@ -37,11 +37,8 @@ def test_every_documented_launch_is_listed() -> None:
     assert {launch for _, launch in LAUNCHES} == {command.text for command in COMMANDS if is_launched(command)}
 
 
-@pytest.mark.parametrize(
-    ("export", "launch"),
-    [*LAUNCHES[:1], *(pytest.param(*launch, marks=pytest.mark.soak) for launch in LAUNCHES[1:])],
-    ids=["processes", "launcher", "all devices", "config-file"],
-)
+@pytest.mark.soak  # tests/integration/test_launch.py launches two processes
+@pytest.mark.parametrize(("export", "launch"), LAUNCHES, ids=["processes", "launcher", "all devices", "config-file"])
 def test_documented_launch_trains(export: str, launch: str, tmp_path: Path) -> None:
     write_folder(tmp_path / "folder")
     for command in [command for command in COMMANDS if export and command.text.endswith(export)]:
