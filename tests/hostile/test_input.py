@@ -6,24 +6,22 @@ command that checks all input.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from cases import examples
+from command_line import hwopt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hwopt.cli import COMMANDS, run_command
+from hwopt.cli import COMMANDS
 from hwopt.config.job import Data, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.config.job_training import Training
@@ -62,6 +60,10 @@ CONFIG = b'{"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidd
 EXPORT = ("export", "job.toml", "--profile", "cpu", "--to", "accelerate")
 EXPORT_MINE = ("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
 MOST_LINES = 12
+FIGURE = (
+    "bad TOML, YAML, JSON, command lines",
+    f"{{tests}} of {{tests}} tests of many inputs: one message of at most {MOST_LINES} lines, exit 2, no traceback",
+)
 LONG = "x" * 100_000
 HUGE = "9" * 5000
 
@@ -75,31 +77,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SECONDS: list[float] = []
-"""Seconds that each input took in this process after the libraries were imported."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def timed(request: pytest.FixtureRequest, figures: Callable[[str, str], None]) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed == failed and SECONDS:
-        figures(
-            "bad TOML, YAML, JSON, command lines",
-            f"{len(SECONDS):,} inputs: one message of at most {MOST_LINES} lines, exit 2, no traceback; the slowest took "
-            f"{max(SECONDS):.1f} s beside imports",
-        )
-
-
 def outcome(arguments: Sequence[str]) -> tuple[int, str]:
     """The exit code and the error output."""
-    message = io.StringIO()
-    imported, began = "transformers" in sys.modules, time.perf_counter()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
-        code = run_command(list(arguments))
-    if imported:
-        SECONDS.append(time.perf_counter() - began)
-    return code, message.getvalue()
+    done = hwopt(*arguments, cwd=Path())
+    return done.returncode, done.stderr
 
 
 def check_message(text: str) -> None:
@@ -361,20 +342,6 @@ def test_bad_model_config_is_refused_with_its_line(model_type: str, wrong: tuple
     code, text = check_outcome(EXPORT, (2,))
     assert code == 0 or re.search(r"job\.toml:[12]: model", text), text
     assert code == 2 or model_type in ("bert", "llama", "gpt2", "t5", "mixtral")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("hidden_size = 32", "model.config.model_type: missing; give the architecture"),
-        ("model_type = 'bert', hidden_act = 'gelo'", "KeyError: 'gelo'; the config has hidden_act = 'gelo'"),
-        ("model_type = 'llama', num_hidden_layers = 1, hidden_size = 0", "; the config has head_dim = 0, hidden_size = 0"),
-        ("model_type = 'bert', vocab_size = 33_554_432", r"vocab_size: 33554432 is too large \(at most 16,777"),
-    ],
-)
-def test_message_names_the_wrong_key_of_a_config(config: str, message: str) -> None:
-    Path("job.toml").write_text(f"[model]\nconfig = {{ {config} }}\n[data]\ntrain = 'train.jsonl'\n")
-    assert re.search(message, refused(*EXPORT))
 
 
 def special_files() -> dict[str, Path]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from cases import named
 
-from hwopt.errors import InputError
-from hwopt.runs.folder import run_folder
 from hwopt.testing import finished
 
 HWOPT = [sys.executable, "-m", "hwopt"]
@@ -50,18 +47,3 @@ def test_run_and_listing_under_a_limited_locale(locale: dict[str, str], folder: 
     assert "UnicodeEncodeError" not in ran.stdout + ran.stderr
     config = json.loads((folder / "runs" / "first" / "final" / "config.json").read_text(encoding="utf-8"))
     assert sorted(config["id2label"].values()) == ["böse", "gut"]
-
-
-@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their names of files are Unicode")
-def test_non_utf8_names_are_refused_or_escaped(folder: Path) -> None:
-    unencodable = folder.parent / os.fsdecode(b"\xff\xfe")
-    (folder / "jöb.toml").rename(folder / "job.toml")
-    (folder / "träin.csv").rename(folder / "train.csv")
-    job = folder / "job.toml"
-    job.write_text(job.read_text(encoding="utf-8").replace("träin", "train"), encoding="utf-8")
-    folder.rename(unencodable)
-    planned = finished([*HWOPT, "plan", os.fsencode(unencodable / "job.toml"), "--profile", "prof 🦜.toml"], unencodable)
-    assert planned.returncode == 0, planned.stderr
-    assert "BertForSequenceClassification" in planned.stdout
-    with pytest.raises(InputError, match=r"--output-dir '\\udcff\\udcfe': the name is not UTF-8; use another name"):
-        run_folder(Path(unencodable.name), None, "run")
