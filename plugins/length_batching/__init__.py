@@ -71,32 +71,30 @@ class LengthBatching(Plugin):
         if context.task.encoder_decoder:
             return Decision.skip("samples of an encoder-decoder have two lengths; group_lengths groups by both")
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
-        reason = f"micro-batches by length, at most {budget} tokens each"
-        if self.options.overhead_tokens != "auto":
-            return Decision.apply(f"{reason}; cost of one more: {self.options.overhead_tokens} tokens")
-        if context.hardware.device_type == "cpu":
-            options = self.options.model_copy(update={"overhead_tokens": CPU_OVERHEAD})
-            return Decision.apply(f"{reason}; cost of one more: {CPU_OVERHEAD} tokens", options)
-        price = price_of(context)
-        return Decision.apply(
-            f"{reason}; one more costs {price.host_tokens} tokens of host time ({price.host_seconds * 1e3:.1f} ms for its "
-            f"launches) and {price.overhead_tokens} of device time ({price.device_seconds * 1e3:.1f} ms), the longer of the two "
-            f"counts; {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
-        )
+        overhead, _, text = self.price(context)
+        fixed = self.options.overhead_tokens == "auto" and context.hardware.device_type == "cpu"
+        options = self.options.model_copy(update={"overhead_tokens": overhead}) if fixed else None
+        return Decision.apply(f"micro-batches by length, at most {budget} tokens each; {text}", options)
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         tokens = None if self.options.tokens == "auto" else self.options.tokens
-        overhead, host = self.prices(context)
+        overhead, host, _ = self.price(context)
         recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=overhead, host_tokens=host)
 
-    def prices(self, context: Context) -> tuple[int, int]:
-        """`overhead_tokens` and `host_tokens` of `cut_by_length` on this machine."""
-        if self.options.overhead_tokens != "auto":
-            return self.options.overhead_tokens, 0
-        if context.hardware.device_type == "cpu":
-            return CPU_OVERHEAD, 0
+    def price(self, context: Context) -> tuple[int, int, str]:
+        """(`overhead_tokens`, `host_tokens` of `cut_by_length` on this machine, the reason)."""
+        overhead = self.options.overhead_tokens
+        if overhead == "auto" and context.hardware.device_type == "cpu":
+            overhead = CPU_OVERHEAD
+        if overhead != "auto":
+            return overhead, 0, f"cost of one more: {overhead} tokens"
         price = price_of(context)
-        return price.overhead_tokens, price.host_tokens
+        text = (
+            f"one more costs {price.host_tokens} tokens of host time ({price.host_seconds * 1e3:.1f} ms for its "
+            f"launches) and {price.overhead_tokens} of device time ({price.device_seconds * 1e3:.1f} ms), the longer of the two "
+            f"counts; {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
+        )
+        return price.overhead_tokens, price.host_tokens, text
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
