@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from hwopt.errors import PluginError
 from hwopt.plugin import (
+    BatchSizes,
     Choice,
     Context,
     Decision,
@@ -80,12 +81,26 @@ def larger_step(step: int, rows: int, factor: int) -> Choice:
 
 def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
     """The option that keeps the evaluation batch of `options` for micro-batches of `rows`, as far as it is not much larger."""
-    assert options.train != "auto", "options in effect hold a number"
-    evaluation = options.eval or 2 * options.train
-    assert evaluation != "auto", "options in effect hold a number"
+    evaluation = sizes_of(options).eval
     if evaluation > MOST_EVAL_RATIO * rows:
         return {"eval": MOST_EVAL_RATIO * rows}
     return {} if options.eval else {"eval": evaluation}
+
+
+def settings_of(options: Batch.Options) -> dict[str, int]:
+    """The keys of `recipe.batch`. No option is "auto" any more."""
+    given = {
+        "train": options.train,
+        "eval": options.eval,
+        "accumulation": options.gradient_accumulation_steps if options.effective is None else None,
+        "effective": options.effective,
+    }
+    return {key: value for key, value in given.items() if isinstance(value, int)}
+
+
+def sizes_of(options: Batch.Options) -> BatchSizes:
+    """The sizes that `options` ask for on one rank. No option is "auto" any more."""
+    return BatchSizes.of(settings_of(options))
 
 
 class Batch(Plugin):
@@ -145,16 +160,15 @@ class Batch(Plugin):
     options: Options
 
     def probe(self, context: Context) -> Decision:
-        train, world, effective = self.options.train, context.world_size, self.options.effective
-        if "auto" in (train, self.options.eval):
+        world, effective = context.world_size, self.options.effective
+        if "auto" in (self.options.train, self.options.eval):
             candidates = self.candidates(world)
             if len(candidates) == 1:
                 return Decision.apply("one row per rank, the only possible size", candidates[0])
             return Decision.choose(candidates, "the most rows that fit into memory")
+        train, sizes = self.options.train, sizes_of(self.options)
         assert train != "auto", "chosen above"
-        assert self.options.eval != "auto", "chosen above"
-        evaluation = self.options.eval or 2 * train
-        step_rows = effective or train * (self.options.gradient_accumulation_steps or 1)
+        evaluation, step_rows = sizes.eval, sizes.step
         source = "train x gradient_accumulation_steps" if effective is None else "effective"
         if step_rows < world:
             raise PluginError(
@@ -180,30 +194,21 @@ class Batch(Plugin):
         return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        assert self.options.train != "auto", "probe() replaces it"
-        assert self.options.eval != "auto", "probe() replaces it"
-        recipe.batch["train"] = self.options.train
-        recipe.batch["eval"] = self.options.eval or 2 * self.options.train
-        if self.options.effective is None:
-            recipe.batch["accumulation"] = self.options.gradient_accumulation_steps or 1
-        else:
-            recipe.batch["effective"] = self.options.effective
+        recipe.batch.update(settings_of(self.options))
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
         """The rows of a micro-batch, with the same rows per step; more rows per step; the rows of an evaluation batch."""
         if options is None:
             return []
-        assert options.train != "auto", "options in effect hold a number"
-        assert options.eval != "auto", "options in effect hold a number"
-        step = options.effective or options.train * (options.gradient_accumulation_steps or 1)
+        step, evaluation = sizes_of(options).step, sizes_of(options).eval
         share = micro_batches(step, 1, context.world_size)
         present = min(options.train, share)
         sizes = sorted({-(-share // number) for number in candidate_rows(share)} | {present})
         rows = [split(step, size, micro_batches(share, size, 1), options) for size in sizes]
         if present == share:  # one micro-batch holds all rows of a step
             rows += [larger_step(step, options.train, factor) for factor in (2, 4, 8, 16)]
-        evaluations = halves(options.eval or 2 * options.train)[::3][::-1]
+        evaluations = halves(evaluation)[::3][::-1]
         smaller = [Choice(changes={"eval": size}, note="smaller evaluation batches") for size in evaluations]
         scales = [
             Scale(choices=tuple(rows), present=sizes.index(present), tune=True),
@@ -221,6 +226,4 @@ class Batch(Plugin):
         return Evidence.active(seen, rows_per_step=range(step.rows * world - world + 1, step.rows * world + world))
 
     def expects(self) -> Mapping[str, Any]:
-        train = self.options.train
-        assert train != "auto", "options in effect hold a number"
-        return {"rows_per_step": self.options.effective or train * (self.options.gradient_accumulation_steps or 1)}
+        return {"rows_per_step": sizes_of(self.options).step}

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from hwopt.config.job import Job, make_job
+from hwopt.config.job import make_job
 from hwopt.config.task_kinds import task_kinds
 from hwopt.config.toml import parse_toml
+from hwopt.config.toml_text import inline
 from hwopt.errors import InputError, StorageError
 
 COMMENTS = {
@@ -54,23 +53,10 @@ def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
         for key, value in keys.items():
             others = f"or {', '.join(kind for kind in task_kinds() if kind != value)}"
             comment = others if (table, key) == ("task", "kind") else COMMENTS.get(f"{table}.{key}")
-            lines.append(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"{key} = {inline(value).as_string()}" + (f"  # {comment}" if comment else ""))
         lines += OPTIONAL.get(table, ())
     text = "\n".join(lines) + "\n"
-    checked(text)
-    return text
-
-
-def checked(text: str) -> Job:
-    """The job in `text`. Raises InputError if it is not valid."""
-    return make_job(parse_toml(text.encode(), "the new job")).job
-
-
-def toml_value(value: Any) -> str:
-    """`value` in TOML."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {toml_value(part)}" for key, part in value.items()) + " }"
-    text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
+    make_job(parse_toml(text.encode(), "the new job"))
     return text
 
 

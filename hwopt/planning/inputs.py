@@ -84,13 +84,12 @@ def refuse_mistakes(
 
     If the job names a model of the hub and the hub is out of reach, its client is set to work offline.
     """
-    for profile in profiles:
-        if profile != "auto":
-            given_options(inputs.profile(profile, assignments), inputs.registry)
+    named = [profile for profile in profiles if profile != "auto"]
+    for profile in named:
+        given_options(inputs.profile(profile, assignments), inputs.registry)
     found = inputs.job(job, assignments)
-    for profile in profiles if found is not None and found.plugins is not None else ():
-        if profile != "auto":
-            given_options(inputs.profile(profile, assignments, found), inputs.registry)
+    for profile in named if found is not None and found.plugins is not None else ():
+        given_options(inputs.profile(profile, assignments, found), inputs.registry)
     if found is not None and (model := found.job.model.name) is not None:
         with found.placing():
             nowhere = path_kind(Path(model), "model.name:") == "missing"

@@ -7,7 +7,7 @@ A plugin that cannot be loaded is an error that names the plugin and its distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from types import FunctionType
@@ -113,27 +113,13 @@ def check_contract(plugin: object, name: str, distribution: str) -> None:
         raise PluginError(f"{who}: `relations` must be a Relations(…), got {truncate(plugin.relations)}")
     if wrong := [field for field in plugin.relations.replaces if not can_be_replaced(field)]:
         raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
-    if not (isinstance(plugin.aliases, Mapping) and all(map(is_alias, plugin.aliases.items()))):
-        found = truncate(plugin.aliases)
-        raise PluginError(f"{who}: `aliases` must map strings to strings or Alias(…), got {found}")
     members = contract_members()
-    for hook in (name for name in members if callable(getattr(Plugin, name, None))):
-        if not callable(getattr(plugin, hook)):
-            found = truncate(getattr(plugin, hook))
-            raise PluginError(f"{who}: `{hook}` must be callable, got {found}")
     if unknown := next((name for name in declared_by(plugin) if name not in members), None):
         raise PluginError(
             f"{who}: a plugin has no attribute `{unknown}`.{nearest(unknown, members)} "
             f"The members of the contract are {listing(members, 30)}. "
             "Start the name of an attribute of your own with an underscore"
         )
-
-
-def is_alias(item: tuple[object, object]) -> bool:
-    """Whether `item` maps a word of another tool to an option."""
-    from hwopt.plugin.contract import Alias
-
-    return isinstance(item[0], str) and isinstance(item[1], str | Alias)
 
 
 def contract_members() -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwopt.config.new_job import toml_value
+from hwopt.config.toml_text import inline
 from hwopt.errors import HwoptError, PluginError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import plan_memory
@@ -122,7 +122,7 @@ class Space:
         """The same as arguments of `--set`."""
         tables = self.tables(setting)
         return tuple(
-            f"plugins.{name}.{key}={toml_value(value)}" for name, table in tables.items() for key, value in table.items()
+            f"plugins.{name}.{key}={inline(value).as_string()}" for name, table in tables.items() for key, value in table.items()
         )
 
     def described(self, setting: Setting) -> str:
