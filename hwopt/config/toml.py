@@ -72,6 +72,8 @@ def decoded(raw: bytes, name: str) -> str:
 def parse_toml(raw: bytes, name: str) -> Document:
     text = decoded(raw, name)
     try:
+        if any(line.split("=")[0].count(".") > MAX_DEPTH for line in text.splitlines()):  # tomllib takes minutes
+            raise RecursionError
         data = tomllib.loads(text)
         json.dumps(data, default=json_default)
     except tomllib.TOMLDecodeError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from hwopt.config.job import Job, JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
+from hwopt.errors import PluginError
 from hwopt.plugin.recipe import Recipe
 
 SAME_THING = ({"warmup_ratio", "warmup_steps"}, {"max_steps", "num_train_epochs"})
@@ -29,6 +32,17 @@ def has_key(training: Training, key: str) -> bool:
     """Whether the job or the profile sets `key`, or the other one of its pair."""
     same = next((pair for pair in SAME_THING if key in pair), {key})
     return bool(same & training.model_fields_set)
+
+
+def with_recipe(training: Training, recipe: Recipe) -> Training:
+    """`training` with what plugins wrote, as far as neither job nor profile sets it. Raises PluginError for a wrong value."""
+    merged = training.model_copy(update={key: value for key, value in recipe.training.items() if not has_key(training, key)})
+    try:
+        Training.model_validate(merged.model_dump(exclude_none=True))
+    except ValidationError as error:
+        authors = ", ".join(sorted({recipe.named(recipe.author_of(f"training[{key!r}]")) for key in recipe.training}))
+        raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
+    return merged
 
 
 def provenance_of(profile: Profile, job_file: JobFile, recipe: Recipe, training: Training) -> dict[str, str]:

@@ -10,10 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from hwopt.config.job import Job, JobFile
-from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
@@ -30,7 +27,7 @@ from hwopt.planning.conflicts import (
 )
 from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook
 from hwopt.planning.plan import Plan
-from hwopt.planning.precedence import has_key, provenance_of, under_job
+from hwopt.planning.precedence import provenance_of, under_job, with_recipe
 from hwopt.plugin import Context
 from hwopt.plugin.batch_sizes import KEYS, BatchSizes
 from hwopt.plugin.recipe import Recipe
@@ -76,7 +73,7 @@ def resolve(
     refuse_replaced_loss(job, parts)
     if strict:
         enforce_strict(entries, notes)
-    training = with_recipe(job.training, recipe.training, parts)
+    training = with_recipe(job.training, recipe)
     batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
     refuse_lacking_engine(parts, batch, world_size, training.max_grad_norm)
     return Plan(
@@ -122,17 +119,6 @@ def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
         raise PluginError(
             f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
         )
-
-
-def with_recipe(training: Training, written: Mapping[str, Any], parts: Sequence[Part]) -> Training:
-    """`training` with what plugins wrote, as far as neither job nor profile sets it. Raises PluginError for a wrong value."""
-    merged = training.model_copy(update={key: value for key, value in written.items() if not has_key(training, key)})
-    try:
-        Training.model_validate(merged.model_dump(exclude_none=True))
-    except ValidationError as error:
-        authors = ", ".join(sorted({author_in(parts, f"training[{key!r}]") for key in written}))
-        raise PluginError(f"recipe.training of {authors}: {error.errors()[0]['msg']}") from error
-    return merged
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
