@@ -92,7 +92,7 @@ def settings_of(options: Batch.Options) -> dict[str, int]:
     given = {
         "train": options.train,
         "eval": options.eval,
-        "accumulation": options.gradient_accumulation_steps if options.effective is None else None,
+        "accumulation": (options.gradient_accumulation_steps or 1) if options.effective is None else None,
         "effective": options.effective,
     }
     return {key: value for key, value in given.items() if isinstance(value, int)}
@@ -194,7 +194,8 @@ class Batch(Plugin):
         return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.batch.update(settings_of(self.options))
+        settings = settings_of(self.options)
+        recipe.batch.update({"train": settings["train"], "eval": sizes_of(self.options).eval} | settings)
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
