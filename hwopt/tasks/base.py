@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -85,7 +86,9 @@ class Task:
 
     @classmethod
     def check_job(cls, job: Job) -> None:
-        """Raise ValueError for keys of the job that contradict each other."""
+        """Raise ValueError for keys of the job that contradict each other, or that the task does not support."""
+        if job.task.label_smoothing and "smoothing" not in signature(cls.loss).parameters:
+            raise ValueError(f"task.label_smoothing needs classes; remove it for task.kind = {cls.facts.kind!r}")
 
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:

@@ -47,12 +47,6 @@ class Regression(LabelledTexts):
     }
 
     @classmethod
-    def check_job(cls, job: Job) -> None:
-        """Refuse label smoothing, which needs classes."""
-        if job.task.label_smoothing:
-            raise ValueError("task.label_smoothing needs classes; remove it for task.kind = 'regression'")
-
-    @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """A column of fractions beside a text; if the task is chosen, also one of whole numbers."""
         columns = [name for name in table.column_names if is_number(table, name)]
