@@ -101,12 +101,6 @@ def test_fingerprint_ignores_truncation_and_padding_state(tmp_path: Path) -> Non
     assert tokenizer_fingerprint(tokenizer) != before
 
 
-def test_models_without_token_types_get_none(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("distilbert")
-    tokenizer = trained_tokenizer(TEXTS, job_of(model_type="distilbert"), config, False, tmp_path)
-    assert "token_type_ids" not in tokenizer("a", "b")
-
-
 def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
     tokenizer = encoder(tmp_path)
     choose_padding(tokenizer, set())

@@ -98,13 +98,6 @@ def test_streaming_of_files_is_refused(tmp_path: Path) -> None:
         refuse_missing(Data(train=str(tmp_path / "a.csv"), streaming=True, max_rows=3))
 
 
-def test_folder_of_files_names_the_globs(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt", "c.csv"):
-        (tmp_path / name).write_text("x")
-    with pytest.raises(DataError, match=r"give its files: '.*/\*\.txt' \(2 files\) or '.*/\*\.csv' \(1 file\)$"):
-        refuse_missing(Data(train=str(tmp_path)))
-
-
 def test_data_sets_and_files_are_joined(clone: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"text": "own", "label": 1}\n')
