@@ -1,4 +1,4 @@
-"""`hwopt export`: a plan as the files of Accelerate's launcher and of DeepSpeed."""
+"""`hwopt export`: a plan as a file of Accelerate or DeepSpeed, as arguments of the Trainer or TRL, or as a script."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hwopt.cli.options import (
 
 
 @click.command(
-    help="Write the plan as a file for `accelerate launch --config_file` or as DeepSpeed's JSON. A run from that file makes the "
-    "same plan."
+    help="Write the plan for other tools: a file for `accelerate launch --config_file`, DeepSpeed's JSON, Python that makes "
+    "TrainingArguments (trainer) or SFTConfig (trl), or a training script without hwopt whose losses equal those of `hwopt run`."
 )
 @job_options
 @profile_option
-@click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed"]), required=True, help="File format.")
+@click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed", "trainer", "trl", "script"]), required=True)
 @hardware_option("detected")
 @world_size_option
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
@@ -37,7 +37,7 @@ from hwopt.cli.options import (
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def export(
     profile: str,
-    format_: Literal["accelerate", "deepspeed"],
+    format_: Literal["accelerate", "deepspeed", "trainer", "trl", "script"],
     hardware: Literal["profile", "detected"],
     world_size: int,
     nodes: int,

@@ -9,16 +9,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import InputError
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, PluginOptions
 from hwopt.plugin.guard import plugin_guard
-from hwopt.plugin.recipe import Recipe
-from hwopt.plugin.registry import Registry
 from hwopt.training.build import option_value
 
 LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
@@ -61,34 +58,14 @@ def engine_config(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def no_deepspeed(plan: Plan, registry: Registry) -> InputError:
-    """The error for a plan without DeepSpeed; it names the plugins that would add it."""
-    ways = [way_to_it(name, options, plan) for name, options in bringers(plan.context, registry)]
-    what_to_do = "; or ".join(ways) or "no installed plugin adds it: `hwopt plugins` lists all"
+def no_deepspeed(plan: Plan) -> InputError:
+    """The error for a plan without DeepSpeed; it names the plugin that would add it."""
+    name = option_for("deepspeed").split(".")[1]
+    entry = next((entry for entry in plan.entries if entry.name == name), None)
+    if entry is None:
+        what_to_do = f"add the plugin {name!r}, as by --set plugins.{name}.enabled=true"
+    elif entry.decision == "skip":
+        what_to_do = f"{entry.author} is skipped: {entry.reason}"
+    else:
+        what_to_do = f"{entry.author} does not use it ({entry.reason})"
     return InputError(f"the plan of profile {plan.profile.name} has no DeepSpeed to export: {what_to_do}")
-
-
-def bringers(context: Context, registry: Registry) -> Iterator[tuple[str, PluginOptions]]:
-    """Plugins that would write `accelerator["deepspeed_plugin"]`, with the first of their options by which they do."""
-    installed = replace(context, software={**context.software, "deepspeed": "any"})
-    for name in registry.names:
-        with suppress(Exception):  # broken, or it needs options: the user did not ask for this plugin
-            found = registry.plugin(name)
-            default = found.Options()
-            for options in found(default).probe(installed).options or (default,):
-                recipe = Recipe()
-                found(options).apply(recipe, installed)
-                if "deepspeed_plugin" in recipe.accelerator:
-                    yield name, options
-                    break
-
-
-def way_to_it(name: str, options: PluginOptions, plan: Plan) -> str:
-    lines = [f"plugins.{name}.{key}={value}" for key, value in options.model_dump(exclude_defaults=True).items()]
-    keys = " ".join(f"--set {line}" for line in lines)
-    for entry in plan.entries:
-        if entry.name == name and entry.decision == "skip":
-            return f"{entry.author} is skipped: {entry.reason}"
-        if entry.name == name:
-            return f"{entry.author} does not use it ({entry.reason}); add {keys}"
-    return f"add the plugin {name!r}, as by {keys}"

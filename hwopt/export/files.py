@@ -9,19 +9,27 @@ from typing import Literal
 
 from hwopt.errors import InputError, StorageError
 from hwopt.export.accelerate import launcher_config, launcher_yaml
+from hwopt.export.arguments import arguments_file
 from hwopt.export.deepspeed import engine_config, no_deepspeed
+from hwopt.export.script import script_file
 from hwopt.planning.plan import Plan
-from hwopt.plugin.registry import Registry
+from hwopt.system.cache import cache_folder
 from hwopt.system.paths import path_kind
 
+Format = Literal["accelerate", "deepspeed", "trainer", "trl", "script"]
 
-def exported(plan: Plan, to: Literal["accelerate", "deepspeed"], nodes: int = 1, deepspeed_file: str | None = None) -> str:
-    """`plan` in the format of `to`. Raises InputError if the format cannot express it."""
-    if to == "deepspeed" and deepspeed_file is not None:
+
+def exported(plan: Plan, to: Format, nodes: int = 1, deepspeed_file: str | None = None, cache: Path | None = None) -> str:
+    """`plan` in the format of `to`. Raises InputError if the format cannot express it. `cache`: of the tokenised data."""
+    if to != "accelerate" and deepspeed_file is not None:
         raise InputError("--deepspeed-config-file needs --to accelerate; use --output for the JSON to write")
+    if to == "script":
+        return script_file(plan, cache or cache_folder())
+    if to == "trainer" or to == "trl":
+        return arguments_file(plan, to)
     config = engine_config(plan)
     if config is None and (to == "deepspeed" or deepspeed_file is not None):
-        raise no_deepspeed(plan, Registry())
+        raise no_deepspeed(plan)
     if to == "deepspeed":
         return json.dumps(config, indent=2) + "\n"
     return launcher_yaml(launcher_config(plan, nodes, deepspeed_file), plan.profile.name)

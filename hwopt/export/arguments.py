@@ -1,0 +1,113 @@
+"""A plan as Python that makes TrainingArguments or TRL's SFTConfig, with what they cannot say as comments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pprint import pformat
+from typing import Any, Literal, cast
+
+from hwopt.errors import InputError
+from hwopt.hosts.pieces import accepted_options, decision_line, words_of
+from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.plan import Plan
+
+STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
+"""Number of steps -> the strategy that it needs."""
+
+
+def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
+    """The text of a Python module with `arguments` and the keywords of `from_pretrained`."""
+    into = argument_class(to)
+    fields = {field.name for field in dataclasses.fields(into) if field.init}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    fields -= {"gradient_checkpointing"} - {checkpointing}  # two names for one argument since transformers 5.23
+    values, lines = plugin_words(plan, fields)
+    given = {"output_dir": "out"} | dict(training_words(plan, fields)) | values
+    if to == "trl":  # SFTConfig turns both on by itself
+        given = {"bf16": False, checkpointing: False} | given
+    kwargs = plan.recipe.model_kwargs
+    plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
+    lines += [f"left out {key} of from_pretrained: {value!r}" for key, value in kwargs.items() if key not in plain]
+    if to == "trl" and plain:
+        given["model_init_kwargs"] = plain
+    arguments = "".join(f"    {key}={pformat(value, width=80)},\n" for key, value in given.items())
+    model = "" if to == "trl" else f"model_kwargs = {pformat(plain, width=80)}  # for from_pretrained\n"
+    name = into.__name__
+    return (
+        f"{heading(plan, f'{name} for', to, lines)}\nfrom {'trl' if to == 'trl' else 'transformers'} import {name}\n\n"
+        f"arguments = {name}(\n{arguments})\n{model}"
+    )
+
+
+def argument_class(to: Literal["trainer", "trl"]) -> type[Any]:
+    if to == "trl":
+        if find_spec("trl") is None:
+            raise InputError("--to trl: the package trl is not installed; pip install trl")
+        import trl
+
+        return cast("type[Any]", trl.SFTConfig)  # type: ignore[attr-defined]
+    from transformers import TrainingArguments
+
+    return cast("type[Any]", TrainingArguments)
+
+
+def heading(plan: Plan, what: str, to: str, lines: Iterable[str]) -> str:
+    """The docstring of the written file, with a line for each plugin."""
+    listed = "\n".join(f"  {line}" for line in lines).replace("\\", "/").replace('"""', "'''")
+    return (
+        f'"""{what} {plan.job.model.label} with profile {plan.profile.name}, written by `hwopt export --to {to}`.\n\n'
+        f'Plugins of the profile:\n{listed}\n"""\n'
+    )
+
+
+def plugin_words(plan: Plan, fields: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The arguments that express applied plugins, and a line for each plugin: its arguments, or why it has none."""
+    values: dict[str, Any] = {}
+    lines = []
+    for entry in plan.entries:
+        mine = {} if entry.decision == "skip" else dict(words_of(entry, plan, fields))
+        values |= mine
+        rest = ", ".join(f"{key} = {value!r}" for key, value in unsaid(entry, mine).items()) if mine else ""
+        changes = entry.decision != "skip" and not mine and entry.plugin.effect == "method"
+        note = f"; not {rest}" if rest else " (it changes what is trained)" if changes else ""
+        lines.append(decision_line(entry, plan, mine) + note)
+    return values, lines
+
+
+def unsaid(entry: PluginDecision, words: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a plugin that differ from their defaults, and that none of `words` sets."""
+    said = {"enabled"}
+    for word, value in words.items():
+        if word in entry.plugin.aliases:
+            said |= accepted_options(entry.plugin.aliases[word], value).keys()
+        else:
+            said |= {word.removeprefix("dataloader_"), "train", "effective"}
+    options = entry.options.model_dump(mode="json", exclude_defaults=True)
+    return {key: value for key, value in options.items() if key not in said}
+
+
+def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The job's hyperparameters, in the arguments `fields`."""
+    training = plan.training
+    values = training.model_dump(exclude_none=True)
+    if training.max_steps is not None:
+        del values["num_train_epochs"]
+    if not training.push_to_hub:
+        del values["push_to_hub"], values["hub_private_repo"]
+    if plan.hardware.device_type == "cpu":
+        values["use_cpu"] = True
+    if (ratio := values.pop("warmup_ratio", None)) is not None and "warmup_ratio" not in fields:
+        values["warmup_steps"] = ratio  # a share of the steps since transformers 5
+    elif ratio is not None:
+        values["warmup_ratio"] = ratio
+    values |= {STEPS[word]: "steps" for word in STEPS if word in values}
+    if plan.job.data.eval is not None:
+        values |= {"per_device_eval_batch_size": plan.batch.eval}
+        values.setdefault("eval_strategy", "epoch")
+    if smoothing := plan.job.task.label_smoothing:
+        values["label_smoothing_factor"] = smoothing
+    if (length := plan.job.data.max_length) is not None:
+        values["max_length"] = length
+    yield from ((word, value) for word, value in values.items() if word in fields)

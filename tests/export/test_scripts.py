@@ -1,0 +1,144 @@
+"""Plans as Python for others: arguments of the Trainer and TRL, and a script whose losses equal those of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwopt.cli import run_command
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.configs.python_file import from_python
+from hwopt.configs.recognise import view_of
+from hwopt.errors import InputError
+from hwopt.export.files import exported
+from hwopt.hardware.device import described
+from hwopt.planning.inputs import Inputs
+from hwopt.planning.plan import Plan
+from hwopt.testing import (
+    TINY_BERT,
+    TINY_LLAMA,
+    WORDS,
+    plan_for,
+    tiny_job,
+    tiny_profile,
+    train_tiny,
+    write_samples,
+)
+
+GPU = described("a GPU", (8, 6), 8)
+PLUGINS: dict[str, Mapping[str, Any]] = {"optimizer": {"name": "adamw_torch"}, "length_batching": {}}
+
+
+def saved_model(folder: Path, kind: str) -> str:
+    """A folder with a tiny model without dropout, and a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    names = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(names)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "[UNK]", "eos_token": "[SEP]"}
+    if kind == "bert":
+        words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        special |= {"pad_token": "[PAD]"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    values = {**(TINY_BERT if kind == "bert" else TINY_LLAMA), "vocab_size": len(names)}
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values | none)
+    torch.manual_seed(0)
+    (AutoModel if kind == "bert" else AutoModelForCausalLM).from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "classes": ("bert", "text-classification", {"max_length": 12}),
+    "pairs": ("bert", "text-classification", {"text": ["text", "second"]}),
+    "blocks": ("llama", "causal-lm", {"max_length": 16}),
+    "prompts": ("llama", "causal-lm", {"prompt": "text", "completion": "second", "max_length": 14}),
+}
+
+
+def plan_of(name: str, folder: Path, **plugins: Mapping[str, Any]) -> Plan:
+    model, kind, data = JOBS[name]
+    rows = write_samples(folder / "train.jsonl", 42, pairs=name in ("pairs", "prompts"))
+    training = {"max_steps": 8, "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_ratio": 0.3, "logging_steps": 1, "seed": 5}
+    tables = {
+        "model": {"name": saved_model(folder / model, model)},
+        "data": {"train": str(rows), **data},
+        "task": {"kind": kind},
+        "training": training,
+    }
+    return plan_for(tiny_profile(**PLUGINS | plugins), make_job(Document("a job", tables)))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_of_the_script_are_those_of_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(name, tmp_path)
+    text = exported(plan, "script", cache=tmp_path / "cache")
+    expected = train_tiny(plan, tmp_path).losses
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        runpy.run_path(str(tmp_path / "train.py"))
+    losses = [json.loads(line)["loss"] for line in shown.getvalue().splitlines() if line.startswith("{")]
+    assert len(losses) == len(expected) == 8
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert "import hwopt" not in text
+    assert "left out length_batching" in text
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_script_holds_what_the_plan_turns_on(tmp_path: Path) -> None:
+    plan = plan_of("blocks", tmp_path, precision={"dtype": "bf16"}, checkpointing={"layers": "all"}, compile={})
+    text = exported(plan, "script", cache=tmp_path / "cache")
+    compile(text, "train.py", "exec")
+    for line in ("torch.autocast(device.type, torch.bfloat16)", "gradient_checkpointing_enable", "ROWS, MICRO_ROWS = 5, 8, 4"):
+        assert line in text
+
+
+def test_script_refuses_what_it_has_no_code_for(tmp_path: Path) -> None:
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path), world_size=2)
+    with pytest.raises(InputError, match=r"--to script: model\.name: needs .* weights; --world-size: .* one device"):
+        exported(plan, "script")
+
+
+@pytest.mark.parametrize("to", ["trainer", "trl"])
+def test_arguments_file_makes_the_arguments_of_the_plan(to: Any, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "causal-lm", warmup_ratio=0.1, eval_steps=2)
+    tables = {"precision": {"dtype": "bf16"}, "checkpointing": {"layers": "all"}, "dataloader": {"num_workers": 3}, "sdpa": {}}
+    plan = plan_for(tiny_profile(**tables, length_batching={}), job, hardware=GPU)
+    text = exported(plan, to)
+    assert "left out length_batching" in text
+    view = view_of(from_python(text, "arguments.py"), Inputs())
+    expected = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "dataloader_num_workers": 3,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "gradient_checkpointing": True,
+    }
+    assert {word: view.value(word) for word in expected} == expected
+    fields: dict[str, Any] = {}
+    exec(text.replace("bf16=True", "bf16=False, use_cpu=True"), fields)  # this machine has no bf16 of a GPU
+    arguments = fields["arguments"]
+    assert (arguments.learning_rate, arguments.warmup_steps, arguments.output_dir) == (1e-3, 0.1, "out")
+    assert getattr(arguments, "max_length", 32) == 32
+
+
+def test_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["export", "--profile", "t4_16gb", "--to", "trainer", "--hardware", "profile"]) == 0
+    shown = capsys.readouterr().out
+    assert "arguments = TrainingArguments(" in shown
+    assert "fp16=True" in shown
