@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,389 +17,250 @@ from hwopt.planning.inputs import Inputs
 INPUTS = Inputs()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     rule: str
-    broken: str
-    fine: str
     line: int
     """Of the finding in `broken`."""
-    fix: str = ""
+    fix: str
     """A part of the fix."""
-    level: str = ""
-    given: dict[str, object] = field(default_factory=dict)
-    suffix: str = ".yaml"
+    broken: str
+    fine: str
+    suffix: str
+    level: str
+    given: dict[str, Any]
 
 
-T4: dict[str, object] = {"card": "T4"}
-BERT: dict[str, object] = {"card": "T4", "parameters": 109.5e6, "max_length": 192}
-CASES = [
-    Case(
-        "eval-batch",
-        "per_device_train_batch_size: 16\nper_device_eval_batch_size: 192\n",
-        "per_device_train_batch_size: 16\nper_device_eval_batch_size: 64\n",
-        2,
-        "per_device_eval_batch_size: 32",
-    ),
-    Case(
-        "step-rows-small",
-        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 1\n",
-        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\n",
-        2,
-        "gradient_accumulation_steps: 4",
-        given={"rows": 20_000},
-    ),
-    Case(
-        "step-rows-small",
-        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 1\n",
-        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 1\npacking: true\n",
-        2,
-        "gradient_accumulation_steps: 2",
-    ),
-    Case(
-        "step-rows-changed",
-        "per_device_train_batch_size: 48  # instead of 64\ngradient_accumulation_steps: 3   # instead of 2\n",
-        "per_device_train_batch_size: 32  # instead of 64\ngradient_accumulation_steps: 4   # instead of 2\n",
-        1,
-        "per_device_train_batch_size: 32 and gradient_accumulation_steps: 4",
-    ),
-    Case(
-        "step-rows-changed",
-        "per_device_train_batch_size: 32\ngradient_accumulation_steps: 3\nper_device_train_batch_size: 48\n",
-        "per_device_train_batch_size: 32\ngradient_accumulation_steps: 3\n"
-        "per_device_train_batch_size: 48\ngradient_accumulation_steps: 2\n",
-        3,
-        "gradient_accumulation_steps: 2",
-    ),
-    Case(
-        "step-rows-contradict",
-        '{"train_batch_size": 100,\n"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}',
-        '{"train_batch_size": 128,\n"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}',
-        1,
-        '"train_batch_size": 64',
-        suffix=".json",
-    ),
-    Case("batch-search", "auto_find_batch_size: true\n", "auto_find_batch_size: false\n", 1, "auto_find_batch_size: false"),
-    Case(
-        "batch-power-of-two",
-        "training:\n  per_device_train_batch_size: 80\n",
-        "training:\n  per_device_train_batch_size: 64\n",
-        2,
-        level="information",
-    ),
-    Case(
-        "learning-rate",
-        "learning_rate: 2e-3\nper_device_train_batch_size: 32\n",
-        "learning_rate: 2e-5\nper_device_train_batch_size: 32\n",
-        1,
-        "learning_rate: 3e-05",
-    ),
-    Case(
-        "learning-rate",
-        "learning_rate: 1e-6\nper_device_train_batch_size: 32\nuse_peft: true\n",
-        "learning_rate: 2e-4\nper_device_train_batch_size: 32\nuse_peft: true\n",
-        1,
-        "learning_rate: 0.0003",
-    ),
-    Case(
-        "comment-value",
-        "# Pushing to 96 to max out RTX 3070 8GB VRAM\n# This will achieve 99-100% GPU utilization\n"
-        "per_device_train_batch_size: 16\n",
-        "# WARNING: 6x slower than batch 96!\n# BATCH SIZE 16 - Maximum Generalization\nper_device_train_batch_size: 16\n",
-        3,
-        "per_device_train_batch_size: 96",
-    ),
-    Case(
-        "comment-value",
-        "per_device_train_batch_size: 48\ngradient_accumulation_steps: 3  # Effective batch still = 128\n",
-        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4  # Effective = 16*4 = 64\n",
-        2,
-        "correct the comment",
-    ),
-    Case(
-        "comment-value",
-        "per_device_train_batch_size: 16\nper_device_eval_batch_size: 48  # 2x train (standard)\n",
-        "per_device_train_batch_size: 16\nper_device_eval_batch_size: 32  # 2x train (standard)\n",
-        2,
-        "per_device_eval_batch_size: 32",
-    ),
-    Case("comment-value", "warmup_ratio: 0.1  # 6% is best\n", "warmup_ratio: 0.06  # 6% is best\n", 1, "correct the comment"),
-    Case("comment-value", "num_workers: 8  # 4 workers\n", "num_workers: 4  # 4 workers, not 8 workers\n", 1, "num_workers: 4"),
-    Case(
-        "summary-value",
-        'name = "p"\nsummary = "RTX 4060 8 GB: bf16, 32 x 4"\n[plugins.batch]\ntrain = 64\ngradient_accumulation_steps = 2\n',
-        'name = "p"\nsummary = "RTX 4060 8 GB: bf16, 64 x 2"\n[plugins.batch]\ntrain = 64\ngradient_accumulation_steps = 2\n',
-        2,
-        "correct the summary: 64 x 2",
-        suffix=".toml",
-    ),
-    Case(
-        "summary-value",
-        'name = "p"\nsummary = "bf16, batch 16"\n[plugins.precision]\ndtype = "fp16"\n',
-        'name = "p"\nsummary = "fp16, batch 16"\n[plugins.precision]\ndtype = "fp16"\n',
-        2,
-        "correct the summary: fp16",
-        suffix=".toml",
-    ),
-    Case(
-        "checkpointing-off-for-memory",
-        "# If OOM: disable gradient checkpointing\ngradient_checkpointing: false\n",
-        "# faster\ngradient_checkpointing: false\n",
-        2,
-        "gradient_checkpointing: true",
-    ),
-    Case("fp16-and-bf16", "bf16: true\nfp16: true\n", "bf16: true\nfp16: false\n", 1, "fp16: false", "error"),
-    Case("bf16-card", "bf16: true\n", "fp16: true\n", 1, "bf16: false and fp16: true", "error", T4),
-    Case("bf16-card", "bf16: true\n", "fp16: true\n", 1, "fp16: true", "error", {"card": "V100"}),
-    Case(
-        "bf16-card",
-        'name = "p"\n[plugins.precision]\ndtype = "bf16"\n',
-        'name = "p"\n[plugins.precision]\ndtype = "fp16"\n',
-        3,
-        'plugins.precision.dtype = "fp16"',
-        "warning",
-        T4,
-        ".toml",
-    ),
-    Case("tf32-card", "tf32: true\n", "tf32: false\n", 1, "remove tf32", "error", T4),
-    Case("tf32-card", "tf32: true\n", "tf32: false\n", 1, "remove tf32", "error", {"card": "V100"}),
-    Case("fp16-card", "fp16: true\n", "fp16: false\n", 1, "remove fp16", given={"profile": "PASCAL"}),
-    Case("tf32-beside-half", "bf16: true\ntf32: true\n", "tf32: true\n", 2, level="information"),
-    Case("apex-level", "fp16: true\nfp16_opt_level: O2\n", "fp16: true\n", 2, "remove fp16_opt_level", "warning"),
-    Case("apex-level", "fp16: true\nfp16_opt_level: O1\n", "fp16: true\n", 2, "remove fp16_opt_level", "information"),
-    Case(
-        "fp16-weights",
-        "torch_dtype: float16\nfp16: true\n",
-        "torch_dtype: float32\nfp16: true\n",
-        1,
-        "torch_dtype: float32",
-        "error",
-    ),
-    Case(
-        "checkpointing-needless",
-        "per_device_train_batch_size: 16\nfp16: true\ngradient_checkpointing: true\n",
-        "per_device_train_batch_size: 256\nfp16: true\ngradient_checkpointing: true\n",
-        3,
-        "gradient_checkpointing: false",
-        given=BERT,
-    ),
-    Case(
-        "states-needless",
-        "per_device_train_batch_size: 16\nfp16: true\noptim: adamw_bnb_8bit\n",
-        "per_device_train_batch_size: 256\nfp16: true\noptim: adamw_bnb_8bit\n",
-        3,
-        "optim: adamw_torch_fused",
-        given=BERT,
-    ),
-    Case(
-        "flash-card",
-        "attn_implementation: flash_attention_2\nfp16: true\n",
-        "attn_implementation: sdpa\nfp16: true\n",
-        1,
-        "attn_implementation: sdpa",
-        "error",
-        T4,
-    ),
-    Case(
-        "flash-fp32",
-        "attn_implementation: flash_attention_2\ntorch_dtype: float32\n",
-        "attn_implementation: flash_attention_2\ntorch_dtype: float32\nbf16: true\n",
-        1,
-        "bf16: true",
-        "error",
-    ),
-    Case(
-        "cache-checkpointing",
-        "gradient_checkpointing: true\nuse_cache: true\n",
-        "gradient_checkpointing: true\nuse_cache: false\n",
-        2,
-        "use_cache: false",
-    ),
-    Case(
-        "unused-checkpointing",
-        "activation_checkpointing: true\nddp_find_unused_parameters: true\n",
-        "ddp_find_unused_parameters: true\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n",
-        2,
-        "ddp_find_unused_parameters: false",
-        "warning",
-    ),
-    Case("quantized-training", "load_in_4bit: true\n", "load_in_4bit: true\nlora: {r: 8}\n", 1, "use_peft: true"),
-    Case(
-        "quantized-training",
-        "cutoff_len: 8\nfinetuning_type: full\nload_in_8bit: true\n",
-        "cutoff_len: 8\nload_in_8bit: true\n",
-        3,
-        "or train LoRA",
-    ),
-    Case(
-        "states-offload",
-        "optim: adamw_bnb_8bit\ndeepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}\n",
-        "optim: adamw_bnb_8bit\ndeepspeed: {zero_optimization: {offload_optimizer: {device: none}}}\n",
-        1,
-        "optim: adamw_torch",
-    ),
-    Case(
-        "eval-logits",
-        "model_name_or_path: Qwen/Qwen2.5-7B\neval_strategy: steps\nmetric_for_best_model: accuracy\n",
-        "model_name_or_path: Qwen/Qwen2.5-7B\neval_strategy: steps\nmetric_for_best_model: eval_loss\n",
-        1,
-        "eval_accumulation_steps: 1",
-    ),
-    Case(
-        "fp16-model",
-        "model_name_or_path: google/gemma-2-9b\nfp16: true\n",
-        "model_name_or_path: google/gemma-2-9b\nbf16: true\n",
-        2,
-        "bf16: true",
-    ),
-    Case(
-        "packing-leak",
-        "base_model: m\nsample_packing: true\n",
-        "base_model: m\nsample_packing: true\nflash_attention: true\n",
-        2,
-        "attn_implementation: flash_attention_2",
-    ),
-    Case(
-        "reentrant-adapter",
-        "use_peft: true\ngradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: true\n",
-        "use_peft: true\ngradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n",
-        4,
-        "gradient_checkpointing_kwargs.use_reentrant: false",
-        "warning",
-    ),
-    Case("dora-dropout", "use_dora: true\nlora_dropout: 0.05\n", "use_dora: true\nlora_dropout: 0\n", 2, "lora_dropout: 0"),
-    Case(
-        "compile-widths",
-        "torch_compile: true\ntorch_compile_mode: reduce-overhead\n",
-        "torch_compile: true\npacking: true\n",
-        2,
-        "torch_compile_mode: default",
-    ),
-    Case("length-groups", "train_sampling_strategy: group_by_length\n", "train_sampling_strategy: random\n", 1),
-    Case("workers-cores", "dataloader_num_workers: 8\n", "dataloader_num_workers: 3\n", 1, "num_workers: 3", given={"cores": 4}),
-    Case(
-        "pin-without-workers",
-        "dataloader_num_workers: 0\ndataloader_pin_memory: true\n",
-        "dataloader_num_workers: 2\ndataloader_pin_memory: true\n",
-        2,
-        "dataloader_num_workers: 2",
-    ),
-    Case(
-        "prefetch-without-workers",
-        "dataloader_prefetch_factor: 4\n",
-        "dataloader_prefetch_factor: 4\ndataloader_num_workers: 2\n",
-        1,
-        "dataloader_num_workers: 2",
-        "error",
-    ),
-    Case(
-        "persistent-without-workers",
-        "dataloader_num_workers: 0\ndataloader_persistent_workers: true\n",
-        "dataloader_num_workers: 1\ndataloader_persistent_workers: true\n",
-        2,
-        "dataloader_num_workers: 2",
-        "error",
-    ),
-    Case(
-        "workers-restarted",
-        "dataloader_num_workers: 4\ndataloader_persistent_workers: false\n",
-        "dataloader_num_workers: 4\ndataloader_persistent_workers: true\n",
-        2,
-        "dataloader_persistent_workers: true",
-    ),
-    Case("warmup-share", "warmup_ratio: 0.2\n", "warmup_ratio: 0.1\n", 1, "warmup_ratio: 0.06"),
-    Case("warmup-share", "warmup_steps: 1\nmax_steps: 100\n", "warmup_steps: 3\nmax_steps: 100\n", 1, "warmup_steps: 6"),
-    Case(
-        "warmup-beyond-run",
-        "warmup_steps: 500\nnum_train_epochs: 1\nper_device_train_batch_size: 64\n",
-        "warmup_steps: 100\nnum_train_epochs: 5\nper_device_train_batch_size: 64\n",
-        1,
-        "warmup_steps: 19",
-        "error",
-        {"rows": 20_000},
-    ),
-    Case("warmup-beyond-run", "warmup_steps: 100\nmax_steps: 50\n", "warmup_steps: 5\nmax_steps: 50\n", 1, "warmup_steps: 3"),
-    Case("warmup-twice", "warmup_ratio: 0.06\nwarmup_steps: 10\n", "warmup_ratio: 0.06\nwarmup_steps: 0\n", 1, "remove"),
-    Case("steps-and-epochs", "max_steps: 10\nnum_train_epochs: 2\n", "max_steps: -1\nnum_train_epochs: 2\n", 2, "remove"),
-    Case("no-clipping", "max_grad_norm: 0\n", "max_grad_norm: 1.0\n", 1, "max_grad_norm: 1"),
-    Case(
-        "no-clipping",
-        '{"zero_optimization": {\n"stage": 2}}',
-        '{"zero_optimization": {\n"stage": 2}, "gradient_clipping": "auto"}',
-        2,
-        '"gradient_clipping": 1',
-        suffix=".json",
-    ),
-    Case(
-        "nonfinite-filter",
-        "logging_nan_inf_filter: true\n",
-        "logging_nan_inf_filter: false\n",
-        1,
-        "logging_nan_inf_filter: false",
-    ),
-    Case(
-        "best-model-strategy",
-        "eval_strategy: epoch\nload_best_model_at_end: true\n",
-        "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n",
-        2,
-        "save_strategy: epoch",
-        "error",
-    ),
-    Case(
-        "best-model-steps",
-        "eval_strategy: steps\neval_steps: 100\nsave_steps: 250\nload_best_model_at_end: true\n",
-        "eval_strategy: steps\neval_steps: 100\nsave_steps: 200\nload_best_model_at_end: true\n",
-        3,
-        "save_steps: 200",
-        "error",
-    ),
-    Case("former-name", "evaluation_strategy: epoch\n", "eval_strategy: epoch\n", 1, "use eval_strategy"),
-    Case("former-name", "half_precision_backend: auto\nfp16: true\n", "fp16: true\n", 1, "remove half_precision_backend"),
-    Case(
-        "deprecated-name",
-        "gradient_checkpointing: true\n",
-        "activation_checkpointing: true\n",
-        1,
-        "use activation_checkpointing",
-        "information",
-    ),
-    Case("misspelled-name", "fp16: true\nlearning_rat: 1e-4\n", "fp16: true\nlearning_rate: 1e-4\n", 2, "use learning_rate"),
-    Case(
-        "not-a-value",
-        "per_device_train_batch_size: 16  ← Actually 16, not 96!\n",
-        "per_device_train_batch_size: 16  # Actually 16, not 96!\n",
-        1,
-        "correct the value",
-        "error",
-    ),
-    Case("key-twice", "fp16: true\nfp16: false\n", "fp16: true\n", 1, "remove one of the two"),
-    Case("interpolation", "fp16: true\nlearning_rate: ${lr}\n", "fp16: true\nlearning_rate: 1e-5\n", 2),
-    Case(
-        "cpu-ranks",
-        "compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_processes: 2\ndistributed_type: MULTI_CPU\n",
-        "compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_processes: 2\ndistributed_type: MULTI_GPU\n",
-        3,
-        "distributed_type: MULTI_GPU",
-        "error",
-    ),
-    Case(
-        "offload-stage",
-        '{"zero_optimization": {"stage": 2,\n"offload_param": {"device": "cpu"}}}',
-        '{"zero_optimization": {"stage": 3,\n"offload_param": {"device": "cpu"}}}',
-        2,
-        '"zero_optimization.stage": 3',
-        "error",
-        suffix=".json",
-    ),
-    Case(
-        "precision-twice",
-        "compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
-        "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
-        2,
-        "remove mixed_precision",
-        "error",
-    ),
-]
+TABLE = """
+eval-batch | 2 | per_device_eval_batch_size: 32
+  per_device_train_batch_size: 16 / per_device_eval_batch_size: 192
+  per_device_train_batch_size: 16 / per_device_eval_batch_size: 64
+step-rows-small | 2 | gradient_accumulation_steps: 4 | rows=20000
+  per_device_train_batch_size: 16 / gradient_accumulation_steps: 1
+  per_device_train_batch_size: 16 / gradient_accumulation_steps: 4
+step-rows-small | 2 | gradient_accumulation_steps: 2
+  per_device_train_batch_size: 16 / gradient_accumulation_steps: 1
+  per_device_train_batch_size: 16 / gradient_accumulation_steps: 1 / packing: true
+step-rows-changed | 1 | per_device_train_batch_size: 32 and gradient_accumulation_steps: 4
+  per_device_train_batch_size: 48  # instead of 64 / gradient_accumulation_steps: 3   # instead of 2
+  per_device_train_batch_size: 32  # instead of 64 / gradient_accumulation_steps: 4   # instead of 2
+step-rows-changed | 3 | gradient_accumulation_steps: 2
+  per_device_train_batch_size: 32 / gradient_accumulation_steps: 3 / per_device_train_batch_size: 48
+  per_device_train_batch_size: 32 / gradient_accumulation_steps: 3 / per_device_train_batch_size: 48 / \
+gradient_accumulation_steps: 2
+step-rows-contradict | 1 | "train_batch_size": 64 | suffix=.json
+  {"train_batch_size": 100, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+  {"train_batch_size": 128, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+batch-search | 1 | auto_find_batch_size: false
+  auto_find_batch_size: true
+  auto_find_batch_size: false
+batch-power-of-two | 2 |  | level=information
+  training: /   per_device_train_batch_size: 80
+  training: /   per_device_train_batch_size: 64
+learning-rate | 1 | learning_rate: 3e-05
+  learning_rate: 2e-3 / per_device_train_batch_size: 32
+  learning_rate: 2e-5 / per_device_train_batch_size: 32
+learning-rate | 1 | learning_rate: 0.0003
+  learning_rate: 1e-6 / per_device_train_batch_size: 32 / use_peft: true
+  learning_rate: 2e-4 / per_device_train_batch_size: 32 / use_peft: true
+comment-value | 3 | per_device_train_batch_size: 96
+  # Pushing to 96 to max out RTX 3070 8GB VRAM / # This will achieve 99-100% GPU utilization / per_device_train_batch_size: 16
+  # WARNING: 6x slower than batch 96! / # BATCH SIZE 16 - Maximum Generalization / per_device_train_batch_size: 16
+comment-value | 2 | correct the comment
+  per_device_train_batch_size: 48 / gradient_accumulation_steps: 3  # Effective batch still = 128
+  per_device_train_batch_size: 16 / gradient_accumulation_steps: 4  # Effective = 16*4 = 64
+comment-value | 2 | per_device_eval_batch_size: 32
+  per_device_train_batch_size: 16 / per_device_eval_batch_size: 48  # 2x train (standard)
+  per_device_train_batch_size: 16 / per_device_eval_batch_size: 32  # 2x train (standard)
+comment-value | 1 | correct the comment
+  warmup_ratio: 0.1  # 6% is best
+  warmup_ratio: 0.06  # 6% is best
+comment-value | 1 | num_workers: 4
+  num_workers: 8  # 4 workers
+  num_workers: 4  # 4 workers, not 8 workers
+summary-value | 2 | correct the summary: 64 x 2 | suffix=.toml
+  name = "p" / summary = "RTX 4060 8 GB: bf16, 32 x 4" / [plugins.batch] / train = 64 / gradient_accumulation_steps = 2
+  name = "p" / summary = "RTX 4060 8 GB: bf16, 64 x 2" / [plugins.batch] / train = 64 / gradient_accumulation_steps = 2
+summary-value | 2 | correct the summary: fp16 | suffix=.toml
+  name = "p" / summary = "bf16, batch 16" / [plugins.precision] / dtype = "fp16"
+  name = "p" / summary = "fp16, batch 16" / [plugins.precision] / dtype = "fp16"
+checkpointing-off-for-memory | 2 | gradient_checkpointing: true
+  # If OOM: disable gradient checkpointing / gradient_checkpointing: false
+  # faster / gradient_checkpointing: false
+fp16-and-bf16 | 1 | fp16: false | level=error
+  bf16: true / fp16: true
+  bf16: true / fp16: false
+bf16-card | 1 | bf16: false and fp16: true | level=error card=T4
+  bf16: true
+  fp16: true
+bf16-card | 1 | fp16: true | level=error card=V100
+  bf16: true
+  fp16: true
+bf16-card | 3 | plugins.precision.dtype = "fp16" | level=warning suffix=.toml card=T4
+  name = "p" / [plugins.precision] / dtype = "bf16"
+  name = "p" / [plugins.precision] / dtype = "fp16"
+tf32-card | 1 | remove tf32 | level=error card=T4
+  tf32: true
+  tf32: false
+tf32-card | 1 | remove tf32 | level=error card=V100
+  tf32: true
+  tf32: false
+fp16-card | 1 | remove fp16 | profile=PASCAL
+  fp16: true
+  fp16: false
+tf32-beside-half | 2 |  | level=information
+  bf16: true / tf32: true
+  tf32: true
+apex-level | 2 | remove fp16_opt_level | level=warning
+  fp16: true / fp16_opt_level: O2
+  fp16: true
+apex-level | 2 | remove fp16_opt_level | level=information
+  fp16: true / fp16_opt_level: O1
+  fp16: true
+fp16-weights | 1 | torch_dtype: float32 | level=error
+  torch_dtype: float16 / fp16: true
+  torch_dtype: float32 / fp16: true
+checkpointing-needless | 3 | gradient_checkpointing: false | card=T4 parameters=109500000.0 max_length=192
+  per_device_train_batch_size: 16 / fp16: true / gradient_checkpointing: true
+  per_device_train_batch_size: 256 / fp16: true / gradient_checkpointing: true
+states-needless | 3 | optim: adamw_torch_fused | card=T4 parameters=109500000.0 max_length=192
+  per_device_train_batch_size: 16 / fp16: true / optim: adamw_bnb_8bit
+  per_device_train_batch_size: 256 / fp16: true / optim: adamw_bnb_8bit
+flash-card | 1 | attn_implementation: sdpa | level=error card=T4
+  attn_implementation: flash_attention_2 / fp16: true
+  attn_implementation: sdpa / fp16: true
+flash-fp32 | 1 | bf16: true | level=error
+  attn_implementation: flash_attention_2 / torch_dtype: float32
+  attn_implementation: flash_attention_2 / torch_dtype: float32 / bf16: true
+cache-checkpointing | 2 | use_cache: false
+  gradient_checkpointing: true / use_cache: true
+  gradient_checkpointing: true / use_cache: false
+unused-checkpointing | 2 | ddp_find_unused_parameters: false | level=warning
+  activation_checkpointing: true / ddp_find_unused_parameters: true
+  ddp_find_unused_parameters: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: {use_reentrant: false}
+quantized-training | 1 | use_peft: true
+  load_in_4bit: true
+  load_in_4bit: true / lora: {r: 8}
+quantized-training | 3 | or train LoRA
+  cutoff_len: 8 / finetuning_type: full / load_in_8bit: true
+  cutoff_len: 8 / load_in_8bit: true
+states-offload | 1 | optim: adamw_torch
+  optim: adamw_bnb_8bit / deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}
+  optim: adamw_bnb_8bit / deepspeed: {zero_optimization: {offload_optimizer: {device: none}}}
+eval-logits | 1 | eval_accumulation_steps: 1
+  model_name_or_path: Qwen/Qwen2.5-7B / eval_strategy: steps / metric_for_best_model: accuracy
+  model_name_or_path: Qwen/Qwen2.5-7B / eval_strategy: steps / metric_for_best_model: eval_loss
+fp16-model | 2 | bf16: true
+  model_name_or_path: google/gemma-2-9b / fp16: true
+  model_name_or_path: google/gemma-2-9b / bf16: true
+packing-leak | 2 | attn_implementation: flash_attention_2
+  base_model: m / sample_packing: true
+  base_model: m / sample_packing: true / flash_attention: true
+reentrant-adapter | 4 | gradient_checkpointing_kwargs.use_reentrant: false | level=warning
+  use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: true
+  use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: false
+dora-dropout | 2 | lora_dropout: 0
+  use_dora: true / lora_dropout: 0.05
+  use_dora: true / lora_dropout: 0
+compile-widths | 2 | torch_compile_mode: default
+  torch_compile: true / torch_compile_mode: reduce-overhead
+  torch_compile: true / packing: true
+length-groups | 1
+  train_sampling_strategy: group_by_length
+  train_sampling_strategy: random
+workers-cores | 1 | num_workers: 3 | cores=4
+  dataloader_num_workers: 8
+  dataloader_num_workers: 3
+pin-without-workers | 2 | dataloader_num_workers: 2
+  dataloader_num_workers: 0 / dataloader_pin_memory: true
+  dataloader_num_workers: 2 / dataloader_pin_memory: true
+prefetch-without-workers | 1 | dataloader_num_workers: 2 | level=error
+  dataloader_prefetch_factor: 4
+  dataloader_prefetch_factor: 4 / dataloader_num_workers: 2
+persistent-without-workers | 2 | dataloader_num_workers: 2 | level=error
+  dataloader_num_workers: 0 / dataloader_persistent_workers: true
+  dataloader_num_workers: 1 / dataloader_persistent_workers: true
+workers-restarted | 2 | dataloader_persistent_workers: true
+  dataloader_num_workers: 4 / dataloader_persistent_workers: false
+  dataloader_num_workers: 4 / dataloader_persistent_workers: true
+warmup-share | 1 | warmup_ratio: 0.06
+  warmup_ratio: 0.2
+  warmup_ratio: 0.1
+warmup-share | 1 | warmup_steps: 6
+  warmup_steps: 1 / max_steps: 100
+  warmup_steps: 3 / max_steps: 100
+warmup-beyond-run | 1 | warmup_steps: 19 | level=error rows=20000
+  warmup_steps: 500 / num_train_epochs: 1 / per_device_train_batch_size: 64
+  warmup_steps: 100 / num_train_epochs: 5 / per_device_train_batch_size: 64
+warmup-beyond-run | 1 | warmup_steps: 3
+  warmup_steps: 100 / max_steps: 50
+  warmup_steps: 5 / max_steps: 50
+warmup-twice | 1 | remove
+  warmup_ratio: 0.06 / warmup_steps: 10
+  warmup_ratio: 0.06 / warmup_steps: 0
+steps-and-epochs | 2 | remove
+  max_steps: 10 / num_train_epochs: 2
+  max_steps: -1 / num_train_epochs: 2
+no-clipping | 1 | max_grad_norm: 1
+  max_grad_norm: 0
+  max_grad_norm: 1.0
+no-clipping | 2 | "gradient_clipping": 1 | suffix=.json
+  {"zero_optimization": { / "stage": 2}}
+  {"zero_optimization": { / "stage": 2}, "gradient_clipping": "auto"}
+nonfinite-filter | 1 | logging_nan_inf_filter: false
+  logging_nan_inf_filter: true
+  logging_nan_inf_filter: false
+best-model-strategy | 2 | save_strategy: epoch | level=error
+  eval_strategy: epoch / load_best_model_at_end: true
+  eval_strategy: epoch / save_strategy: epoch / load_best_model_at_end: true
+best-model-steps | 3 | save_steps: 200 | level=error
+  eval_strategy: steps / eval_steps: 100 / save_steps: 250 / load_best_model_at_end: true
+  eval_strategy: steps / eval_steps: 100 / save_steps: 200 / load_best_model_at_end: true
+former-name | 1 | use eval_strategy
+  evaluation_strategy: epoch
+  eval_strategy: epoch
+former-name | 1 | remove half_precision_backend
+  half_precision_backend: auto / fp16: true
+  fp16: true
+deprecated-name | 1 | use activation_checkpointing | level=information
+  gradient_checkpointing: true
+  activation_checkpointing: true
+misspelled-name | 2 | use learning_rate
+  fp16: true / learning_rat: 1e-4
+  fp16: true / learning_rate: 1e-4
+not-a-value | 1 | correct the value | level=error
+  per_device_train_batch_size: 16  ← Actually 16, not 96!
+  per_device_train_batch_size: 16  # Actually 16, not 96!
+key-twice | 1 | remove one of the two
+  fp16: true / fp16: false
+  fp16: true
+interpolation | 2
+  fp16: true / learning_rate: ${lr}
+  fp16: true / learning_rate: 1e-5
+cpu-ranks | 3 | distributed_type: MULTI_GPU | level=error
+  compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_CPU
+  compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_GPU
+offload-stage | 2 | "zero_optimization.stage": 3 | level=error suffix=.json
+  {"zero_optimization": {"stage": 2, / "offload_param": {"device": "cpu"}}}
+  {"zero_optimization": {"stage": 3, / "offload_param": {"device": "cpu"}}}
+precision-twice | 2 | remove mixed_precision | level=error
+  compute_environment: LOCAL_MACHINE / mixed_precision: bf16 / deepspeed_config: /   deepspeed_config_file: ds.json
+  compute_environment: LOCAL_MACHINE / deepspeed_config: /   deepspeed_config_file: ds.json
+"""
+"""Three lines for a case: the rule | the line of the finding | a part of the fix | options of the case; a file that breaks the
+rule; one that does not. " / " begins a new line of a file."""
+TYPES = {"rows": int, "cores": int, "max_length": int, "parameters": float}
+
+
+def read_cases() -> Iterator[Case]:
+    lines = TABLE.strip("\n").splitlines()
+    for head, *files in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        rule, line, fix, options = (*head.split(" | "), "", "")[:4]
+        given = {key: TYPES.get(key, str)(value) for key, value in (pair.split("=") for pair in options.split())}
+        broken, fine = (text.removeprefix("  ").replace(" / ", "\n") + "\n" for text in files)
+        yield Case(rule, int(line), fix, broken, fine, given.pop("suffix", ".yaml"), given.pop("level", ""), given)
+
+
+CASES = list(read_cases())
 PASCAL = 'name = "pascal"\n[card]\nmatch = ["GTX 1080"]\nmemory_gib = 8\ncompute_capability = "6.1"\n'
 
 
