@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from event_calls import calling
 
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.playback import played_run
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.memory.trace.tracer import trace_plan
-from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
+from hwopt.plugin import RunView
+from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.allocator import allocator_settings
 
 pytestmark = pytest.mark.device("any")
@@ -79,6 +85,38 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
         assert predicted.train.bytes == pytest.approx(real.peak, rel=0.005), what
         if what == "train":  # an evaluation alone is measured after the optimizer's state was created, which leaves free blocks
             assert predicted.reserved == pytest.approx(real.reserved, rel=0.05)
+
+
+QLORA: dict[str, Any] = {
+    "adapter": {"kind": "lora", "always": True},
+    "quantize": {},
+    "precision": {"dtype": "bf16"},
+    "sdpa": {},
+    "checkpointing": {},
+    "optimizer": {"name": "paged_adamw_8bit"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tables", [QLORA | {"pack": {}}, QLORA], ids=["packed", "padded"])
+def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], tmp_path: Path) -> None:
+    """The fp32 weights that were quantized leave free blocks, which no step can use, and the evaluation is larger than a step."""
+    job = tiny_job(tmp_path / "data", "causal-lm", config=LLAMA | {"vocab_size": 128_000}, max_steps=2)
+    rows = [json.dumps({"text": " ".join(["red"] * length)}) for length in (400, 100, 300, 200)]
+    for name in ("train", "eval"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows * 8))
+    data = job.document.data["data"] | {"max_length": 400}
+    job = make_job(Document(job.document.name, job.document.data | {"data": data}))
+    plan = plan_for(tiny_profile(**tables, batch={"train": 4, "eval": 8, "gradient_accumulation_steps": 2}), job)
+    forecast = plan_memory(plan, tmp_path / "cache").reserved_gib
+    reserved: list[int] = []
+
+    def count(view: RunView) -> None:
+        reserved.append(torch.cuda.memory_reserved())
+
+    plan.recipe.events.append(calling(on_step_begin=count))
+    train_tiny(plan, tmp_path)
+    assert reserved[-1] / GIB == pytest.approx(forecast, rel=0.05), "after the first step"
 
 
 @pytest.mark.filterwarnings("ignore")
