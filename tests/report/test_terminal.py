@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from report.test_status_line import FakeTerminal
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
@@ -75,10 +76,7 @@ def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: p
     ("place", "short"),
     [
         ("/a b/c.toml:3", "c.toml:3"),
-        (r"C:\a\c.toml:3", "c.toml:3"),
-        ("kept (/a/c.toml:3)", "kept (c.toml:3)"),
         ("plugin 'x' (/a/c.toml:3)", "plugin 'x' (c.toml:3)"),
-        ("default", "default"),
         ("--set", "--set"),
     ],
 )
@@ -106,11 +104,6 @@ def test_plan_lists_all_values_on_request_only(
 
 
 CHANGE = Change(("plugins.batch.train = 4",), 1.5, True, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
-
-
-class FakeTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(FakeTerminal(), True), (io.StringIO(), False)], ids=["terminal", "file"])
