@@ -56,7 +56,7 @@ FILES = {
     "deep.yaml": ("fp16: " + "[" * 300 + "]" * 300 + "\n", "nested"),
     "list.json": ("[1]", "list.json: expected keys and values"),
     "bad.json": ('{"fp16": true,\n}', "bad.json:2: is not valid JSON"),
-    "train.py": ("args = 3\n", "train.py: is a Python script"),
+    "train.py": ("args = 3\n", "train.py: has no call of TrainingArguments"),
     "other.toml": ("[tool]\nx = 1\n", "other.toml: is TOML, but neither a profile"),
     "binary.yaml": (b"\x80\x81\xff" * 10, "is not UTF-8"),
     "missing.yaml": (None, "no such file"),
