@@ -8,6 +8,7 @@ knows better says it (`additive`).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,6 +28,8 @@ class Additivity:
     law: Law | None
     reason: str
     """What the law is known from, or why the loss cannot be split."""
+    pairs: bool = False
+    """Whether the first half of a batch holds chosen rows and the second half the rejected ones: what is split are pairs."""
 
 
 MEANS: dict[str, Law] = {
@@ -47,12 +50,42 @@ COUNTED = (
     "ForImageClassification",
 )
 """Heads whose loss is divided by `num_items_in_batch` if `self.loss_function` computes it with `**kwargs`."""
-TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer", "trl.trainer.sft_trainer.SFTTrainer")
+TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer")
 """Classes whose `compute_loss` returns the model's loss."""
 STEP = ("training_step", "get_batch_samples", "_inner_training_loop")
 """Methods of a Trainer that a step is made of."""
-TRL_LOSSES = ("nll",)
-"""Values of SFTConfig.loss_type for which `compute_loss` returns the model's loss."""
+PAIR_LOSSES = frozenset(
+    {
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+        *("discopop", "sigmoid_norm"),
+    }
+)
+"""Values of DPOConfig.loss_type that are a mean over pairs. "sft" is a mean over tokens; "aot" sorts the pairs of a batch."""
+
+
+def sft(trainer: Any, counted: bool) -> Additivity:
+    name = f"the loss of SFTTrainer, loss_type = {trainer.args.loss_type!r}, is"
+    if trainer.args.loss_type not in ("nll", "dft"):
+        return Additivity(None, f"loss_type = {trainer.args.loss_type!r}")
+    return Additivity("sum", f"{name} divided by the labels of the step") if counted else Additivity("labels", f"{name} a mean")
+
+
+def dpo(trainer: Any, counted: bool) -> Additivity:
+    if other := [name for name in trainer.loss_types if name not in PAIR_LOSSES]:
+        return Additivity(None, f"loss_type = {other[0]!r} of DPOTrainer is not a mean over pairs")
+    return Additivity("rows", f"the loss of DPOTrainer, {listing(trainer.loss_types)}, is a mean over pairs", pairs=True)
+
+
+def reward(trainer: Any, counted: bool) -> Additivity:
+    return Additivity("rows", "the loss of RewardTrainer is a mean over pairs", pairs=True)
+
+
+TRL: dict[str, Callable[[Any, bool], Additivity]] = {
+    "trl.trainer.sft_trainer.SFTTrainer": sft,
+    "trl.trainer.dpo_trainer.DPOTrainer": dpo,
+    "trl.trainer.reward_trainer.RewardTrainer": reward,
+}
+"""Class of TRL that computes a loss of its own -> its law. Not here: KTO (a KL term over the batch), ORPO, CPO, GRPO, RLOO."""
 
 
 def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> Additivity:
@@ -65,6 +98,8 @@ def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> 
     problem = trainer_problem(trainer) or batch_problem(trainer, model)
     if problem:
         return Additivity(None, problem)
+    if law_of := next((TRL[name] for name in map(full_name, type(trainer).__mro__) if name in TRL), None):
+        return law_of(trainer, counted)
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
         return Additivity(None, f"{name} is not a model of transformers")
@@ -89,8 +124,9 @@ def passes_count(model: Any) -> bool:
 def trainer_problem(trainer: Trainer) -> str:
     """Why what `trainer` adds to the model's loss cannot be split; "" if it adds nothing."""
     for cls in type(trainer).__mro__:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if name in TRAINERS or cls.__module__.startswith("hwopt.hosts"):
+        if full_name(cls) in TRL:
+            break
+        if full_name(cls) in TRAINERS or cls.__module__.startswith("hwopt.hosts"):
             continue
         if "compute_loss" in vars(cls):
             return f"{cls.__name__} computes a loss of its own"
@@ -101,9 +137,13 @@ def trainer_problem(trainer: Trainer) -> str:
         return "compute_loss_func is yours"
     if trainer.label_smoother is not None:
         return "label_smoothing_factor divides by all tokens of a batch, the padding included"
-    if getattr(args, "loss_type", "nll") not in TRL_LOSSES:
-        return f"loss_type = {args.loss_type!r}"
+    if args.n_gpu > 1:
+        return f"DataParallel splits each batch over {args.n_gpu} devices; start one process for each with accelerate launch"
     return ""
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def batch_problem(trainer: Trainer, model: Any) -> str:
@@ -117,7 +157,7 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             return f"{name} is a BatchNorm: its statistics are those of the batch"
     text = model.config.get_text_config() if hasattr(model, "config") else None
-    if getattr(text, "output_router_logits", False):
+    if getattr(text, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         return "the load-balancing loss of the router is not a sum over samples"
     if getattr(args, "padding_free", False) or getattr(args, "packing", False):
         return "packed rows are one row of the batch"

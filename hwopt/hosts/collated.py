@@ -7,7 +7,7 @@ however the step is split, and in a repeated step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ PADDING = {
     "completion_mask": 0,
     "assistant_masks": 0,
 }
-"""Key of a batch -> the value that pads it on the right."""
+"""Key of a batch -> the value that pads it on the right. With `input_ids`, these are cut to the tokens of a micro-batch."""
+
+
+HALVES = ("input_ids", "attention_mask", "completion_mask")
+"""Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class MicroBatch:
     weight: float
     """What its loss is multiplied by, so that the losses of a step add up to those of its batches."""
     lengths: tuple[int, ...]
+    """Columns that each row needs; of a pair those of its longer text."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -45,11 +50,13 @@ class MicroBatch:
 
 def width_of(batch: Batch) -> int:
     ids = batch.get("input_ids")
-    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
+    return ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
 
 
-def rows_of(batch: Batch) -> int | None:
+def rows_of(batch: Any) -> int | None:
     """The rows of `batch` if every value has one entry for each row; None if it cannot be sliced."""
+    if not isinstance(batch, Mapping):
+        return None
     counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
     counts |= {
         value.shape[0] for key, value in batch.items() if key in ("input_ids", "labels", "pixel_values") and value is not None
@@ -61,14 +68,14 @@ def lengths_of(batch: Batch) -> list[int]:
     """The columns that each row needs: up to its last token, which the attention mask names."""
     mask, width = batch.get("attention_mask"), width_of(batch)
     rows = rows_of(batch) or 0
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != width:
+    if not isinstance(mask, Tensor) or mask.shape != batch["input_ids"].shape or mask.ndim < 2 or not known_columns(batch):
         return [width] * rows
     used = mask.ne(0)
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.shape == mask.shape:
         used = used | labels.ne(-100)
     columns = torch.arange(1, width + 1, device=mask.device)
-    lengths: list[int] = (used * columns).amax(1).clamp(min=1).tolist()
+    lengths: list[int] = (used * columns).flatten(1).amax(1).clamp(min=1).tolist()
     return lengths
 
 
@@ -79,13 +86,26 @@ def labels_in(batch: Batch, shifted: bool) -> int:
 
 
 def micro_batches(
-    batches: Sequence[Batch], law: Law, cut: Cut, rows: int, halvings: int, *, pad_id: int = 0, shifted: bool = False
+    batches: Sequence[Batch],
+    law: Law,
+    cut: Cut,
+    rows: int,
+    halvings: int,
+    *,
+    pad_id: int | None = None,
+    shifted: bool = False,
+    pairs: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
 
-    `shifted`: the label of a row's first column does not count, as in a causal language model.
-    Batches are joined where that leaves every weight as it is. Batches with values that are not one per row stay whole.
+    `shifted`: the label of a row's first column does not count, as in a causal language model. `pad_id`: the token
+    that pads `input_ids`. `pairs`: the batches hold chosen and then rejected rows, and the rows that are split are
+    pairs. Batches are joined where that leaves every weight as it is and the padding is known. Batches with values
+    that are not one per row stay whole.
     """
+    if pairs:
+        parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id)
+        return [replace(part, inputs=as_halves(part.inputs)) for part in parts]
     found: list[MicroBatch] = []
     for batch, mean_over in units(batches, law, pad_id):
         count = rows_of(batch)
@@ -110,7 +130,7 @@ def halved(groups: Iterable[Sequence[int]], halvings: int) -> Iterable[Sequence[
             yield group[begin : begin + size]
 
 
-def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Batch, int]]:
+def units(batches: Sequence[Batch], law: Law, pad_id: int | None) -> Iterable[tuple[Batch, int]]:
     """(joined batches, the rows that a mean over rows is taken over). Only batches whose rows weigh the same are joined."""
     counts = {rows_of(batch) for batch in batches}
     joinable = law == "sum" or (law == "rows" and len(counts) == 1)
@@ -118,8 +138,9 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Bat
         len(batches) > 1
         and joinable
         and None not in counts
+        and (pad_id is not None or len({width_of(batch) for batch in batches}) == 1)
         and all(map(can_be_padded, batches))
-        and len({frozenset(b) for b in batches}) == 1
+        and len({frozenset((key, value.shape[1:-1]) for key, value in batch.items()) for batch in batches}) == 1
     ):
         yield joined(batches, pad_id), rows_of(batches[0]) or 1
         return
@@ -129,22 +150,42 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int) -> Iterable[tuple[Bat
 
 def can_be_padded(batch: Batch) -> bool:
     """Whether every value with a column for each token is known to be padded on the right."""
-    if any(value.ndim > 2 and key in (*PADDING, "input_ids") for key, value in batch.items()):  # several texts a row
-        return False
+    return known_columns(batch) and ("attention_mask" in batch or "input_ids" not in batch)
+
+
+def known_columns(batch: Batch) -> bool:
+    """Whether each value that is as wide as `input_ids` is known to have a column for each token: others may have by chance."""
     width = width_of(batch)
-    wide = [key for key, value in batch.items() if value.ndim > 1 and value.shape[1] == width]
-    return all(key == "input_ids" or key in PADDING for key in wide) and ("attention_mask" in batch or "input_ids" not in batch)
+    wide = [key for key, value in batch.items() if value.ndim > 1 and width in value.shape[1:]]
+    return all(key == "input_ids" or key in PADDING for key in wide)
 
 
-def joined(batches: Sequence[Batch], pad_id: int) -> Batch:
+def as_pairs(batch: Batch) -> Batch:
+    """A batch of chosen and then rejected rows, (2 x pairs, width), with an entry (2, width) for each pair."""
+    return {key: value.unflatten(0, (2, -1)).transpose(0, 1) if key in HALVES else value for key, value in batch.items()}
+
+
+def as_halves(batch: Batch) -> dict[str, Any]:
+    """The contrary of `as_pairs`."""
+    return {key: value.transpose(0, 1).flatten(0, 1).contiguous() if key in HALVES else value for key, value in batch.items()}
+
+
+def first_rows(batch: Batch, rows: int, pairs: bool = False) -> Batch:
+    """The first `rows` rows, or pairs, of `batch`."""
+    if pairs:
+        return as_halves(first_rows(as_pairs(batch), rows))
+    return {key: value[:rows] for key, value in batch.items()}
+
+
+def joined(batches: Sequence[Batch], pad_id: int | None) -> Batch:
     """The rows of all `batches`, padded to the widest."""
     found = {}
     for key in batches[0]:
         values = [batch[key] for batch in batches]
-        widest = max((value.shape[1] for value in values if value.ndim > 1), default=0)
-        if any(value.ndim > 1 and value.shape[1] < widest for value in values):
+        widest = max((value.shape[-1] for value in values if value.ndim > 1), default=0)
+        if any(value.ndim > 1 and value.shape[-1] < widest for value in values):
             filler = PADDING.get(key, pad_id)
-            values = [torch.nn.functional.pad(value, (0, widest - value.shape[1]), value=filler) for value in values]
+            values = [torch.nn.functional.pad(value, (0, widest - value.shape[-1]), value=filler) for value in values]
         found[key] = torch.cat(values)
     return found
 
@@ -155,6 +196,6 @@ def sliced(batch: Batch, rows: list[int], width: int) -> dict[str, Any]:
     found = {}
     for key, value in batch.items():
         part = value[rows]
-        wide = "input_ids" in batch and part.ndim > 1 and part.shape[1] == full
-        found[key] = part[:, :width].contiguous() if wide and width < full else part
+        wide = (key == "input_ids" or key in PADDING) and part.ndim > 1 and part.shape[-1] == full
+        found[key] = part[..., :width].contiguous() if wide and width < full else part
     return found

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import DataDefaults, Profile
+from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -103,6 +104,7 @@ def plan_for(
     own, wins = own_options(script.own, before, inputs.registry)
     if strict and wins:
         raise InputError(f"strict: {wins[0]}. Change one of the two")
+    model = transformers_model(model)
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     plan = resolve(
@@ -127,13 +129,24 @@ def without_data(profile: Profile) -> Profile:
 def task_of(model: Any) -> str:
     """The kind of task whose head `model`, a module or a config, has."""
     name = (getattr(model, "architectures", None) or [""])[0] if not hasattr(model, "parameters") else type(model).__name__
-    return next((kind for end, kind in HEADS.items() if name.endswith(end)), "text-classification")
+    kind = next((kind for end, kind in HEADS.items() if name.endswith(end)), "text-classification")
+    decoder = not getattr(getattr(model, "config", model), "is_encoder_decoder", False)
+    return "causal-lm" if kind == "seq2seq-lm" and decoder else kind
+
+
+def transformers_model(model: Any) -> Any:
+    """`model`, or the first model of transformers inside it, as in a SentenceTransformer; `model` if there is none."""
+    from transformers import PreTrainedModel
+
+    inside = model.modules() if hasattr(model, "modules") else ()
+    return next((module for module in inside if isinstance(module, PreTrainedModel)), model)
 
 
 def facts_of(model: Any) -> ModelFacts:
     """The facts of a model of transformers, or of its config; of another module only what it shows itself."""
     import torch
 
+    model = transformers_model(model)
     config = getattr(model, "config", model)
     is_module = isinstance(model, torch.nn.Module)
     if hasattr(config, "model_type"):
@@ -160,8 +173,8 @@ def facts_of(model: Any) -> ModelFacts:
 def job_of(config: Any, kind: str, training: Mapping[str, Any]) -> JobFile:
     """The script as a job, which plugins are probed with: its data are unknown."""
     model = {"name": getattr(config, "_name_or_path", "") or getattr(config, "model_type", NAME)}
-    tables = {"model": model, "data": {"train": NAME}, "task": {"kind": kind}, "training": dict(training)}
-    return make_job(Document(NAME, tables))
+    data = {"train": NAME} | ({"prompt": NAME, "completion": NAME} if task_facts(kind).encoder_decoder else {})
+    return make_job(Document(NAME, {"model": model, "data": data, "task": {"kind": kind}, "training": dict(training)}))
 
 
 def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hwopt.hosts.script_plan import transformers_model
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import without
 from hwopt.plugin import BatchSizes, Observation
@@ -139,9 +140,11 @@ class ScriptRun:
 
     @property
     def samples(self) -> int:
-        """Rows of the training data; 0 if nobody knows."""
-        data = getattr(self.train_loader, "dataset", ())
-        return len(data) if hasattr(data, "__len__") else 0
+        """Rows of the training data; 0 for an IterableDataset."""
+        try:
+            return len(getattr(self.train_loader, "dataset", ()))
+        except TypeError:
+            return 0
 
     @property
     def parts(self) -> list[Any]:
@@ -168,9 +171,10 @@ class ScriptRun:
     def fitted(self, model: Any) -> Any:
         """`model`, with the attention kernel of the plan and after the plan's model steps."""
         wanted = self.recipe.model_kwargs.get("attn_implementation")
-        present = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attends = transformers_model(model)
+        present = getattr(getattr(attends, "config", None), "_attn_implementation", None)
         if wanted is not None and present is not None and present != wanted:
-            model.set_attn_implementation(wanted)
+            attends.set_attn_implementation(wanted)
         for step in self.recipe.model_steps:
             model = step(model, self)
         self.inner_model = self.model = model
@@ -186,7 +190,12 @@ class ScriptRun:
 
     def begin_step(self) -> None:
         self.recipe.events.on_step_begin(self)
-        if self.step in (0, self.total_steps - 1) and self.observing is None:
+        if self.step in (0, self.total_steps - 1):
+            self.observe()
+
+    def observe(self) -> None:
+        """Record the operators that run until `stop_observing`."""
+        if self.observing is None:
             self.observing = evidence.observing(self)
             self.observing.__enter__()
 

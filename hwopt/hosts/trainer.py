@@ -25,9 +25,9 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.hosts.additivity import additivity_of, inner, shifts_labels
+from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
 from hwopt.hosts.arguments import apply_plan, script_of
-from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
+from hwopt.hosts.collated import Batch, MicroBatch, as_pairs, first_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
@@ -58,6 +58,8 @@ HARMLESS = ("batch['eval']", "export_steps")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
 PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
+ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
+"""What TRL logs as a mean over the rows of a batch: names begin so."""
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 """Trainers of TRL that make the samples of a step themselves."""
 
@@ -183,8 +185,11 @@ class OptimizedTrainer:
     def get_train_dataloader(self) -> Any:
         parent: Any = super()
         loader = parent.get_train_dataloader()
-        steps = ceil(len(loader) / self._trainer.args.gradient_accumulation_steps) if hasattr(loader, "__len__") else 1
-        self._run.train_loader = Loader(loader, steps)
+        try:
+            batches = len(loader)
+        except TypeError:  # an IterableDataset
+            batches = 1
+        self._run.train_loader = Loader(loader, ceil(batches / self._trainer.args.gradient_accumulation_steps))
         return loader
 
     def get_batch_samples(self, *positional: Any, **named: Any) -> Any:
@@ -199,7 +204,9 @@ class OptimizedTrainer:
         parent: Any = super()
         compute = partial(parent.training_step, model)
         if self._law is None:
+            self._run.stop_observing()
             self._law = self._additivity(model)
+            self._run.observe()
             if self._law.law:
                 self._run.say(f"a step is split by length: {self._law.reason}")
             else:
@@ -230,7 +237,7 @@ class OptimizedTrainer:
                 raise
             finally:
                 run.stop_observing()
-                if line := run.token_line():
+                if self._law is not None and self._law.law and (line := run.token_line()):
                     run.say(line)
                 run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
 
@@ -248,8 +255,10 @@ class OptimizedTrainer:
         """The law of the loss, confirmed on rows of the first step: a mismatch takes the permission to split away."""
         found = additivity_of(self._trainer, self._counted, self._settings.additive)
         first = self._batches[0]
-        if found.law is not None and (rows_of(first) or 0) > 1 and not self._agrees(model, first, found.law):
-            return type(found)(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
+        if found.law is not None and (rows_of(as_pairs(first) if found.pairs else first) or 0) < 2:
+            return found
+        if found.law is not None and not self._agrees(model, first, found):
+            return Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
         return found
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
@@ -258,7 +267,8 @@ class OptimizedTrainer:
         A difference counts against the spread of the rows' losses: rows of an untrained model have almost the same loss.
         """
         trainer, counters = self._trainer, self._counters()
-        few = {key: value[:PROBED_ROWS] for key, value in batch.items()}
+        few = first_rows(batch, PROBED_ROWS, law.pairs)
+        rows = self._parts([few], law, cut_in_order, 1)
         count = torch.tensor(100, device=trainer.args.device) if self._counted else None
         parent: Any = super()
 
@@ -270,7 +280,6 @@ class OptimizedTrainer:
         model.eval()
         with torch.no_grad(), kept_random_state():
             whole = loss_of(few)
-            rows = self._parts([few], law, 1, 0)
             losses = [loss_of(part.inputs) for part in rows]
         model.train(training)
         vars(self).update(counters)
@@ -279,18 +288,20 @@ class OptimizedTrainer:
         spread = max(losses) - min(losses)
         return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if rough else 1e-4 * spread + 4e-6 * abs(whole)) + 1e-7
 
-    def _parts(self, batches: list[Batch], law: Any, rows: int, halvings: int) -> list[MicroBatch]:
-        processing: Any = getattr(self._trainer, "processing_class", None)
-        pad_id = getattr(processing, "pad_token_id", None) or 0
-        shifted = shifts_labels(self._trainer.model)
-        return micro_batches(batches, law, self._run.recipe.cut or cut_in_order, rows, halvings, pad_id=pad_id, shifted=shifted)
+    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[MicroBatch]:
+        trainer = self._trainer
+        tokenizers = (getattr(trainer.data_collator, "tokenizer", None), getattr(trainer, "processing_class", None))
+        known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
+        pad_id = next((number for number in known if number is not None), None)
+        shifted = shifts_labels(trainer.model)
+        return micro_batches(batches, law.law, cut, rows, halvings, pad_id=pad_id, shifted=shifted, pairs=law.pairs)
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
         run, backoff = self._run, self._backoff
-        finest = max(rows_of(batch) or 1 for batch in self._batches) * len(self._batches)
+        cut = run.recipe.cut or cut_in_order
         while True:
-            parts = self._parts(self._batches, self._law.law, run.batch.train, backoff.rung)
+            parts = self._parts(self._batches, self._law, cut, run.batch.train, backoff.rung)
             counters = self._counters()
             try:
                 with kept_random_state(only_on_error=True):
@@ -305,14 +316,30 @@ class OptimizedTrainer:
                 parameter.grad = None
             vars(self).update(counters)
             free_memory(run.device)
-            backoff.reduce(finest.bit_length(), f"at step {run.step + 1}", reason)
+            backoff.reduce(sum(len(part.lengths) for part in parts).bit_length(), f"at step {run.step + 1}", reason)
         backoff.step_succeeded()
-        if not run.steps and len(parts) > 1:
-            means = sorted(name for name, values in getattr(self, "_metrics", {}).get("train", {}).items() if len(values) > 1)
-            if means:
-                run.say(f"your logs hold means over these micro-batches, unlike the unmodified script's: {', '.join(means)}")
+        changed = self._merge_metrics(counters.get("_metrics", {}).get("train", {}), parts)
+        if changed and not run.steps:
+            run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
+
+    def _merge_metrics(self, before: Mapping[str, Any], parts: list[MicroBatch]) -> list[str]:
+        """Log for each batch of the step what TRL logged for each micro-batch; `before`: its lists before the step.
+
+        Returns the names whose values differ from the unmodified script's: means over tokens, least and greatest values.
+        """
+        changed = []
+        for name, values in getattr(self, "_metrics", {}).get("train", {}).items():
+            new = values[len(before.get(name, ())) :]
+            if len(new) != len(parts):
+                continue
+            shares = [part.weight if self._law.law != "sum" else labels_in(part.inputs, True) for part in parts]
+            mean = sum(value * share for value, share in zip(new, shares, strict=True)) / (sum(shares) or 1)
+            values[len(values) - len(new) :] = [mean] * len(self._batches)
+            if not (self._law.law == "rows" and name.startswith(ROW_MEANS)):
+                changed.append(name)
+        return sorted(changed)
 
     def _counters(self) -> dict[str, Any]:
         """What a trainer counts and averages while it computes losses, such as TRL's tokens: a failed attempt must not count."""

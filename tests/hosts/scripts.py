@@ -14,6 +14,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -33,6 +35,12 @@ def bert() -> Any:
 def llama() -> Any:
     set_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=200, max_position_embeddings=64, **SIZES))
+
+
+def t5() -> Any:
+    set_seed(0)
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=200, decoder_start_token_id=0, **sizes))
 
 
 def rows(count: int = 96) -> list[dict[str, Any]]:
@@ -64,7 +72,7 @@ class Log(TrainerCallback):
             self.steps.append((float(logs["loss"]), float(logs["grad_norm"])))
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
     values = {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -77,7 +85,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    return TrainingArguments(str(folder), **(values | changes))
+    return kind(str(folder), **(values | changes))
 
 
 def train(
@@ -93,7 +101,7 @@ def train(
         model=model,
         args=args,
         train_dataset=rows(),
-        data_collator=lambda features: padded(features, classes=make is not llama),
+        data_collator=lambda features: padded(features, classes=make not in (llama, t5)),
         callbacks=[log],
     )
     trainer.train(resume_from_checkpoint=resume)

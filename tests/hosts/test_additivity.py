@@ -76,7 +76,7 @@ def test_listed_loss_adds_up(name: str, counts: bool, tmp_path: Path) -> None:
     count = torch.tensor(40) if counts else None
     with torch.no_grad():
         whole = sum(float(trainer.compute_loss(model, dict(batch), num_items_in_batch=count)) for batch in batches)
-        parts = micro_batches(batches, found.law, cut_in_order, rows=2, halvings=0)
+        parts = micro_batches(batches, found.law, cut_in_order, 2, 0, pad_id=0)
         losses = [float(trainer.compute_loss(model, dict(part.inputs), num_items_in_batch=count)) for part in parts]
     split = sum(loss * part.weight for loss, part in zip(losses, parts, strict=True))
     assert len(parts) >= 6
@@ -96,6 +96,19 @@ def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
     assert additivity_of(trainer, True).law is None
 
 
+def test_columns_that_are_as_many_as_tokens_by_chance_are_kept() -> None:
+    ids = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "features": torch.ones(2, 4), "labels": torch.zeros(2)}
+    assert [part.inputs["features"].shape[1] for part in micro_batches([batch], "rows", cut_in_order, 1, 0)] == [4, 4]
+
+
+def test_batches_without_a_known_padding_token_are_joined_only_at_one_width() -> None:
+    batches = [{"input_ids": torch.ones(2, width, dtype=torch.long)} for width in (3, 4)]
+    batches = [batch | {"attention_mask": batch["input_ids"]} for batch in batches]
+    assert len(micro_batches(batches, "rows", cut_in_order, 9, 0)) == 2
+    assert len(micro_batches(batches, "rows", cut_in_order, 9, 0, pad_id=0)) == 1
+
+
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
     more=st.lists(st.integers(1, 12), max_size=9),
@@ -110,7 +123,7 @@ def test_micro_batches_hold_every_row_once(lengths: list[int], more: list[int], 
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     batches = [batch(each, first) for each, first in ((lengths, 0), (more, len(lengths))) if each]
-    parts = micro_batches(batches, law, cut_in_order, rows, halvings)
+    parts = micro_batches(batches, law, cut_in_order, rows, halvings, pad_id=0)
     seen = sorted(tuple(row[row > 0].tolist()) for part in parts for row in part.inputs["input_ids"])
     assert seen == sorted((number + 1,) * length for number, length in enumerate([*lengths, *more]))
     for part in parts:

@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import arguments, bert, farthest, llama, padded, rows, train
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from datasets import Dataset, IterableDataset
+from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, padded, reset, rows, t5, train
+from hosts.test_trl import tokenizer
+from transformers import (
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import hwopt
 from hwopt.errors import InputError, PluginError
@@ -179,6 +189,59 @@ def test_model_init_and_positional_arguments(tmp_path: Path) -> None:
         return trainer.state.log_history[0]["loss"]
 
     assert loss(optimized(), tmp_path / "ours") == pytest.approx(loss(Trainer, tmp_path / "plain"), rel=CLOSE)
+
+
+def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_script(tmp_path: Path) -> None:
+    """No tokenizer is given: the token that pads is that of the model's config, which finds the last token of a row by it."""
+
+    def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = padded(features, classes=True)
+        return batch | {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 2)}
+
+    def steps(cls: Any, folder: Path) -> Steps:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=200, pad_token_id=2, num_labels=3, max_position_embeddings=64, **SIZES)
+        data = IterableDataset.from_generator(lambda: iter(rows()))
+        trainer = cls(LlamaForSequenceClassification(config), arguments(folder), collate, data, callbacks=[log := Log()])
+        trainer.train()
+        return log.steps
+
+    wanted = steps(Trainer, tmp_path / "plain")
+    reset()
+    assert farthest(steps(optimized(), tmp_path / "ours"), wanted) < CLOSE
+
+
+def test_encoder_decoder_in_seq2seq_trainer(tmp_path: Path) -> None:
+    _, wanted = train(Seq2SeqTrainer, tmp_path / "plain", t5, kind=Seq2SeqTrainingArguments)
+    cls = hwopt.optimized(Seq2SeqTrainer, "cpu", **SPLIT)
+    trainer, found = train(cls, tmp_path / "ours", t5, kind=Seq2SeqTrainingArguments)
+    assert farthest(found, wanted) < CLOSE
+    assert all(len(step.sizes) > 2 for step in trainer._run.steps)
+
+
+def test_in_batch_negatives_of_sentence_transformers_stay_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    bert().bert.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    data = Dataset.from_list([{"anchor": f"w{number}", "positive": f"w{number} w{number % 7}"} for number in range(64)])
+
+    def steps(cls: Any, folder: Path) -> Steps:
+        reset()
+        parts = modules.Transformer(str(tmp_path / "model")), modules.Pooling(32)
+        model, log = SentenceTransformer(modules=parts, device="cpu"), Log()
+        args = arguments(folder, SentenceTransformerTrainingArguments)
+        loss = losses.MultipleNegativesRankingLoss(model)
+        cls(model=model, args=args, train_dataset=data, loss=loss, callbacks=[log]).train()
+        return log.steps
+
+    wanted = steps(SentenceTransformerTrainer, tmp_path / "plain")
+    found = steps(hwopt.optimized(SentenceTransformerTrainer, "cpu", **SPLIT), tmp_path / "ours")
+    assert farthest(found, wanted) < CLOSE
+    output = capsys.readouterr().out
+    assert "a step is not split: " in output
+    assert "active   sdpa" in output
 
 
 def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`hwopt.optimized` of TRL's SFTTrainer: completion-only losses, adapters, the trainer's own metrics."""
+"""`hwopt.optimized` of TRL's trainers: losses, norms, adapters, what they log, and whose step is split."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from hosts.scripts import Log, Steps, farthest, llama, memory_of, reset
+from hosts.scripts import SIZES, Log, Steps, farthest, llama, memory_of, reset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 import hwopt
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.hosts.additivity import PAIR_LOSSES, additivity_of
+from hwopt.hosts.collated import micro_batches
 
 # TRL and PEFT use the names that transformers is about to drop
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -77,23 +80,119 @@ def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, c
     assert farthest(found, wanted) < 1e-5
     assert trainer.state.log_history[-2]["num_tokens"] == plain.state.log_history[-2]["num_tokens"]
     output = capsys.readouterr().out
-    assert "a step is split by length: the loss of LlamaForCausalLM is divided by the labels of the step" in output
-    assert "unlike the unmodified script's: entropy, mean_token_accuracy" in output
+    assert "a step is split by length: the loss of SFTTrainer, loss_type = 'nll', is divided by the labels of" in output
+    assert "unlike in the unmodified script: entropy, mean_token_accuracy" in output
     assert ("out of memory" in output) == (limit is not None)
 
 
-def test_preference_loss_is_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def preference_model(folder: Path) -> Any:
+    """A model that was loaded from `folder`: TRL loads its reference by that name."""
+    llama().save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def near(found: Any, wanted: Any) -> Any:
+    return found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_pairs_of_dpo_are_split(limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trl import DPOConfig, DPOTrainer
 
-    rows, folder = data("prompt", "chosen", "rejected"), tmp_path / "model"
-    llama().save_pretrained(folder)  # DPO loads its reference by name
+    rows = data("prompt", "chosen", "rejected")
+
+    def steps(cls: type, name: str, limit: int | None = None) -> tuple[Any, Steps]:
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        config = partial(DPOConfig, str(tmp_path / name), save_strategy="no", learning_rate=1e-2, **sizes, **QUIET)
+        return train(cls, config, rows, limit, model=preference_model(tmp_path / "model"))
+
+    plain, wanted = steps(DPOTrainer, "plain")
+    trainer, found = steps(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), "ours", limit)
+    assert farthest(found, wanted) < 1e-5
+    output = capsys.readouterr().out
+    assert "a step is split by length: the loss of DPOTrainer, sigmoid, is a mean over pairs" in output
+    assert "unlike in the unmodified script: entropy, logits/chosen, logits/rejected, mean_token_accuracy" in output
+    assert ("out of memory" in output) == (limit is not None)
+    for ours, theirs in zip(trainer.state.log_history[:-1], plain.state.log_history[:-1], strict=True):
+        same = [name for name in theirs if name.startswith(("rewards/", "logps/", "num_tokens"))]
+        assert len(same) == 7
+        assert all(near(ours[name], theirs[name]) for name in same)
+
+
+def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: Path) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    reset()
+    config = DPOConfig(str(tmp_path), save_strategy="no", label_smoothing=0.1, **QUIET)
+    rows = data("prompt", "chosen", "rejected").select(range(6))
+    trainer = DPOTrainer(preference_model(tmp_path / "m"), args=config, train_dataset=rows, processing_class=tokenizer())
+    batch = trainer.data_collator([trainer.train_dataset[number] for number in range(6)])
+    model, reference = trainer.model.double().eval(), trainer.ref_model.double()
+
+    def loss_of(inputs: Any) -> float:
+        with torch.no_grad():
+            return float(trainer.compute_loss(model, dict(inputs)))
+
+    for _changes in range(2):
+        for name in PAIR_LOSSES:
+            trainer.loss_types, trainer.loss_weights = [name, "sigmoid"], [1.0, 0.5]
+            found = additivity_of(trainer, False)
+            assert (found.law, found.pairs) == ("rows", True)
+            parts = micro_batches([batch], "rows", cut_in_order, 1, 0, pairs=True)
+            assert len(parts) == 6
+            assert sum(loss_of(part.inputs) * part.weight for part in parts) == pytest.approx(loss_of(batch), rel=1e-6)
+        assert reference is not model
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    for name in ("aot", "aot_unpaired", "sft"):
+        trainer.loss_types, trainer.loss_weights = [name], [1.0]
+        assert additivity_of(trainer, False).law is None
+        parts = micro_batches([batch], "rows", cut_in_order, 1, 0, pairs=True)
+        assert sum(loss_of(part.inputs) * part.weight for part in parts) != pytest.approx(loss_of(batch), rel=1e-6)
+
+
+def test_reward_model_with_margins_is_split(tmp_path: Path) -> None:
+    from trl import RewardConfig, RewardTrainer
+
+    rows = data("chosen", "rejected").add_column("margin", [number / 64 for number in range(64)])
 
     def steps(cls: type, name: str) -> tuple[Any, Steps]:
-        config = partial(DPOConfig, str(tmp_path / name), per_device_train_batch_size=4, save_strategy="no", **QUIET)
-        return train(cls, config, rows, model=LlamaForCausalLM.from_pretrained(folder))
+        torch.manual_seed(0)
+        config = partial(RewardConfig, str(tmp_path / name), save_strategy="no", center_rewards_coefficient=0.1, **QUIET)
+        size = {"vocab_size": 200, "pad_token_id": 0, "num_labels": 1, "max_position_embeddings": 64}
+        return train(cls, config, rows, model=LlamaForSequenceClassification(LlamaConfig(**size, **SIZES)))
 
-    _, wanted = steps(DPOTrainer, "plain")
-    trainer, found = steps(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), "ours")
+    plain, wanted = steps(RewardTrainer, "plain")
+    trainer, found = steps(hwopt.optimized(RewardTrainer, "cpu", **SPLIT), "ours")
     assert farthest(found, wanted) < 1e-5
-    assert "a step is not split: DPOTrainer computes a loss of its own" in capsys.readouterr().out
+    assert all(len(step.sizes) > 1 for step in trainer._run.steps)
+    logs = zip(trainer.state.log_history[:-1], plain.state.log_history[:-1], strict=True)
+    assert all(near(ours[name], theirs[name]) for ours, theirs in logs for name in ("accuracy", "margin", "mean_reward"))
+
+
+@pytest.mark.parametrize("name", ["KTO", "GRPO"])
+def test_loss_over_a_batch_and_rows_made_in_the_step_stay_whole(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import trl
+
+    rows = data("prompt", "completion").add_column("label", [number % 3 > 0 for number in range(64)])
+
+    def steps(cls: Any, folder: str) -> tuple[Any, Steps]:
+        more: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 4}
+        if name == "GRPO":
+            more |= {"num_generations": 4, "max_completion_length": 4}
+            cls = partial(cls, reward_funcs=lambda completions, **_: [float(len(set(each))) for each in completions])
+        config = partial(getattr(trl, f"{name}Config"), str(tmp_path / folder), save_strategy="no", **(QUIET | more))
+        model = preference_model(tmp_path / "model")
+        torch.manual_seed(0)
+        return train(cls, config, rows, model=model)
+
+    cls = getattr(trl, f"{name}Trainer")
+    _, wanted = steps(cls, "plain")
+    trainer, found = steps(hwopt.optimized(cls, "cpu", **SPLIT), "ours")
+    assert farthest(found, wanted) == 0
+    reason = "KTOTrainer computes a loss of its own" if name == "KTO" else "the trainer makes its rows inside the step"
+    assert f"skip     batch: recipe.batch['train']: {reason}" in capsys.readouterr().out.replace("a step is not split: ", "")
     assert {"optimizer", "sdpa"} <= {entry.name for entry in trainer._run.plan.applied()}
