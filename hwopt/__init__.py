@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from hwopt.hosts.evidence_callback import Evidence
     from hwopt.hosts.forecast import fits
     from hwopt.hosts.pieces import model_kwargs, optimizer, training_arguments
-    from hwopt.report.run_files import train
-    from hwopt.report.script_hosts import Accelerator, optimized, session
+    from hwopt.report.script_hosts import Accelerator, optimized, session, train
 
 PLACES = {
     "Accelerator": "hwopt.report.script_hosts",
@@ -26,7 +25,7 @@ PLACES = {
     "plan": "hwopt.api",
     "resolve": "hwopt.api",
     "session": "hwopt.report.script_hosts",
-    "train": "hwopt.report.run_files",
+    "train": "hwopt.report.script_hosts",
     "training_arguments": "hwopt.hosts.pieces",
 }
 """Public name -> its module, imported on first use: most import torch."""

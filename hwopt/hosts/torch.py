@@ -166,13 +166,18 @@ def planned(
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     if additive not in (None, *LAWS):
         raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
-    if type(model).__name__ in WRAPPERS:
-        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
+    refuse_wrapped(model)
     lacks = {field: why for field, why in SCRIPT_LACKS.items() if field not in HARMLESS}
     if not additive:
         lacks |= dict.fromkeys(("cut", "batch['train']"), NOT_ADDITIVE)
     own = Script(rows, rows, {}, lacks=lacks | script.pop("lacks", {}), **script)
     return plan_for(model, profile, own, plugins, strict)
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise InputError for a model inside a wrapper of torch."""
+    if type(model).__name__ in WRAPPERS:
+        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
 
 
 class session:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hwopt.hosts import accelerate, torch, trainer
+from hwopt.report import run_files
 from hwopt.report.run_files import ReportFile
+from hwopt.runs import own_training
 from hwopt.runs.journal import ScriptJournal
 from hwopt.text import printable
-from hwopt.training.listener import Listener, Listeners
+from hwopt.training.listener import Listener, Listeners, Summary
 
 
 def optimized(trainer_class: type, profile: str = "auto", *, listener: Listener | None = None, **settings: Any) -> Any:
     """`hwopt.hosts.trainer.optimized`, with lines on the terminal, and plan, evidence and report.html in `output_dir`."""
     listeners = with_lines(listener, ScriptJournal(), ReportFile())
     return trainer.optimized(trainer_class, profile, listener=listeners, **settings)
+
+
+def train(job: Path | str | None = None, profile: str = "auto", *, listener: Listener | None = None, **given: Any) -> Summary:
+    """`run_files.train` of a job; with `model=`, `own_training.train_own`, whose first argument is the profile."""
+    if "model" not in given:
+        return run_files.train(job, profile, listener=listener, **given)
+    files = run_files.with_run_files(with_lines(listener))
+    return own_training.train_own(str(job) if job is not None else profile, listener=files, **given)
 
 
 def session(profile: str, model: Any, *, listener: Listener | None = None, **settings: Any) -> torch.session:

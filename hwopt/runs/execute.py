@@ -37,6 +37,7 @@ from hwopt.saving.reader import checkpoint_folder, list_checkpoints
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
+from hwopt.tasks.base import Task
 from hwopt.training.build import build
 from hwopt.training.early_stopping import refuse_without_evaluation
 from hwopt.training.failure import report_oom
@@ -56,19 +57,21 @@ def execute(
     resume: bool | Path = False,
     fresh: bool = False,
     next_folder: Callable[[], Path] | None = None,
+    task: Task | None = None,
 ) -> Summary:
     """Train `plan`, with everything that the run writes under `folder`. Returns the summary (Hugging Face's names).
 
     `resume`: resume from the newest valid checkpoint of `folder`, or from the checkpoint of that path. `fresh`: start over;
     the old run folder is kept beside it. `replan` returns the plan with further assignments; with it, a run that does not fit
     ends with the options that would save memory. `next_folder` returns another folder if a process took `folder` meanwhile.
+    `task`: another one than that of the job.
     On several ranks every rank calls this; only rank 0 shows and writes. However it ends, `status.json` has the exit code.
     Raises FolderInUseError if another process trains in `folder`, InputError if `resume` names another run's checkpoint.
     """
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.temporary_handlers())
-        execution = Execution(plan, folder, cache or cache_folder(), listener, stack)
+        execution = Execution(plan, folder, cache or cache_folder(), listener, stack, task)
         try:
             return execution.run(resume, fresh, replan, next_folder)
         finally:
@@ -88,7 +91,16 @@ class MemoryLimits(Listener):
 class Execution:
     """One call of `execute`: the run, once its folder is locked, and how it ended."""
 
-    def __init__(self, plan: Plan, folder: Path, cache: Path, listener: Listener | None, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        cache: Path,
+        listener: Listener | None,
+        stack: contextlib.ExitStack,
+        task: Task | None = None,
+    ) -> None:
+        self.task = task
         self.plan, self.folder, self.cache, self.stack = plan, folder, cache, stack
         self.rank, _ = rank_and_world(os.environ)
         shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
@@ -112,7 +124,7 @@ class Execution:
         try:
             with (
                 report_oom("the model", self.plan.batch_option("train")),
-                build(self.plan, self.folder, self.cache, claim, self.listener) as run,
+                build(self.plan, self.folder, self.cache, claim, self.listener, self.task) as run,
             ):
                 self.hang_watch.watch(run)
                 with reporting(run):

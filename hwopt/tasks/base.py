@@ -23,6 +23,7 @@ from hwopt.data.stores.token_store import split_rows
 from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, load_tokenizer, uses_token_types
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size, trained_tokenizer
 from hwopt.errors import InputError
+from hwopt.model.config import load_config
 from hwopt.model.facts import is_decoder
 from hwopt.model.weights import load_weights
 from hwopt.tasks.exactness import refuse_inexact, refuse_router
@@ -265,6 +266,10 @@ class Task:
         """The label of a sample as text; by default the name of its number."""
         names = prepared.label_names
         return names[label.item()] if names else str(label.item())
+
+    def load_config(self, job: Job) -> PretrainedConfig:
+        """The config of the job's model. Raises InputError."""
+        return load_config(job.model.name, job.model.config, job.model.revision)
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """Keys of the model's config that set up the head."""

@@ -19,12 +19,12 @@ from hwopt.errors import PluginError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.model.attention_mask import skip_packed_row_search
-from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
 from hwopt.saving.model_files import skeleton_of
 from hwopt.system import garbage
+from hwopt.tasks.base import Task
 from hwopt.tasks.registry import make_task
 from hwopt.tensor_tree import fingerprint
 from hwopt.text import truncate
@@ -50,8 +50,11 @@ def build(
     cache: Path,
     claim_folder: Callable[[Run], None] = new_run,
     listener: Listener | None = None,
+    task: Task | None = None,
 ) -> Iterator[Run]:
-    """Build the run of `plan`. At the end of the block the plugins' process contexts are left in reverse order.
+    """Build the run of `plan`, with its job's task unless another `task` is given.
+
+    At the end of the block the plugins' process contexts are left in reverse order.
 
     `folder` is the run folder, which is not created here. `cache` has the tokenised data. `claim_folder` is called when the ranks
     can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`.
@@ -67,7 +70,7 @@ def build(
             stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
         listener = listener or Listener()
         listener.on_stage("reading the data and making tokens")
-        run = prepare_data(plan, folder, cache, accelerator, listener)
+        run = prepare_data(plan, folder, cache, accelerator, listener, task or make_task(plan.job))
         stack.callback(lambda: end_workers(run.train_loader, run.eval_loader))
         listener.on_stage("loading the model")
         build_model(run)
@@ -135,11 +138,9 @@ def reset_accelerate(accelerator: Accelerator) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator, listener: Listener) -> Run:
+def prepare_data(plan: Plan, folder: Path, cache: Path, accelerator: Accelerator, listener: Listener, task: Task) -> Run:
     """A new Run with the prepared data. The first rank tokenises, the others read its cache."""
-    task = make_task(plan.job)
-    model = plan.job.model
-    config = load_config(model.name, model.config, model.revision)
+    config = task.load_config(plan.job)
     with first_rank_first(accelerator.process_index, accelerator.num_processes):
         prepared = task.prepare(plan.job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
     return Run(
@@ -159,8 +160,7 @@ def build_model(run: Run) -> None:
     """Load the model, apply the recipe's steps, and set the run's `model`, `inner_model`, `skeleton` and fingerprint."""
     job, recipe = run.plan.job, run.recipe
     torch.manual_seed(randomness.mix(run.training.seed, randomness.WEIGHTS))
-    config = load_config(job.model.name, job.model.config, job.model.revision)
-    adopt_model(run, run.task.load_model(job, config, run.prepared, dict(recipe.model_kwargs)))
+    adopt_model(run, run.task.load_model(job, run.task.load_config(job), run.prepared, dict(recipe.model_kwargs)))
     run.skeleton = skeleton_of(run.inner_model)
     run.frozen_fingerprint = fingerprint(parameter for parameter in run.inner_model.parameters() if not parameter.requires_grad)
 

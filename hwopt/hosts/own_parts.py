@@ -1,0 +1,299 @@
+"""A user's own module, dataset, collator and loss as a task: what `hwopt.train(profile, model=module, …)` gives to hwopt's loop.
+
+A micro-batch is collated once, in a worker, with random numbers that depend on its step. After an out-of-memory error its
+rows are sliced, so that random masks and augmentations stay; so they do in a resumed run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.batches.collate import Collate
+from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
+from hwopt.errors import DataError, InputError
+from hwopt.hosts.additivity import LAWS, Law, shifts_labels
+from hwopt.hosts.collated import lengths_of, rows_of, sliced
+from hwopt.tasks.base import Task
+from hwopt.tasks.exactness import refuse_inexact
+from hwopt.tasks.metrics import LossMetrics
+from hwopt.tasks.prepared import Prepared
+from hwopt.text import listing
+from hwopt.training.randomness import mix
+
+PROBED_ROWS = 4
+"""Rows whose losses are compared with the loss of all of them before the training."""
+MEANS = {
+    "rows": "a mean over rows",
+    "labels": "a mean over the labels that are not -100",
+    "sum": "a sum over rows",
+}
+"""Value of `additive` -> what it says of the loss of a batch."""
+
+
+@contextmanager
+def seeded(*place: int) -> Iterator[None]:
+    """A block in which random, numpy and torch draw numbers that depend on `place` alone; afterwards they go on as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = mix(*place)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+class OwnStore:
+    """The rows of a dataset, as `hwopt.data.stores.store.Store`; their content is read in the workers."""
+
+    mixture = None
+
+    def __init__(self, dataset: Any) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise InputError(f"the dataset needs __len__ and __getitem__; {type(dataset).__name__} lacks one of them")
+        if not len(dataset):
+            raise DataError("the dataset is empty")
+        self.dataset = dataset
+        first = dataset[0]
+        texts = isinstance(first, Mapping) and "input_ids" in first
+        lengths = [max(1, len(dataset[index]["input_ids"])) for index in range(len(dataset))] if texts else [1] * len(dataset)
+        self.lengths = np.array(lengths, np.int32)
+        self.counts = np.ones(len(dataset), np.int32)
+        self.meta: dict[str, Any] = {}
+        self.folder = Path(hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def array(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def row(self, index: int, epoch: int = 0) -> dict[str, Any]:
+        return {"length": self.lengths[index], "read": partial(self.dataset.__getitem__, index)}
+
+
+@dataclass(frozen=True)
+class OwnBatch(StepBatch):
+    """A step batch of what the user's collator made."""
+
+    batches: tuple[dict[str, Any], ...] = ()
+    """The batch of each part."""
+    unread: frozenset[str] = frozenset()
+    """Keys that `forward` does not take."""
+
+    def pin_memory(self) -> OwnBatch:
+        return self._each(lambda value: value.pin_memory())
+
+    def to(self, device: torch.device) -> OwnBatch:
+        values = [value for batch in self.batches for value in batch.values()]
+        pinned = device.type == "cuda" and all(value.is_pinned() for value in values)
+        return replace(self._each(lambda value: value.to(device, non_blocking=True)), pinned=pinned)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnBatch:
+        return replace(self, batches=tuple({key: change(value) for key, value in batch.items()} for batch in self.batches))
+
+    def _micro_batch(self, part: Part, begin: int, end: int, share: float) -> MicroBatch:
+        first, last = part.first_row + begin, part.first_row + end
+        batch = self.batches[self.parts.index(part)]
+        if end - begin < part.rows:
+            batch = sliced(batch, list(range(begin, end)), max(self.lengths[first:last]))
+        inputs = {key: value for key, value in batch.items() if key not in self.unread}
+        return MicroBatch(inputs, batch, sum(self.units[first:last]), last, share, self.samples[first])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class OwnCollate(Collate):
+    """Makes a step batch with the user's collator, which is called once for each micro-batch of the first rung."""
+
+    collate_fn: Callable[[list[Any]], Any] = field(default=torch.utils.data.default_collate)
+    law: Law = "rows"
+    shifted: bool = False
+    unread: frozenset[str] = frozenset()
+    seed: int = 0
+
+    def __call__(self, step: Step, samples: Sequence[Mapping[str, Any]], counts: Sequence[float]) -> OwnBatch:
+        groups = self.groups([int(sample["length"]) for sample in samples])
+        batches, parts, lengths, units = [], list[Part](), list[int](), list[float]()
+        for group in groups:
+            with seeded(self.seed, step.index, step.samples[group[0]]):
+                batch = checked(self.collate_fn([samples[row]["read"]() for row in group]), len(group))
+            own = lengths_of(batch)
+            parts.append(Part(0, len(lengths), len(group), max(own)))
+            lengths += own
+            units += labels_of(batch, self.shifted) if self.law == "labels" else [1.0] * len(group)
+            batches.append(batch)
+        order = [row for group in groups for row in group]
+        if self.law == "labels":
+            step = replace(step, count=sum(units))
+        elif self.law == "sum":
+            step, units = replace(step, count=0), [1 / len(units)] * len(units)
+        chosen = tuple(step.samples[row] for row in order)
+        return OwnBatch(step, {}, tuple(parts), tuple(lengths), chosen, tuple(units), batches=tuple(batches), unread=self.unread)
+
+
+def checked(batch: Any, rows: int) -> dict[str, torch.Tensor]:
+    """`batch` of a collator. Raises DataError unless it is a dict of tensors with an entry for each row."""
+    if not isinstance(batch, Mapping) or rows_of(batch) != rows:
+        shapes = {key: tuple(getattr(value, "shape", ())) for key, value in batch.items()} if isinstance(batch, Mapping) else ""
+        raise DataError(
+            f"collate_fn: expected a dict of tensors with an entry for each of {rows} rows, got "
+            f"{type(batch).__name__} {shapes}. Return a dict, and leave out what has no entry for each row"
+        )
+    return dict(batch)
+
+
+def labels_of(batch: Mapping[str, torch.Tensor], shifted: bool) -> list[float]:
+    """The labels that are not -100 of each row. `shifted`: the first column predicts nothing."""
+    if "labels" not in batch:
+        raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
+    labels = batch["labels"].flatten(1) if batch["labels"].ndim > 1 else batch["labels"][:, None]
+    return (labels[:, 1:] if shifted and labels.shape[1] > 1 else labels).ne(-100).sum(1).double().tolist()
+
+
+class OwnMetrics(LossMetrics):
+    """The loss, and the mean over rows of what each function returns for a batch."""
+
+    def __init__(self, device: Any, functions: Mapping[str, Callable[[Any, Any], torch.Tensor]]) -> None:
+        super().__init__(device, extra=1 + len(functions))
+        self.functions = functions
+
+    def _count(self, outputs: Any, targets: Any, extra: torch.Tensor) -> None:
+        rows = rows_of(targets) or 1
+        extra[0] += rows
+        for number, (name, function) in enumerate(self.functions.items(), 1):
+            values = function(outputs, targets)
+            if values.shape != (rows,):
+                raise InputError(f"metrics[{name!r}]: expected a value for each row, ({rows},), got {tuple(values.shape)}")
+            extra[number] += values.double().sum()
+
+    def _values(self, sums: list[float]) -> dict[str, float]:
+        rows, *values = sums[2:]
+        means = [value / rows if rows else float("nan") for value in values]
+        return super()._values(sums) | dict(zip(self.functions, means, strict=True))
+
+
+class OwnTask(Task):
+    """The user's parts as a task. `additive` says how the loss of a batch adds up from its rows."""
+
+    default_metric = "eval_loss"
+    pipeline_tag = "other"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
+        additive: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.own_loss, self.functions = model, loss, dict(metrics or {})
+        self.collate_fn = collate_fn or torch.utils.data.default_collate
+        self.train_store = OwnStore(train_dataset)
+        self.eval_store = None if eval_dataset is None else OwnStore(eval_dataset)
+        tokens = bool(self.train_store.lengths.max() > 1)
+        self.facts = TaskFacts("your module", "", inputs="tokens" if tokens else "images")  # type: ignore[misc]
+        self.metric_directions = {"loss": False} | dict.fromkeys(self.functions, True)  # type: ignore[misc]
+        self.shifted = loss is None and shifts_labels(model)
+        self.seed = seed
+        self.unread: frozenset[str] = frozenset()
+        self.law: Law = self._confirmed(additive)
+
+    def prepare(self, *unused: Any, **named: Any) -> Prepared:
+        silent = SimpleNamespace(save_pretrained=lambda folder: None, pad_token_id=0)
+        return Prepared(self.train_store, self.eval_store, silent, None)  # type: ignore[arg-type]
+
+    def load_config(self, job: Any) -> Any:
+        return getattr(self.model, "config", None)
+
+    def load_model(self, job: Any, config: Any, prepared: Prepared, model_kwargs: Mapping[str, Any]) -> torch.nn.Module:
+        refuse_inexact(self.model, job)
+        return self.model
+
+    def collate(self) -> Any:
+        def make(**settings: Any) -> OwnCollate:
+            own = {name: getattr(self, name) for name in ("collate_fn", "law", "shifted", "unread", "seed")}
+            return OwnCollate(**settings, **own)
+
+        return make
+
+    def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
+        if self.own_loss is not None:
+            return self.own_loss(outputs, batch)
+        found: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+        return found
+
+    def loss(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """(loss summed over the rows or labels of the batch, their number)."""
+        loss, rows = self.loss_of(outputs, targets).float(), rows_of(targets) or 1
+        if self.law == "sum":
+            return loss, rows
+        count = rows if self.law == "rows" else int(sum(labels_of(targets, self.shifted)))
+        return loss * count, count
+
+    def metrics(self, prepared: Prepared, device: Any) -> OwnMetrics:
+        return OwnMetrics(device, self.functions)
+
+    def usage(self, where: str) -> str:
+        return f"model.load_state_dict(safetensors.torch.load_file({where!r} + '/model.safetensors'))"
+
+    def _confirmed(self, additive: str | None) -> Law:
+        """`additive`, compared with the losses of single rows. Raises InputError if it is missing or wrong."""
+        if additive is not None and additive not in LAWS:
+            raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
+        dataset = self.train_store.dataset
+        rows = min(PROBED_ROWS, len(dataset))
+        with seeded(self.seed):
+            batch = checked(self.collate_fn([dataset[index] for index in range(rows)]), rows)
+        if self.own_loss is not None:
+            taken = inspect.signature(self.model.forward).parameters
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+            self.unread = frozenset(key for key in batch if key == "labels" or not (takes_all or key in taken))
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        batch = {key: value.to(device) for key, value in batch.items()}
+
+        def loss_of(part: dict[str, Any]) -> float:
+            return float(self.loss_of(self.model(**{key: part[key] for key in part if key not in self.unread}), part))
+
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad(), seeded(self.seed):
+            whole = loss_of(batch)
+            parts = [sliced(batch, [row], width) for row, width in enumerate(lengths_of(batch))]
+            losses = [loss_of(part) for part in parts]
+        self.model.train(training)
+        labels = [sum(labels_of(part, self.shifted)) for part in parts] if "labels" in batch else [1.0] * rows
+        weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True)) / (sum(labels) or 1)
+        expected = {"rows": sum(losses) / rows, "labels": weighted, "sum": sum(losses)}
+        near = [law for law in LAWS if abs(expected[law] - whole) <= 1e-3 * abs(whole) + 1e-6]
+        if additive is None:
+            seen = f" {rows} rows of your data agree with {listing([repr(law) for law in near])}." if near else ""
+            raise InputError(
+                f"hwopt must know how the loss of a batch adds up from its rows. Say additive = "
+                f"{', '.join(f'{law!r} ({MEANS[law]})' for law in MEANS)}.{seen} If it is none of them, such as a loss over "
+                "pairs of rows, a step cannot be split, and this loop cannot train it"
+            )
+        if additive not in near:
+            raise InputError(
+                f"additive = {additive!r} ({MEANS[additive]}) is wrong for {rows} rows of your data: their loss is "
+                f"{whole:.6g}, and {expected[additive]:.6g} by their single losses"  # type: ignore[index]
+            )
+        return additive  # type: ignore[return-value]

@@ -1,0 +1,110 @@
+"""`hwopt.train(profile, model=module, …)`: a user's own module, dataset, collator and loss in hwopt's loop, in a run folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hwopt.errors import HwoptError, InputError
+from hwopt.hosts.forecast import job_with
+from hwopt.hosts.own_parts import OwnTask
+from hwopt.hosts.script_plan import Script, plan_for, task_of
+from hwopt.hosts.torch import refuse_wrapped
+from hwopt.hosts.trainer import refuse_half_weights
+from hwopt.memory.forecast.lengths import Lengths
+from hwopt.memory.forecast.planner import plan_memory
+from hwopt.planning.plan import Plan
+from hwopt.runs.execute import execute
+from hwopt.runs.folder import Target
+from hwopt.system.cache import cache_folder
+from hwopt.system.ranks import rank_and_world
+from hwopt.training.listener import Listener, Listeners, Summary
+
+LACKS = {
+    "loss": "the loss is yours",
+    "collate": "your collate_fn makes the batches",
+    "batch['widths']": "your collate_fn pads the batches",
+    "final_steps": "the model that is saved is yours",
+}
+"""Field of the recipe -> why a plan for a user's own module has no place for it."""
+
+
+def train_own(
+    profile: str = "auto",
+    *,
+    model: torch.nn.Module,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
+    additive: str | None = None,
+    rows: int = 32,
+    training: Mapping[str, Any] | None = None,
+    plugins: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    target: Target | None = None,
+    listener: Listener | None = None,
+) -> Summary:
+    """Train `model` on the rows of `train_dataset` with the plan of `profile`. Returns the summary (Hugging Face's names).
+
+    `collate_fn` (default: torch's) makes a dict of tensors with an entry for each row. `loss(outputs, batch)` is a scalar;
+    without it, `model` returns an object or a dict with `loss`. `additive` says how the loss of a batch adds up from its
+    rows: "rows" (a mean over rows), "labels" (a mean over labels that are not -100) or "sum". `metrics`: name ->
+    function of (outputs, batch) that returns a value for each row. `rows`: of an optimizer step over all ranks.
+    `training`: keys of [training] of a job. `plugins`: plugin -> its options, or False to leave it out.
+    Raises InputError for a loss that `additive` does not describe, and as `hwopt.resolve` and `hwopt.execute` do.
+    """
+    refuse_wrapped(model)
+    world = rank_and_world(os.environ)[1]
+    if additive == "labels" and world > 1:
+        raise InputError('additive = "labels" needs the labels of the other ranks, which one rank does not know: use one rank')
+    found = plan_for(
+        model, profile, Script(rows, rows, dict(training or {}), lacks=LACKS, world_size=world), plugins or {}, strict
+    )
+    refuse_half_weights(model, found.plan)
+    parts = (model, train_dataset, eval_dataset, collate_fn, loss, metrics, additive)
+    task = OwnTask(*parts, seed=found.plan.training.seed)
+    target = target or Target()
+    target.require_usable()
+    name = f"{type(model).__name__}-{found.plan.profile.name}"
+    # a model without a name: no license of a base model is looked up
+    unnamed = found.plan.job.model.model_copy(update={"name": None, "config": {"model_type": type(model).__name__}})
+    job = found.plan.job.model_copy(update={"model": unnamed})
+    plan = replace(found.plan, job=job, notes=(*found.lines(), memory_line(found.plan, task)))
+    return execute(
+        plan,
+        target.folder(name),
+        Listeners(Notes(), *([listener] if listener else [])),
+        resume=target.checkpoint or bool(target.resume),
+        fresh=target.fresh,
+        next_folder=target.next_folder(name),
+        task=task,
+    )
+
+
+class Notes(Listener):
+    """Tells the plan's notes, when the run starts."""
+
+    def on_start(self, run: Any) -> None:
+        for note in run.plan.notes:
+            run.say(note)
+
+
+def memory_line(plan: Plan, task: OwnTask) -> str:
+    """The memory that the forecast knows for `plan`, or why it knows none."""
+    config = getattr(task.model, "config", None)
+    if task.own_loss is not None or not hasattr(config, "model_type"):
+        return "memory: UNKNOWN: the forecast knows models of transformers with their own loss"
+    store = task.train_store
+    lengths = Lengths(store.lengths, int(store.lengths.max()), getattr(config, "num_labels", None) or 2, "the longest row")
+    try:
+        memory = plan_memory(replace(plan, job=job_with(config, task_of(task.model)).job), cache_folder(), lengths)
+    except HwoptError as error:
+        return f"memory: UNKNOWN: {error}"
+    fits = {True: "fits", False: "does not fit", None: "UNKNOWN"}[memory.fits]
+    return f"memory: {fits}: {memory.highest_gib:.2f} GiB, {memory.rows} x {memory.width} tokens, {memory.tier}"
