@@ -219,7 +219,7 @@ class OwnTask(Task):
 
     def prepare(self, *unused: Any, **named: Any) -> Prepared:
         silent = SimpleNamespace(save_pretrained=lambda folder: None, pad_token_id=0)
-        return Prepared(self.train_store, self.eval_store, silent, None)  # type: ignore[arg-type]
+        return Prepared(self.train_store, self.eval_store, silent, None)
 
     def load_config(self, job: Any) -> Any:
         return getattr(self.model, "config", None)
@@ -294,6 +294,6 @@ class OwnTask(Task):
         if additive not in near:
             raise InputError(
                 f"additive = {additive!r} ({MEANS[additive]}) is wrong for {rows} rows of your data: their loss is "
-                f"{whole:.6g}, and {expected[additive]:.6g} by their single losses"  # type: ignore[index]
+                f"{whole:.6g}, and {expected[additive]:.6g} by their single losses"
             )
-        return additive  # type: ignore[return-value]
+        return additive

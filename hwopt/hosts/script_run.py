@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hwopt.errors import InputError
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import without
@@ -94,6 +95,9 @@ class Loader:
 class ScriptRun:
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
+    active: ClassVar[ScriptRun | None] = None
+    """The run whose process contexts are entered."""
+
     def __init__(self, plan: Plan, device: torch.device, folder: Path, listener: Listener, rank: int = 0) -> None:
         self.plan, self.device = plan, device
         self.world_size, self.rank = plan.world_size, rank
@@ -163,7 +167,11 @@ class ScriptRun:
     @contextmanager
     def process(self) -> Iterator[None]:
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
+        if ScriptRun.active is not None:
+            raise InputError("another plan is active in this process: end its training, session or Accelerator first")
         with ExitStack() as stack:
+            ScriptRun.active = self
+            stack.callback(setattr, ScriptRun, "active", None)
             for enter in self.recipe.process:
                 stack.enter_context(guarded_context(enter))
             yield

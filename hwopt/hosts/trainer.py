@@ -12,8 +12,9 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +24,14 @@ import torch
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.errors import InputError
+from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.collated import Batch, MicroBatch, as_pairs, first_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
-from hwopt.text import first_line
+from hwopt.text import first_line, listing
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 from hwopt.training.memory_pressure import free_memory
@@ -87,6 +88,7 @@ def optimized(
         raise InputError(f"optimized() takes a subclass of transformers.Trainer, got {trainer_class!r}")
     if issubclass(trainer_class, OptimizedTrainer):
         raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
+    refuse_old_versions()
     settings = SimpleNamespace(
         profile=profile, additive=additive, strict=strict, listener=listener or Listener(), plugins=plugins
     )
@@ -214,10 +216,23 @@ class OptimizedTrainer:
         self._left -= 1
         if self._law.law is None:
             self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self._batches])
-            return compute(inputs, num_items_in_batch)
+            with self._whole_batch():
+                return compute(inputs, num_items_in_batch)
         if self._left:
             return torch.zeros((), device=self._trainer.args.device)
         return self._whole_step(model, compute, num_items_in_batch)
+
+    @contextmanager
+    def _whole_batch(self) -> Iterator[None]:
+        """A block for a batch that is not split: an out-of-memory error of it says why, and what to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                f"a batch of {self._trainer.args.per_device_train_batch_size} rows does not fit, and it is not split: "
+                f"{self._law.reason}. Lower per_device_train_batch_size and raise gradient_accumulation_steps, or set "
+                f"gradient_checkpointing = True ({first_line(error)})"
+            ) from error
 
     def compute_loss(self, *positional: Any, **named: Any) -> Any:
         parent: Any = super()
@@ -393,12 +408,28 @@ def refuse(model: Any, args: Any) -> None:
     """Raise InputError for scripts whose engine or wrapper a plan would contradict."""
     if type(model).__name__ in WRAPPERS:
         raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, the Trainer wraps it")
+    if any(module._compiled_call_impl is not None for module in getattr(model, "modules", tuple)()):
+        raise InputError("the model is compiled: pass it as it was before model.compile(), the plan compiles it where that helps")
     if args.deepspeed or args.fsdp:
         word = "deepspeed" if args.deepspeed else "fsdp"
         raise InputError(
             f"{word} in your arguments: its engine owns the step, which could not be split or repeated. "
             f"Remove {word}, or use the Trainer without optimized()"
         )
+
+
+def refuse_old_versions() -> None:
+    """Raise InputError for a transformers, accelerate or TRL that is older than the oldest one that hwopt is tested with."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requires("hwopt") or ()):
+        if requirement.name not in ("transformers", "accelerate", "trl") or requirement.extras:
+            continue
+        oldest = [each for each in requirement.specifier if each.operator == ">="]
+        with suppress(PackageNotFoundError):
+            found = version(requirement.name)
+            if not all(each.contains(found, prereleases=True) for each in oldest):
+                raise InputError(f"{requirement.name} {found} is too old: hwopt needs {listing(map(str, oldest))}. Upgrade it")
 
 
 def refuse_half_weights(model: Any, plan: Any) -> None:

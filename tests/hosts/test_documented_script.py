@@ -87,6 +87,12 @@ def test_loop_of_the_page_trains(heading: str, name: str, capsys: pytest.Capture
     assert "after step 1: active   optimizer" in output
 
 
+def test_own_module_of_the_page_trains(name: str) -> None:
+    scope = run_block("## Your own module in hwopt's loop", name)
+    assert scope["summary"]["step"] == 16
+    assert 0 <= scope["summary"]["eval_accuracy"] <= 1
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_single_parts_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     scope = run_block("## One part of it", name)

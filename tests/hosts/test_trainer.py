@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import hwopt
-from hwopt.errors import InputError, PluginError
+from hwopt.errors import DoesNotFitError, InputError, PluginError
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -244,6 +244,29 @@ def test_in_batch_negatives_of_sentence_transformers_stay_whole(tmp_path: Path, 
     assert "active   sdpa" in output
 
 
+def test_batch_that_is_not_split_and_does_not_fit_says_why(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="it is not split: Custom computes a loss of its own. Lower per_device"):
+        train(hwopt.optimized(Custom, "cpu", **SPLIT), tmp_path, limit=50)
+
+
+def test_old_package_and_second_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        hwopt.session("cpu", bert(), rows=16),
+        pytest.raises(InputError, match="another plan is active in this process"),
+    ):
+        train(optimized(), tmp_path)
+    train(optimized(), tmp_path, max_steps=1)
+    monkeypatch.setattr("hwopt.hosts.trainer.version", lambda name: "1.2")
+    with pytest.raises(InputError, match="1.2 is too old: hwopt needs >="):
+        optimized()
+
+
+def compiled() -> Any:
+    model = bert()
+    model.compile()
+    return model
+
+
 def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a subclass of transformers.Trainer, got <class 'int'>"):
         hwopt.optimized(int)
@@ -255,6 +278,8 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True))
     with pytest.raises(InputError, match="wrapped in DataParallel"):
         train(optimized(), tmp_path, lambda: torch.nn.DataParallel(bert()))
+    with pytest.raises(InputError, match="the model is compiled"):
+        train(optimized(), tmp_path, compiled)
     with pytest.raises(InputError, match="fsdp in your arguments"):
         train(optimized(), tmp_path, fsdp="full_shard")
     with pytest.raises(InputError, match="has float16 weights"):
