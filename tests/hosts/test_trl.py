@@ -127,7 +127,8 @@ def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: P
     rows = data("prompt", "chosen", "rejected").select(range(6))
     trainer = DPOTrainer(preference_model(tmp_path / "m"), args=config, train_dataset=rows, processing_class=tokenizer())
     batch = trainer.data_collator([trainer.train_dataset[number] for number in range(6)])
-    model, reference = trainer.model.double().eval(), trainer.ref_model.double()
+    model = trainer.model.double().eval()
+    trainer.ref_model.double()
 
     def loss_of(inputs: Any) -> float:
         with torch.no_grad():
@@ -141,15 +142,12 @@ def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: P
             parts = micro_batches([batch], "rows", cut_in_order, 1, 0, pairs=True)
             assert len(parts) == 6
             assert sum(loss_of(part.inputs) * part.weight for part in parts) == pytest.approx(loss_of(batch), rel=1e-6)
-        assert reference is not model
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.3 * torch.randn_like(parameter)
     for name in ("aot", "aot_unpaired", "sft"):
         trainer.loss_types, trainer.loss_weights = [name], [1.0]
         assert additivity_of(trainer, False).law is None
-        parts = micro_batches([batch], "rows", cut_in_order, 1, 0, pairs=True)
-        assert sum(loss_of(part.inputs) * part.weight for part in parts) != pytest.approx(loss_of(batch), rel=1e-6)
 
 
 def test_reward_model_with_margins_is_split(tmp_path: Path) -> None:
