@@ -1,4 +1,4 @@
-"""The table of docs/your-script.md: scripts of transformers, TRL and sentence-transformers, unmodified and with `hwopt.optimized`.
+"""The table of docs/your-script.md: scripts of others, unmodified and with `hwopt.optimized`.
 
     python benchmarks/your_script.py [NAME...]
 
