@@ -13,7 +13,7 @@ import io
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,7 @@ def run(script: Callable[..., Any], wrap: Any) -> tuple[Any, list[dict[str, floa
     def counting(*given: Any) -> Any:
         nonlocal made
         found = collate(*given)
-        made += sum(batch["input_ids"].numel() for batch in found[0] if isinstance(batch, dict) and "input_ids" in batch)
+        made += sum(batch["input_ids"].numel() for batch in found[0] if isinstance(batch, Mapping) and "input_ids" in batch)
         return found
 
     if wrap is as_it_is:

@@ -429,7 +429,9 @@ def refuse_old_versions() -> None:
         with suppress(PackageNotFoundError):
             found = version(requirement.name)
             if not all(each.contains(found, prereleases=True) for each in oldest):
-                raise InputError(f"{requirement.name} {found} is too old: hwopt needs {listing(map(str, oldest))}. Upgrade it")
+                raise InputError(
+                    f"{requirement.name} {found} is too old: hwopt needs {listing([str(each) for each in oldest])}. Upgrade it"
+                )
 
 
 def refuse_half_weights(model: Any, plan: Any) -> None:
