@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from hwopt.hosts.additivity import LAWS, Law, shifts_labels
 from hwopt.hosts.collated import lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
 from hwopt.tasks.exactness import refuse_inexact
-from hwopt.tasks.metrics import LossMetrics
+from hwopt.tasks.metrics import LossMetrics, over_ranks
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import listing
 from hwopt.training.randomness import mix
@@ -170,22 +171,28 @@ class OwnMetrics(LossMetrics):
     """The loss, and the mean over rows of what each function returns for a batch."""
 
     def __init__(self, device: Any, functions: Mapping[str, Callable[[Any, Any], torch.Tensor]]) -> None:
-        super().__init__(device, extra=1 + len(functions))
+        super().__init__(device)
         self.functions = functions
+        self._values = torch.zeros(1 + len(functions), dtype=torch.float64, device=device)  # rows, sum of each function
 
-    def _count(self, outputs: Any, targets: Any, extra: torch.Tensor) -> None:
+    def update(self, outputs: Any, targets: Any, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Add a micro-batch, after all functions have been called: if memory runs out in one, nothing is added."""
         rows = rows_of(targets) or 1
-        extra[0] += rows
+        added = torch.zeros_like(self._values)
+        added[0] = rows
         for number, (name, function) in enumerate(self.functions.items(), 1):
             values = function(outputs, targets)
             if values.shape != (rows,):
                 raise InputError(f"metrics[{name!r}]: expected a value for each row, ({rows},), got {tuple(values.shape)}")
-            extra[number] += values.double().sum()
+            added[number] = values.double().sum()
+        super().update(outputs, targets, summed_loss, count)
+        self._values += added
 
-    def _values(self, sums: list[float]) -> dict[str, float]:
-        rows, *values = sums[2:]
-        means = [value / rows if rows else float("nan") for value in values]
-        return super()._values(sums) | dict(zip(self.functions, means, strict=True))
+    def compute(self) -> dict[str, float]:
+        """The loss and the mean of each function by name. Called on all ranks."""
+        rows, *sums = (sum(values) for values in zip(*over_ranks(self._values.tolist()), strict=True))
+        means = [value / rows if rows else math.nan for value in sums]
+        return super().compute() | dict(zip(self.functions, means, strict=True))
 
 
 class OwnTask(Task):
