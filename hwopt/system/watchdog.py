@@ -27,8 +27,8 @@ from hwopt.system import signals
 POLL_SECONDS = 0.25
 SLOW_FACTOR = 10
 """The first step, and one in which torch compiles, may take this many times `hang_timeout`."""
-COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.graph")
-"""Modules whose functions run only while torch compiles."""
+COMPILER = "torch._dynamo.convert_frame"
+"""The module with the lock that torch holds while it compiles."""
 SCHEDULED = Path("/proc/self/schedstat")
 """Nanoseconds that the main thread ran, and that it waited for a CPU."""
 SECOND_SIGNAL = "exited at once after a second signal"
@@ -104,8 +104,9 @@ class Watchdog:
                 os.kill(os.getpid(), signal.SIGTERM)
             self.check_second_signal()
             idle_seconds = self.clock() - self.last_heartbeat
-            slow = self.in_first_step() or compiles()
-            if self.hang_timeout and idle_seconds > self.hang_timeout * (SLOW_FACTOR if slow else 1):
+            if not self.hang_timeout or idle_seconds <= self.hang_timeout:
+                continue
+            if idle_seconds > SLOW_FACTOR * self.hang_timeout or not (self.in_first_step() or compiles()):
                 self.exit_hung(idle_seconds)
 
     def check_second_signal(self) -> None:
@@ -150,13 +151,15 @@ class Watchdog:
 
 
 def compiles() -> bool:
-    """Whether torch compiles in the main thread, for example the step of an optimizer."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in COMPILERS:
-            return True
-        frame = frame.f_back
-    return False
+    """Whether torch compiles, for example the step of an optimizer. Reads a lock: the stack of a running
+    thread cannot be read from another one without a crash now and then.
+    """
+    lock = getattr(sys.modules.get(COMPILER), "compile_lock", None)
+    if lock is None:
+        return False
+    if free := lock.acquire(blocking=False):
+        lock.release()
+    return not free
 
 
 def kill_workers_and_local_ranks() -> None:
