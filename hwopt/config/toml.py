@@ -16,7 +16,7 @@ from typing import Any
 
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
-from hwopt.text import truncate
+from hwopt.text import cut, truncate
 
 
 def json_default(value: object) -> Any:
@@ -82,7 +82,22 @@ def parse_toml(raw: bytes, name: str) -> Document:
         raise InputError(f"{name}: cannot be read: an integer of thousands of digits") from error
     except RecursionError as error:
         raise InputError(f"{name}: cannot be read: it is nested deeper than any profile or job") from error
-    return Document(name, data, dict(key_lines(text)))
+    document = Document(name, data, dict(key_lines(text)))
+    for key in long_integers(data):
+        raise InputError(f"{document.place(key)}: {'.'.join(map(cut, key))}: has more than the 64 bits of an integer of TOML")
+    return document
+
+
+def long_integers(value: Any, key: Key = ()) -> Iterator[Key]:
+    """The keys of the integers in `value` that have more than 64 bits: they overflow in floats and tensors."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from long_integers(part, (*key, name))
+    elif isinstance(value, list):
+        for part in value:
+            yield from long_integers(part, key)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield key
 
 
 _YAML = re.compile(r"\s*(- |---$|[\w.-]+:(\s|$))")
@@ -165,6 +180,8 @@ def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Docu
             if not isinstance(step, dict):
                 raise InputError(f"--set {truncate('.'.join(key))}: {part!r} is a value, not a table")
             inner = step
+        if any(True for _ in long_integers(value)):
+            raise InputError(f"--set {truncate('.'.join(key))}: has more than the 64 bits of an integer of TOML")
         inner[key[-1]] = value
         places[key] = "--set"
     return replace(document, data=data, places=places)

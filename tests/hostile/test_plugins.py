@@ -153,10 +153,7 @@ class Picky(PluginOptions):
 
 
 ERRORS: list[BaseException] = [RuntimeError("boom"), SystemExit(0), Boom("boom"), MemoryError(), HwoptError("boom")]
-WRONG_DECISIONS: list[Any] = [
-    None, True, Decision("maybe", "x"), Decision("apply", None), Decision("fallback", "x"), Decision("choose", "x"),
-    Decision("fallback", "x", ({"value": 1},)), Evidence.active("x"),
-]  # fmt: skip
+WRONG_DECISIONS: list[Any] = [None, True, Decision("fallback", "x", ({"value": 1},)), Evidence.active("x")]
 RAISES = Conflict(field="batch", why="no", when=raising(RuntimeError("boom")))
 WRITES: dict[str, Callable[[Any], Any]] = {
     "sets an unknown field": lambda recipe: setattr(recipe, "no_such", 1),
@@ -173,6 +170,7 @@ CLASSES: dict[str, object] = {
     **{f"apply raises {error!r}": variant(apply=raising(error)) for error in ERRORS[:2]},
     "the constructor raises": variant(__init__=raising(RuntimeError("boom"))),
     **{f"probe returns {shown!r}": variant(probe=returning(shown)) for shown in WRONG_DECISIONS},
+    "probe chooses nothing": variant(probe=changing(lambda context: Decision("choose", "x"))),
     "options that raise": variant(Options=Picky),
     "no class": 3,
     "no stage": variant(stage="LOOP"),
