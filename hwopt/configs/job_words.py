@@ -134,7 +134,7 @@ BY_FUNCTION: Mapping[str, Callable[[View, str, Any], Result]] = {
 
 
 def job_setting(view: View, word: str, value: Any) -> Result | None:
-    """The key of a job with its value for a setting, or why it has none; None for a word of the plugins or of nobody.
+    """The key of a job with its value for a setting, or why it has none; None for a plugin's option or an unknown word.
 
     Raises TypeError for a value of another type than the word's, such as a list.
     """

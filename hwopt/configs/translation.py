@@ -115,7 +115,7 @@ TABLES: Mapping[str, tuple[type[Table], dict[str, Any]]] = {
 
 
 def to_job(found: Translation, setting: ConfigSetting) -> bool:
-    """Take a setting into the job, or list why not. Returns False for a word of plugins, or of nobody."""
+    """Take a setting into the job, or list why not. Returns False for an option of a plugin, and for an unknown word."""
     try:
         result = job_setting(found.view, setting.word, setting.value)
         if result is None:

@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 class Points(torch.utils.data.Dataset[Any]):
-    """48 rows with a class. `noise`: what is added is drawn anew each time that a row is read."""
+    """48 rows with a class. `noise`: each read of a row adds new random noise."""
 
     def __init__(self, noise: float = 0.0) -> None:
         self.noise = noise
