@@ -7,8 +7,8 @@ and `enabled = false` removes one. Every value keeps the file and line that it c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class Profile:
 
     content: Content
     document: Document
+    chosen: frozenset[str] = frozenset()
+    """The plugins that the user named: in a profile of their own, in the job or with `--set`."""
 
     @property
     def name(self) -> str:
@@ -113,10 +115,11 @@ def load_profile(
 
     Raises InputError if no such profile exists, a parent is missing or extends itself, or the file has problems.
     """
-    document = _Parents(files, merge, read).merged(_find(spec, files), ())
+    parents = _Parents(files, merge, read)
+    document = parents.merged(_find(spec, files), ())
     if {"model", "data"} <= document.data.keys():
         raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
-    return make_profile(document, assignments, merge, job_plugins)
+    return make_profile(document, assignments, merge, job_plugins, parents.chosen)
 
 
 def merged_over(parent: Document, child: Document, merge: MergeOptions) -> Document:
@@ -131,8 +134,12 @@ def make_profile(
     assignments: Sequence[str] = (),
     merge: MergeOptions = update_options,
     job_plugins: Document | None = None,
+    chosen: Iterable[str] = (),
 ) -> Profile:
-    """The profile of `document`, checked, with the plugin tables of a job and then `--set plugins.…` on top."""
+    """The profile of `document`, checked, with the plugin tables of a job and then `--set plugins.…` on top.
+
+    `chosen`: the plugins that profiles of the user's own name.
+    """
     if job_plugins is not None:
         document = merged_over(document, job_plugins, merge)
     below = document
@@ -147,7 +154,9 @@ def make_profile(
             problems.add(f"{where}: plugins.{name}.enabled: expected true or false, got {truncate(table['enabled'])}")
     problems.raise_if_any()
     assert content is not None
-    return Profile(content, document)
+    in_job = job_plugins.data["plugins"] if job_plugins else {}
+    in_set = {key[1] for key, place in document.places.items() if key[0] == "plugins" and key[1:] and place == "--set"}
+    return Profile(content, document, frozenset({*chosen, *in_job, *in_set}))
 
 
 def _find(spec: str, files: Mapping[str, Path]) -> Path:
@@ -172,10 +181,14 @@ class _Parents:
     files: Mapping[str, Path]
     merge: MergeOptions
     read: Callable[[Path], Document]
+    chosen: set[str] = field(default_factory=set)
+    """The plugins that files which are not installed name."""
 
     def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
         """`path` over its parents; `children` are the files that led here."""
         document = self.read(path)
+        if path not in self.files.values() and isinstance(tables := document.data.get("plugins"), dict):
+            self.chosen.update(tables)
         if (parent_path := self.parent(path, document, children)) is None:
             return document
         parent = self.merged(parent_path, (*children, path))

@@ -38,7 +38,8 @@ class Inputs:
 
     def overridden(self, profile: Profile, assignments: Sequence[str], job: JobFile | None = None) -> Profile:
         """`profile` with the plugins of `job` and `--set plugins.…` on top."""
-        return make_profile(profile.document, assignments, self.merge_options, job.plugins if job else None)
+        plugins = job.plugins if job else None
+        return make_profile(profile.document, assignments, self.merge_options, plugins, profile.chosen)
 
     def merge_options(self, name: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """The table `below` of the plugin `name` updated by `above`, as the plugin declares.

@@ -63,7 +63,8 @@ class Plan:
     @property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
-        return Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card)
+        chosen = self.profile.chosen
+        return Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card, chosen=chosen)
 
     @property
     def card(self) -> Card | None:

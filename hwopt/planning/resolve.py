@@ -62,7 +62,8 @@ def resolve(
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
     notes = card_notes(profile, hardware)
-    context = Context(hardware, software, model, job, world_size, profile.card_of(hardware), lacking or {})
+    card = profile.card_of(hardware)
+    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
     entries = in_order(decide(profile, registry, context, choices or {}))
     recipe = write_recipe(entries, context)
     if lacking:

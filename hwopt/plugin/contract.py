@@ -92,6 +92,8 @@ class Context:
     """The vendor's figures for the device, from the profile; None if the device is not the profile's card."""
     lacking: Mapping[str, str] = field(default_factory=dict)
     """Field or key of the recipe that the training loop cannot take -> why. hwopt's own loop takes all."""
+    chosen: frozenset[str] = frozenset()
+    """The plugins that the user named: in a profile of their own, in the job or with `--set`."""
 
     @property
     def task(self) -> TaskFacts:

@@ -75,6 +75,8 @@ class Tuned:
     gains: Mapping[str, str]
     """Plugin -> what the trials say of its options."""
     header: Sequence[str]
+    skipped: frozenset[str] = frozenset()
+    """Plugins that the plan skips; a copied parent loses them, because the copy would ask for them by name (`Context.chosen`)."""
 
 
 def tuned_profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
@@ -93,7 +95,8 @@ def tuned_profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Se
             document.add(tomlkit.nl())
             document.add(key, toml_table(own[key]))
     plugins = tomlkit.table(is_super_table=True)
-    for name, (table, comment) in plugin_tables(own.get("plugins", {}), tuned, assignments).items():
+    kept = {name: table for name, table in own.get("plugins", {}).items() if name not in tuned.skipped}
+    for name, (table, comment) in plugin_tables(kept, tuned, assignments).items():
         plugins.add(name, toml_table(table, comment))
     document.add(tomlkit.nl())
     document.add("plugins", plugins)

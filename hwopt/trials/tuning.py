@@ -173,7 +173,8 @@ class Tuning:
     def found(self, parent: str) -> Tuned:
         """The options of the best setting, with what the trials say of them."""
         tables = self.space.tables(self.search.best)
-        return Tuned(tables, {name: self.comment_on(name) for name in tables}, list(self.header(parent)))
+        skipped = frozenset(entry.name for entry in self.space.start.entries if entry.decision == "skip")
+        return Tuned(tables, {name: self.comment_on(name) for name in tables}, list(self.header(parent)), skipped)
 
     def comment_on(self, plugin: str) -> str:
         """What the trials say of the options of `plugin` in the best setting."""

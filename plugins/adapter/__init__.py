@@ -2,7 +2,8 @@
 
 Frozen weights need no gradients and no optimizer state. PEFT creates the adapter. The classification head is trained in full.
 After training, the adapter is saved in PEFT's format, and `final/` holds the model with the adapter merged into its weights.
-A model with fewer than 500 million parameters is skipped unless `always` is set: full fine-tuning fits every card there.
+An installed profile's adapter is skipped for a model with fewer than 500 million parameters, because full fine-tuning fits every
+card there, unless `always` is set. An adapter that the job, `--set` or a profile of the user's own names is used for any size.
 
 Source: LoRA, Hu et al. 2022 (arXiv:2106.09685); DoRA, Liu et al. 2024 (arXiv:2402.09353).
 Hardware: any.
@@ -39,7 +40,7 @@ from hwopt.plugin import (
 from hwopt_plugins.adapter.dora_graphs import traceable_dora
 
 MIN_PARAMETERS = 500_000_000
-"""Smaller models are skipped unless `always` is set."""
+"""An installed profile's adapter is skipped for smaller models."""
 
 
 def classification_heads(model: Any) -> list[str]:
@@ -116,7 +117,7 @@ class Adapter(Plugin):
         )
         lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
         always: Annotated[bool, MayChangeOnResume()] = Field(
-            default=False, description="Also use an adapter for models with fewer than 500 million parameters."
+            default=False, description="Use an installed profile's adapter for models under 500 million parameters too."
         )
 
     options: Options
@@ -126,7 +127,7 @@ class Adapter(Plugin):
             return Decision.skip("peft is not installed")
         count = context.model.parameters
         size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
-        if count < MIN_PARAMETERS and not self.options.always:
+        if count < MIN_PARAMETERS and not self.options.always and self.name not in context.chosen:
             minimum = f"{MIN_PARAMETERS / 1e6:,.0f} M"
             return Decision.skip(f"{size}, fewer than {minimum}: all weights are trained unless plugins.adapter.always = true")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"

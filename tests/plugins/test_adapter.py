@@ -1,5 +1,6 @@
 """Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from transformers import (
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
+from hwopt.planning.inputs import Inputs
 from hwopt.plugin import Context, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, classification_heads
@@ -149,6 +151,25 @@ def test_small_models_get_an_adapter_only_with_always():
     assert "500 M" in decision.reason
     assert Adapter(Adapter.Options(always=True)).probe(context(parameters=22_700_000)).kind == "apply"
     assert Adapter(Adapter.Options()).probe(context()).kind == "apply"
+
+
+ASKED = "[plugins.adapter]\nr = 8\n"
+
+
+@pytest.mark.parametrize("where", ["nowhere", "job", "--set", "own profile"])
+def test_adapter_that_the_user_asks_for_is_not_skipped_by_size(where, tmp_path):
+    """Otherwise all weights of a small model would be trained, at the adapter's learning rate."""
+    (tmp_path / "own.toml").write_text(f'name = "own"\nextends = "rtx3090_24gb"\n{ASKED}')
+    (tmp_path / "job.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "d"\n' + (ASKED if where == "job" else ""))
+    inputs = Inputs()
+    profile = inputs.profile(
+        str(tmp_path / "own.toml") if where == "own profile" else "rtx3090_24gb",
+        ["plugins.adapter.r=8"] if where == "--set" else [],
+        inputs.job(tmp_path / "job.toml", []),
+    )
+    table = profile.content.plugins["adapter"]
+    decision = Adapter(Adapter.Options(**table)).probe(replace(context(parameters=22_700_000), chosen=profile.chosen))
+    assert decision.kind == ("skip" if where == "nowhere" else "apply")
 
 
 def test_reasons_name_missing_peft_and_slow_dropout():
