@@ -43,9 +43,8 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
 @format_option
 def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> int:
     quiet_libraries()
-    from hwopt.configs.check.checker import worst
+    from hwopt.configs.check.checker import check_file
     from hwopt.configs.check.facts import Given
-    from hwopt.configs.check.files import check_file
     from hwopt.report.check import show_report
     from hwopt.report.terminal import Terminal
 
@@ -56,4 +55,4 @@ def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> 
     else:
         for report in reports:
             show_report(Terminal(), report)
-    return worst(reports, strict)
+    return max(report.exit_code(strict) for report in reports)

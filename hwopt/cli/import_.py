@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import rich_click as click
@@ -34,7 +33,12 @@ def import_(file: Path, output: Path, name: str | None, card: str | None, assign
     files = import_file(file, inputs, name, None if profile is None else (profile.name, profile.card), assignments)
     write_imported(files, output)
     if format_ == "json":
-        left = [asdict(each) for each in files.translation.left]
+        kinds = {True: "ignored", False: "no equivalent"}
+        left = [
+            {"kind": kinds[each.on_purpose]}
+            | {name: getattr(each, name) for name in ("key", "value", "place", "reason", "comments")}
+            for each in files.translation.left
+        ]
         taken = {".".join(each.key): each.value for each in files.translation.taken}
         say_json({"taken": taken, "left": left, "placeholders": files.missing})
     else:

@@ -8,38 +8,105 @@ https://www.deepspeed.ai/docs/config-json/
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hwopt.configs.draft import Dialect, Draft, Left
-from hwopt.configs.source_file import Entry
-from hwopt.configs.words import names
+from hwopt.configs.source_file import Entry, SourceFile
+from hwopt.configs.view import Kind, Tool, View
+from hwopt.configs.words import names, word_of
+
+
+@dataclass(frozen=True)
+class Left:
+    """A value that is left out, with the reason."""
+
+    reason: str
+    kind: Kind = "other"
+
+
+Values = Mapping[Any, Any]
+Special = Callable[[View, Entry], None]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The keys of a tool that have other names or other values than in TrainingArguments."""
+
+    tool: Tool
+    telling: frozenset[str]
+    """Keys of the outermost table that no other tool has. One of them decides."""
+    keys: Mapping[str, str | tuple[str, Values] | Special]
+    """Key -> its word; its word and the values that mean something else there; or a function that reads it."""
+    reasons: Mapping[str, str]
+    """Key, or the table that it is in -> why it is left out."""
+    unknown: str
+    """Why other keys are left out."""
+    arguments: bool = False
+    """Whether the names of TrainingArguments are keys of the tool too."""
+    finish: Callable[[View], None] = lambda view: None
+    """Called after the last entry."""
+
+    def read(self, source: SourceFile, recognised_by: str) -> View:
+        """The view of a file of this tool."""
+        view = View(source, self.tool, recognised_by, self.spelling)
+        for entry in source.entries:
+            self.take(view, entry)
+        self.finish(view)
+        return view
+
+    def take(self, view: View, entry: Entry) -> None:
+        found = self.keys.get(entry.key) or (word_of(entry.key) if self.arguments else None)
+        if entry.value == "auto" and not self.arguments:
+            view.leave(entry, "the arguments of the trainer say it", "other")
+        elif callable(found):
+            found(view, entry)
+        elif found is None:
+            reason = (
+                self.reasons.get(entry.key) or self.reasons.get(entry.path[0]) or ("has no value" if entry.value is None else "")
+            )
+            view.leave(entry, reason or self.unknown, "other" if reason else "unknown")
+        else:
+            word, meant = (found, {}) if isinstance(found, str) else found
+            value = entry.value if isinstance(entry.value, list | dict) else meant.get(entry.value, entry.value)
+            if isinstance(value, Left):
+                view.leave(entry, value.reason, value.kind)
+            else:
+                view.add(word, entry, value)
+
+    def spelling(self, word: str) -> str:
+        """The tool's key for `word`."""
+        for key, found in self.keys.items():
+            if found == word:
+                return key
+        return word
+
 
 IS_OFF = {False: Left("is off")}
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 
 
-def dataset(word: str) -> Callable[[Draft, Entry], None]:
+def dataset(word: str) -> Special:
     """Take the path of the first data set; list the other keys and the other sets."""
 
-    def take(draft: Draft, entry: Entry) -> None:
+    def take(view: View, entry: Entry) -> None:
         for number, each in enumerate(entry.value if isinstance(entry.value, list) else [entry.value]):
             for key, value in (each if isinstance(each, dict) else {"path": each}).items():
                 part = replace(entry, path=(*entry.path, str(number), str(key)), value=value)
                 taken = {"path": word, "field_messages": "messages_column"}.get(key)
                 if taken and number == 0:
-                    draft.add(taken, part)
+                    view.add(taken, part)
                 else:
-                    draft.leave(part, ONE_SET)
+                    view.leave(part, ONE_SET)
 
     return take
 
 
-def causal_lm(draft: Draft) -> None:
+def causal_lm(view: View) -> None:
     """Set the task that axolotl has unless the file says another."""
-    model = draft.settings.get("model_name_or_path")
-    if model is not None and not {"rl", "reward_model"} & draft.source.top:
-        draft.imply("task", "causal-lm", model)
+    model = view.settings.get("model_name_or_path")
+    if model is not None and not {"rl", "reward_model"} & view.source.top:
+        view.imply("task", "causal-lm", model)
 
 
 AXOLOTL = Dialect(
@@ -61,6 +128,8 @@ AXOLOTL = Dialect(
         "xformers_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
         "sdp_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
         "eager_attention": ("attn_implementation", {True: "eager", **IS_OFF}),
+        "datasets": dataset("train_file"),
+        "test_datasets": dataset("validation_file"),
     },
     {
         "evals_per_epoch": "hwopt evaluates at the end of each epoch; training.eval_steps sets another interval",
@@ -74,28 +143,27 @@ AXOLOTL = Dialect(
         "loss_watchdog_patience": "training.loss_spike watches the loss",
     },
     "a key of axolotl without a counterpart",
-    {"datasets": dataset("train_file"), "test_datasets": dataset("validation_file")},
     arguments=True,
     finish=causal_lm,
 )
 
 
-def bits(draft: Draft, entry: Entry) -> None:
+def bits(view: View, entry: Entry) -> None:
     if entry.value in (4, 8):
-        draft.add(f"load_in_{entry.value}bit", entry, True)
+        view.add(f"load_in_{entry.value}bit", entry, True)
     else:
-        draft.leave(entry, "hwopt quantizes to 4 or 8 bits")
+        view.leave(entry, "hwopt quantizes to 4 or 8 bits")
 
 
-def first_set(word: str) -> Callable[[Draft, Entry], None]:
+def first_set(word: str) -> Special:
     """Take the first of several data sets that commas separate."""
 
-    def take(draft: Draft, entry: Entry) -> None:
+    def take(view: View, entry: Entry) -> None:
         first, comma, others = str(entry.value).partition(",")
-        draft.add(word, entry, first.strip())
+        view.add(word, entry, first.strip())
         if comma:
-            rest = Entry((*entry.path, "others"), others.strip(), entry.line)
-            draft.leave(rest, "one data set is taken over")
+            rest = replace(entry, path=(*entry.path, "others"), value=others.strip())
+            view.leave(rest, "one data set is taken over")
 
     return take
 
@@ -114,6 +182,9 @@ LLAMA_FACTORY = Dialect(
         "lora_target": ("lora_target_modules", {"all": "all-linear"}),
         "enable_liger_kernel": "use_liger_kernel",
         "double_quantization": "bnb_4bit_use_double_quant",
+        "quantization_bit": bits,
+        "dataset": first_set("train_file"),
+        "eval_dataset": first_set("validation_file"),
         "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
         "stage": (
             "task",
@@ -132,30 +203,32 @@ LLAMA_FACTORY = Dialect(
         "dataset_dir": "hwopt takes a file or a hub name in data.train",
     },
     "a key of LLaMA-Factory without a counterpart",
-    {"quantization_bit": bits, "dataset": first_set("train_file"), "eval_dataset": first_set("validation_file")},
     arguments=True,
 )
 
 
-def offload(what: str, by: str = "") -> Callable[[Draft, Entry], None]:
+NOTHING = (None, "none", "None", False)
+
+
+def offload(what: str, by: str = "") -> Special:
     """`zero_offload` from the device of the entry; the parameters (device in `by`) include the optimizer."""
 
-    def take(draft: Draft, entry: Entry) -> None:
-        others = [each for each in draft.source.entries if each.key == by]
-        if entry.value in (None, "none", "None", False):
-            draft.leave(entry, "nothing is offloaded", "other")
-        elif any(each.value not in (None, "none", "None", False) for each in others):
-            draft.leave(entry, "offloaded with the parameters", "other")
+    def take(view: View, entry: Entry) -> None:
+        given = {each.key for each in view.source.entries if each.value not in NOTHING}
+        if entry.key not in given:
+            view.leave(entry, "nothing is offloaded", "other")
+        elif by in given:
+            view.leave(entry, "offloaded with the parameters", "other")
         else:
-            draft.add("zero_offload", entry, what)
+            view.add("zero_offload", entry, what)
 
     return take
 
 
-def fsdp(draft: Draft) -> None:
-    kind = draft.settings.get("distributed_type")
-    if kind is not None and kind.value == "FSDP" and "fsdp_config" in draft.source.top:
-        draft.imply("fsdp", "FSDP", kind)
+def fsdp(view: View) -> None:
+    kind = view.settings.get("distributed_type")
+    if kind is not None and kind.value == "FSDP" and "fsdp_config" in view.source.top:
+        view.imply("fsdp", "FSDP", kind)
 
 
 OWN = "the launcher's own"
@@ -164,14 +237,14 @@ ACCELERATE = Dialect(
     "accelerate",
     names("compute_environment distributed_type machine_rank main_training_function"),
     {
-        **{
-            word: word
-            for word in names("num_processes num_machines mixed_precision use_cpu distributed_type gradient_accumulation_steps")
-        },
+        **{word: word for word in names("num_processes num_machines mixed_precision use_cpu distributed_type")},
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
         f"{SECTION}.zero_stage": "zero_stage",
         f"{SECTION}.gradient_accumulation_steps": "gradient_accumulation_steps",
         f"{SECTION}.gradient_clipping": "max_grad_norm",
         f"{SECTION}.deepspeed_config_file": "deepspeed",
+        f"{SECTION}.offload_param_device": offload("parameters"),
+        f"{SECTION}.offload_optimizer_device": offload("optimizer", f"{SECTION}.offload_param_device"),
     },
     {
         "compute_environment": "hwopt runs on this machine; docs/clusters.md has launchers",
@@ -183,20 +256,16 @@ ACCELERATE = Dialect(
         **dict.fromkeys(("downcast_bf16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "for TPUs"),
     },
     "a key of the launcher without a counterpart",
-    {
-        f"{SECTION}.offload_param_device": offload("parameters"),
-        f"{SECTION}.offload_optimizer_device": offload("optimizer", f"{SECTION}.offload_param_device"),
-    },
     finish=fsdp,
 )
 
 
-def betas(draft: Draft, entry: Entry) -> None:
+def betas(view: View, entry: Entry) -> None:
     if isinstance(entry.value, list) and len(entry.value) == 2:
         for word, value in zip(("adam_beta1", "adam_beta2"), entry.value, strict=True):
-            draft.add(word, entry, value)
+            view.add(word, entry, value)
     else:
-        draft.leave(entry, "expected two numbers", "unreadable")
+        view.leave(entry, "expected two numbers", "unreadable")
 
 
 ZERO = "zero_optimization"
@@ -217,13 +286,11 @@ DEEPSPEED = Dialect(
         "optimizer.params.eps": "adam_epsilon",
         "optimizer.params.weight_decay": "weight_decay",
         "scheduler.params.warmup_num_steps": "warmup_steps",
-    },
-    {},
-    "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan",
-    {
         "optimizer.params.betas": betas,
         f"{ZERO}.offload_param.device": offload("parameters"),
         f"{ZERO}.offload_optimizer.device": offload("optimizer", f"{ZERO}.offload_param.device"),
     },
+    {},
+    "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan",
 )
 DIALECTS = (DEEPSPEED, ACCELERATE, AXOLOTL, LLAMA_FACTORY)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hwopt.config.aliases import job_key, plugin_aliases
-from hwopt.config.job import JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.view import ConfigSetting, View
+from hwopt.configs.view import ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS
 from hwopt.errors import HwoptError
 from hwopt.planning.inputs import Inputs
@@ -25,56 +23,50 @@ JOB_WORDS = {key: word for word in ARGUMENTS if (key := job_key(word))}
 ALIAS = re.compile(r"plugins\.([\w-]+)\.(\w+)(?: = (.+))?")
 
 
+Found = dict[str, tuple[Any, tuple[str, ...]]]
+"""Word -> its value and the key that gives it."""
+
+
 def read_profile(source: SourceFile, inputs: Inputs) -> View:
     """The view of a profile with its parents. Raises InputError with all problems of the file."""
     return profile_view(inputs.profile(source.name), source, inputs.registry)
 
 
-def profile_view(profile: Profile, source: SourceFile | None, registry: Registry) -> View:
+def profile_view(profile: Profile, source: SourceFile, registry: Registry) -> View:
     content = profile.content
+    tables = {"data": content.data, "tuned_for": content.tuned_for}
     found = dict(words_of_options(dict(profile.plugin_tables()), registry))
-    for word in content.training.model_fields_set:
-        found[word] = (getattr(content.training, word), ("training", word))
-    if content.data.max_length is not None:
-        found["max_length"] = (content.data.max_length, ("data", "max_length"))
-    if "max_length" not in found and content.tuned_for.max_length is not None:
-        found["max_length"] = (content.tuned_for.max_length, ("tuned_for", "max_length"))
-    texts = {profile.place("summary"): content.summary} if content.summary else {}
-    view = made("hwopt-profile", found, profile.place, source, profile.document.name)
-    return replace(view, texts=texts, parameters=content.tuned_for.parameters)
+    found |= {word: (getattr(content.training, word), ("training", word)) for word in content.training.model_fields_set}
+    found["summary"] = (content.summary, ("summary",))
+    for word, table in (("max_length", "tuned_for"), ("max_length", "data"), ("parameters", "tuned_for")):
+        if (value := getattr(tables[table], word)) is not None:
+            found[word] = (value, (table, word))
+    return made("hwopt-profile", found, profile.place, source)
 
 
 def read_job(source: SourceFile, inputs: Inputs) -> View:
     """The view of a job. Raises InputError with all problems of the file."""
-    found = inputs.job(Path(source.name), ())
-    assert found is not None  # a path is given
-    return job_view(found, source, inputs.registry)
-
-
-def job_view(job: JobFile, source: SourceFile, registry: Registry) -> View:
-    tables = job.job.model_dump(exclude_unset=True)
-    found: dict[str, tuple[Any, tuple[str, ...]]] = {}
-    for (table, name), word in JOB_WORDS.items():
-        if (value := tables.get(table, {}).get(name)) is not None:
-            found[word] = (value, (table, name))
-    for word, value in tables.get("training", {}).items():
-        if value is not None:
-            found[word] = (value, ("training", word))
+    job = inputs.job(Path(source.name), ())
+    assert job is not None  # a path is given
+    tables = job.job.model_dump(exclude_unset=True, exclude_none=True)
+    keys = {**{("training", word): word for word in tables.get("training", {})}, **JOB_WORDS}
+    found: Found = {
+        word: (tables[table][name], (table, name)) for (table, name), word in keys.items() if name in tables.get(table, {})
+    }
     if job.plugins is not None:
         given = {name: table for name, table in job.plugins.data["plugins"].items() if table.get("enabled", True)}
-        found |= dict(words_of_options(given, registry))
-    return made("hwopt-job", found, job.place, source, source.name)
+        found |= dict(words_of_options(given, inputs.registry))
+    return made("hwopt-job", found, job.place, source)
 
 
-def made(tool: Any, found: Mapping[str, Any], place: Any, source: SourceFile | None, name: str) -> View:
-    """A view of (word -> value, key), with the comments of the keys that are in `source` itself."""
-    entries: Mapping[tuple[str, ...], Entry] = {entry.path: entry for entry in source.entries} if source else {}
-    settings = {}
+def made(tool: Tool, found: Found, place: Callable[..., str], source: SourceFile) -> View:
+    """A view of what is `found`, with the comments of the keys that are in `source` itself."""
+    view = View(source, tool, "its tables", partial(spelled, plugin_aliases()))
+    entries = {entry.path: entry for entry in source.entries}
     for word, (value, key) in found.items():
-        entry = entries.get(key)
-        comments = (entry.comment, entry.above, entry.below) if entry else ("", (), ())
-        settings[word] = ConfigSetting(word, value, ".".join(key), place(*key), *comments)
-    return View(name, tool, "its tables", "TOML", settings, spelling=partial(spelled, plugin_aliases()))
+        entry = entries.get(key, Entry(key, value, 0))
+        view.settings[word] = ConfigSetting(**vars(entry) | {"value": value, "place": place(*key), "word": word})
+    return view
 
 
 def words_of_options(

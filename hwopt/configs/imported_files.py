@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import parse_assignment, parse_toml
 from hwopt.config.toml_text import inline, plain, profile_name, text_of
 from hwopt.configs.recognise import read_view
-from hwopt.configs.translation import Left, Taken, Translation, translate
-from hwopt.configs.view import TOOL_NAMES, View
+from hwopt.configs.translation import Taken, Translation, translate
+from hwopt.configs.view import TOOL_NAMES, ConfigSetting
 from hwopt.errors import InputError, StorageError
 from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import path_kind
@@ -35,6 +36,8 @@ BERT_BASE = {
 NO_MODEL = 'The file names no model. This is BERT-base with random weights, to plan with: give name = "…" before a run'
 NO_DATA = "The file names no data: give a file or a hub name before a run"
 JOB_TABLES = ("model", "task", "data", "training")
+LEFT = {False: "Without an equivalent in hwopt:", True: "Left out on purpose:"}
+"""Whether a key is left out on purpose -> the title of the list."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +50,23 @@ class Imported:
     missing: tuple[str, ...]
     """Keys of the job that the file does not give and that were filled with a placeholder."""
 
-    def summary(self, folder: Path) -> list[tuple[str, list[str]]]:
+    def summary(self, folder: Path) -> Iterator[tuple[str, list[str]]]:
         """Titles with lines: what was written, what is to be filled in, what changes, and what has no equivalent."""
-        view, left = self.translation.view, self.translation.left
+        view, taken = self.translation.view, self.translation.taken
         job, profile = folder / "job.toml", folder / "profile.toml"
-        keys = "1 setting" if len(self.translation.taken) == 1 else f"{len(self.translation.taken)} settings"
-        notes = [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in self.translation.taken if each.note]
-        return [
-            (f"{view.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]),
-            ("fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]),
-            ("changes:", notes),
-            ("without an equivalent in hwopt:", [described(each) for each in left if each.kind == "no equivalent"]),
-            ("left out on purpose:", [described(each) for each in left if each.kind == "ignored"]),
-            ("next:", [f"hwopt check {profile}", f"hwopt plan {job} --profile {profile}"]),
-        ]
+        keys = "1 setting" if len(taken) == 1 else f"{len(taken)} settings"
+        yield f"{view.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
+        yield "fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]
+        yield "changes:", [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]
+        for on_purpose, title in LEFT.items():
+            left = [each for each in self.translation.left if each.on_purpose == on_purpose]
+            yield title[0].lower() + title[1:], [f"{each.place}: {described(each, 40)}" for each in left]
+        yield "next:", [f"hwopt check {profile}", f"hwopt plan {job} --profile {profile}"]
 
 
-def shown(value: Any, limit: int) -> str:
-    """`value` as JSON, on one line of at most `limit` characters."""
-    return cut(json.dumps(value, ensure_ascii=False, default=str), limit)
-
-
-def described(left: Left) -> str:
-    return f"{left.place}: {left.key} = {shown(left.value, 40)}: {left.reason}"
+def described(left: ConfigSetting, limit: int) -> str:
+    """The key, the value as JSON of at most `limit` characters, and the reason."""
+    return f"{left.key} = {cut(json.dumps(left.value, ensure_ascii=False, default=str), limit)}: {left.reason}"
 
 
 def import_file(
@@ -79,24 +76,18 @@ def import_file(
     card: tuple[str, Card] | None = None,
     assignments: Sequence[str] = (),
 ) -> Imported:
-    """The files for the configuration at `path`. Raises InputError if it is of no other tool or cannot be read."""
+    """The files for the configuration at `path`. `card`: a card for the profile, and the profile that it comes from.
+
+    `assignments`: keys of the job as for `--set`, instead of those of the file. Raises InputError if the file is of no other
+    tool or cannot be read, or if the job is not valid.
+    """
     view = read_view(path, inputs)
     if view.is_hwopt:
         raise InputError(f"{path}: is a {TOOL_NAMES[view.tool]} already; `hwopt check {path}` checks it")
-    return imported(translate(view, inputs.registry), name or profile_name(path), card, assignments)
-
-
-def imported(
-    translation: Translation, name: str, card: tuple[str, Card] | None = None, assignments: Sequence[str] = ()
-) -> Imported:
-    """The files for a translation. `card`: the card's facts for the profile, and the profile that they come from.
-
-    `assignments`: keys of the job as for `--set`, instead of those of the file. Raises InputError if the job is not valid with
-    them.
-    """
+    translation = translate(view, inputs.registry)
     job, missing = job_text(translation, assignments)
     make_job(parse_toml(job.encode(), "the new job.toml"))
-    return Imported(profile_text(translation, name, card), job, translation, missing)
+    return Imported(profile_text(translation, name or profile_name(path), card), job, translation, missing)
 
 
 def write_imported(files: Imported, folder: Path) -> None:
@@ -109,54 +100,49 @@ def write_imported(files: Imported, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{folder}: the files could not be written: {error.strerror or error}") from error
 
 
 def profile_text(translation: Translation, name: str, card: tuple[str, Card] | None) -> str:
-    document = tomlkit.document()
-    header(document, translation.view, "Profile")
+    document = new_document(translation, "Profile", translation.view.source.loose)
     document.add("name", tomlkit.item(name))
     document.add("summary", tomlkit.item(f"imported from {Path(translation.view.name).name}"))
     if card is not None:
-        source, facts = card
         table = tomlkit.table()
-        table.comment(f"the figures of profile {source}")
-        for key, value in facts.model_dump(exclude_none=True, exclude_unset=True).items():
-            table.add(key, inline(value))
+        table.comment(f"the figures of profile {card[0]}")
+        table.update({key: inline(value) for key, value in card[1].model_dump(exclude_none=True, exclude_unset=True).items()})
         document.add(tomlkit.nl())
         document.add("card", table)
-    plugins: dict[str, list[Taken]] = {}
-    for taken in translation.tables("profile").values():
-        plugins.setdefault(taken.key[1], []).append(taken)
-    parent = tomlkit.table(is_super_table=True)
-    for plugin, options in plugins.items():
-        parent.add(plugin, table_of(options))
+    plugins = tomlkit.table(is_super_table=True)
+    for plugin, options in groupby(translation.tables("profile").values(), lambda each: each.key[1]):
+        plugins.add(plugin, table_of(options))
     if plugins:
         document.add(tomlkit.nl())
-        document.add("plugins", parent)
-    return text_of(document) + remainder(translation.left)
+        document.add("plugins", plugins)
+    lines = []
+    for on_purpose, title in LEFT.items():
+        if left := [each for each in translation.left if each.on_purpose == on_purpose]:
+            lines += ["", f"# {title}"]
+        for each in left:
+            lines += [f"#   # {plain(comment)}" for comment in each.comments]
+            lines.append(f"#   {plain(described(each, 100))}")
+    return text_of(document) + "".join(f"{line}\n" for line in lines)
 
 
 def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """The text of the job, and the keys that have a placeholder."""
-    given: dict[str, list[Taken]] = {}
-    for taken in translation.tables("job").values():
-        given.setdefault(taken.key[0], []).append(taken)
-    chosen: dict[str, dict[str, Any]] = {}
+    chosen: dict[str, dict[str, Any]] = {table: {} for table in JOB_TABLES}
     for path, value in map(parse_assignment, assignments):
         if path[0] not in JOB_TABLES or len(path) != 2:
             raise InputError(f"--set {truncate('.'.join(path))}: expected a key of a job, such as model.name or data.train")
-        chosen.setdefault(path[0], {})[path[1]] = value
-    document = tomlkit.document()
-    header(document, translation.view, "Job")
-    missing = []
+        chosen[path[0]][path[1]] = value
+    given = translation.tables("job").values()
+    document, missing = new_document(translation, "Job"), []
     for name in JOB_TABLES:
-        table = table_of([each for each in given.get(name, []) if each.key[1] not in chosen.get(name, {})])
-        for key, value in chosen.get(name, {}).items():
-            table.add(key, inline(value))
+        table = table_of(each for each in given if each.key[0] == name and each.key[1] not in chosen[name])
+        table.update({key: inline(value) for key, value in chosen[name].items()})
         if name == "model" and not {"name", "config"} & table.keys():
             missing.append("model.name")
             table.add(tomlkit.comment(NO_MODEL))
@@ -171,38 +157,24 @@ def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str,
     return text_of(document), tuple(missing)
 
 
-def header(document: tomlkit.TOMLDocument, view: View, what: str) -> None:
-    document.add(tomlkit.comment(f"{what} of {Path(view.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import."))
-    for line in view.loose if what == "Profile" else ():
+def new_document(translation: Translation, what: str, comments: Iterable[str] = ()) -> tomlkit.TOMLDocument:
+    document, view = tomlkit.document(), translation.view
+    for line in (f"{what} of {Path(view.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import.", *comments):
         document.add(tomlkit.comment(plain(line)))
+    return document
 
 
 def table_of(options: Iterable[Taken]) -> Table:
     """A table with the keys of `options` and the comments that they had."""
     table = tomlkit.table()
     for taken in options:
-        setting, key = taken.setting, taken.key[-1]
-        for line in setting.above:
+        setting, value = taken.setting, inline(taken.value)
+        note = [f"{setting.place}: {taken.note}"] if taken.note else []
+        for line in (*setting.above, *note):
             table.add(tomlkit.comment(plain(line)))
-        if taken.note:
-            table.add(tomlkit.comment(f"{setting.place}: {taken.note}"))
-        value = inline(taken.value)
         if setting.comment:
             value.comment(plain(setting.comment))
-        table.add(key, value)
+        table.add(taken.key[-1], value)
         for line in setting.below:
             table.add(tomlkit.comment(plain(line)))
     return table
-
-
-def remainder(left: Sequence[Left]) -> str:
-    """The keys that no file holds, with their comments and the reasons, as comments."""
-    titles = {"no equivalent": "Without an equivalent in hwopt:", "ignored": "Left out on purpose:"}
-    lines: list[str] = []
-    for kind, title in titles.items():
-        if found := [each for each in left if each.kind == kind]:
-            lines += ["", f"# {title}"]
-            for each in found:
-                lines += [f"#   # {plain(comment)}" for comment in each.comments]
-                lines.append(f"#   {plain(each.key)}: {plain(shown(each.value, 100))}: {plain(each.reason)}")
-    return "\n".join([*lines, ""]) if lines else ""

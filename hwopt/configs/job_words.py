@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from hwopt.config.aliases import INSTEAD, job_key
 from hwopt.config.job_training import Training
-from hwopt.configs.view import View
+from hwopt.configs.view import Kind, View
 
 
 class Omitted(NamedTuple):
-    """The value is in no file, with the reason."""
+    """Why a value is in no file."""
 
-    kind: Literal["ignored", "no equivalent"]
     reason: str
+    kind: Kind
 
 
-Result = tuple[tuple[str, str], Any] | Omitted
+JobValue = tuple[tuple[str, str], Any]
+"""(table, key) of a job, and the value."""
 
 
 def ignored(reason: str) -> Omitted:
     """hwopt does it anyway, or another setting says it."""
-    return Omitted("ignored", reason)
+    return Omitted(reason, "other")
 
 
 def without(reason: str) -> Omitted:
     """The value cannot be expressed."""
-    return Omitted("no equivalent", reason)
+    return Omitted(reason, "unknown")
 
 
 OUTPUT = "the command line has its own output"
@@ -66,7 +67,7 @@ REASONS = {
 """Word -> why it is left out on purpose."""
 EVALUATES = "hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out"
 SAVES = "hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation"
-BY_VALUE: Mapping[str, Mapping[Any, Result]] = {
+BY_VALUE: Mapping[str, Mapping[Any, JobValue | Omitted]] = {
     "eval_strategy": {
         "epoch": ignored("hwopt evaluates at the end of each epoch by default"),
         "steps": ignored("training.eval_steps says it"),
@@ -90,7 +91,7 @@ BY_VALUE: Mapping[str, Mapping[Any, Result]] = {
 """Word -> value -> what becomes of it; None: of any other value."""
 
 
-def steps(view: View, word: str, value: Any) -> Result:
+def steps(view: View, word: str, value: Any) -> JobValue | Omitted:
     strategy = f"{word.removesuffix('_steps')}_strategy"
     if (chosen := view.value(strategy)) in ("epoch", "no"):
         return ignored(f"{view.spelled(strategy)} is {chosen!r}, so the value has no effect")
@@ -99,7 +100,7 @@ def steps(view: View, word: str, value: Any) -> Result:
     return ("training", word), int(value)
 
 
-def warmup(view: View, word: str, value: Any) -> Result:
+def warmup(view: View, word: str, value: Any) -> JobValue | Omitted:
     if word == "warmup_ratio" and (view.number("warmup_steps") or 0) > 0:
         return ignored("warmup_steps counts: transformers prefers it")
     if word == "warmup_steps" and value == 0 and "warmup_ratio" in view:
@@ -109,7 +110,7 @@ def warmup(view: View, word: str, value: Any) -> Result:
     return ("training", "warmup_steps"), int(value)
 
 
-def length(view: View, word: str, value: Any) -> Result:
+def length(view: View, word: str, value: Any) -> JobValue | Omitted:
     if word == "max_steps" and value <= 0:
         return ignored("the epochs say it")
     if word == "num_train_epochs" and (view.number("max_steps") or 0) > 0:
@@ -117,7 +118,7 @@ def length(view: View, word: str, value: Any) -> Result:
     return ("training", word), value
 
 
-def fraction(view: View, word: str, value: Any) -> Result:
+def fraction(view: View, word: str, value: Any) -> JobValue | Omitted:
     if value == 0:
         return ignored("no data for evaluation")
     if value >= 1:
@@ -125,7 +126,7 @@ def fraction(view: View, word: str, value: Any) -> Result:
     return ("data", word), value
 
 
-BY_FUNCTION: Mapping[str, Callable[[View, str, Any], Result]] = {
+BY_FUNCTION: Mapping[str, Callable[[View, str, Any], JobValue | Omitted]] = {
     **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), steps),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), warmup),
     **dict.fromkeys(("max_steps", "num_train_epochs"), length),
@@ -133,11 +134,8 @@ BY_FUNCTION: Mapping[str, Callable[[View, str, Any], Result]] = {
 }
 
 
-def job_setting(view: View, word: str, value: Any) -> Result | None:
-    """The key of a job with its value for a setting, or why it has none; None for a plugin's option or an unknown word.
-
-    Raises TypeError for a value of another type than the word's, such as a list.
-    """
+def job_setting(view: View, word: str, value: Any) -> JobValue | Omitted | None:
+    """The key of a job with its value for a setting, or why it has none; None for a plugin's option or an unknown word."""
     if word in ("use_cpu", "trust_remote_code") and not value:
         return ignored("what hwopt does without the setting")
     if word in REASONS:
@@ -145,8 +143,7 @@ def job_setting(view: View, word: str, value: Any) -> Result | None:
     if (option := INSTEAD.get(word, "")).startswith("--"):
         return ignored(f"give {option} to `hwopt run`")
     if word in BY_VALUE:
-        found = BY_VALUE[word]
-        return found.get(value, found[None])
+        return BY_VALUE[word].get(value, BY_VALUE[word][None])
     if word in BY_FUNCTION:
         return BY_FUNCTION[word](view, word, value)
     key = job_key(word) or (("training", word) if word in Training.model_fields else None)

@@ -8,17 +8,15 @@ from hwopt.config.aliases import SYNONYMS
 from hwopt.config.toml import MAX_BYTES, decoded
 from hwopt.configs import hwopt_files
 from hwopt.configs.dialects import DIALECTS
-from hwopt.configs.draft import Draft
 from hwopt.configs.python_file import from_python
 from hwopt.configs.source_file import Entry, SourceFile, from_json, from_toml, from_yaml
-from hwopt.configs.view import TOOL_NAMES, View
+from hwopt.configs.view import TOOL_NAMES, Tool, View
 from hwopt.configs.words import ARGUMENTS, FORMER_NAMES, word_of
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import read_regular_file
 from hwopt.text import listing
 
-HWOPT_TABLES = {"plugins", "card", "tuned_for"}
 EVALUATION_TABLES = ("eval", "evaluation", "validation", "valid", "val", "test")
 EVALUATION_WORDS = {"per_device_train_batch_size": "per_device_eval_batch_size"}
 """Word -> the word for the same name in a table about evaluation."""
@@ -64,30 +62,36 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
 
 
 def hwopt_view(source: SourceFile, inputs: Inputs) -> View:
-    if {"model", "data"} & source.top and not HWOPT_TABLES & (source.top - {"plugins"}):
-        return hwopt_files.read_job(source, inputs)
-    if source.top & (HWOPT_TABLES | {"extends"}):
-        return hwopt_files.read_profile(source, inputs)
-    raise InputError(
-        f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
-        "hwopt reads configurations of other tools as YAML or JSON"
-    )
+    kind = hwopt_tool(source)
+    if kind is None:
+        raise InputError(
+            f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
+            "hwopt reads configurations of other tools as YAML or JSON"
+        )
+    return hwopt_files.read_job(source, inputs) if kind == "hwopt-job" else hwopt_files.read_profile(source, inputs)
+
+
+def hwopt_tool(source: SourceFile) -> Tool | None:
+    """Whether a TOML file is a profile or a job of hwopt, by its tables; None: neither."""
+    if source.top & {"model", "data"} and not source.top & {"card", "tuned_for"}:
+        return "hwopt-job"
+    return "hwopt-profile" if source.top & {"plugins", "card", "tuned_for", "extends"} else None
 
 
 def trainer_view(source: SourceFile, recognised_by: str) -> View:
     """TrainingArguments of any version of transformers, flat, nested by Hydra, or of a script; and names of common scripts."""
-    draft = Draft(source)
+    view = View(source, "transformers", recognised_by, lambda word: spelled(word, source))
     for entry in source.entries:
         word = word_at(entry)
         if entry.path[0] in OTHER_LISTS:
-            draft.leave(entry, OTHER_LISTS[entry.path[0]], "other")
+            view.leave(entry, OTHER_LISTS[entry.path[0]], "other")
         elif word is None:
-            draft.leave(entry, "no name of TrainingArguments")
+            view.leave(entry, "no name of TrainingArguments")
         elif word == "train_sampling_strategy":
-            draft.add("group_by_length", entry, entry.value == "group_by_length")
+            view.add("group_by_length", entry, entry.value == "group_by_length")
         else:
-            draft.add(word, entry)
-    return draft.view("transformers", recognised_by, lambda word: spelled(word, source))
+            view.add(word, entry)
+    return view
 
 
 def word_at(entry: Entry) -> str | None:

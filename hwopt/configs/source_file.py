@@ -36,6 +36,8 @@ class Entry:
     path: tuple[str, ...]
     value: Any
     line: int
+    place: str = ""
+    """File and line."""
     comment: str = ""
     """The comment behind the value, without "#"."""
     above: tuple[str, ...] = ()
@@ -186,14 +188,11 @@ def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) ->
     def full(entry: Entry) -> Entry:
         """`entry` with its comments; of several entries of a line the first one has the block."""
         before, after = tuple(above.pop(entry.line, ())), tuple(below.pop(entry.line, ()))
-        return replace(entry, comment=comments.get(entry.line, ""), above=before, below=after)
+        place = f"{source.name}:{entry.line}"
+        return replace(entry, place=place, comment=comments.get(entry.line, ""), above=before, below=after)
 
-    return replace(
-        source,
-        entries=tuple(map(full, source.entries)),
-        replaced=tuple(map(full, source.replaced)),
-        loose=tuple(loose),
-    )
+    entries, replaced = tuple(map(full, source.entries)), tuple(map(full, source.replaced))
+    return replace(source, entries=entries, replaced=replaced, loose=tuple(loose))
 
 
 class Walk:

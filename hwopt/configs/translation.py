@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from hwopt.config.aliases import INSTEAD, plugin_aliases
-from hwopt.config.job import Data, TaskOptions
-from hwopt.config.job_model import Model
-from hwopt.config.job_training import Training
-from hwopt.config.job_values import Table
-from hwopt.configs.job_words import Omitted, job_setting
-from hwopt.configs.view import ConfigSetting, Unread, View
-from hwopt.errors import HwoptError
+from hwopt.config.job import Job
+from hwopt.config.toml import Document
+from hwopt.config.validation import validate
+from hwopt.configs.job_words import Omitted, ignored, job_setting, without
+from hwopt.configs.view import ConfigSetting, View
+from hwopt.errors import HwoptError, InputError
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 from hwopt.text import first_line, truncate
@@ -36,26 +33,12 @@ class Taken:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Left:
-    """A key of the file that is in neither new file."""
-
-    kind: Literal["ignored", "no equivalent"]
-    key: str
-    value: Any
-    place: str
-    reason: str
-    comments: tuple[str, ...] = ()
-
-
 @dataclass
 class Translation:
     view: View
     taken: list[Taken] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
-
-    def leave(self, setting: ConfigSetting, kind: Literal["ignored", "no equivalent"], reason: str) -> None:
-        self.left.append(Left(kind, setting.key, setting.value, setting.place, reason, setting.comments))
+    left: list[ConfigSetting] = field(default_factory=list)
+    """What is in neither new file."""
 
     def tables(self, kind: Literal["profile", "job"]) -> dict[tuple[str, ...], Taken]:
         """What the profile, or the job, holds: key -> the setting behind it."""
@@ -63,33 +46,42 @@ class Translation:
 
 
 NOTES = {
-    (
-        "fp16_opt_level",
-        "O2",
-    ): "transformers ignored it with native AMP and trained as O1. In hwopt O2 means half-precision weights "
-    "with fp32 masters; O1 is what the file did",
+    ("fp16_opt_level", "O2"): "transformers ignored it with native AMP and trained as O1. In hwopt O2 means half-precision "
+    "weights with fp32 masters; O1 is what the file did",
     ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
 }
 """(word, value) -> what changes although the value is taken over."""
 
 
+NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
+"""Table of a job -> the keys that it needs besides the one to check."""
+
+
 def translate(view: View, registry: Registry) -> Translation:
     """Return the settings of `view` in hwopt's words."""
     found = Translation(view)
-    options = Options(found, registry)
-    for word, setting in view.settings.items():
-        if setting.doubt:  # listed with what could not be read
+    options = Options(registry)
+    for setting in view.settings.values():
+        if setting.reason:  # a guess, listed with what could not be read
             continue
-        if to_job(found, setting):
-            continue
-        if word in plugin_aliases():
-            options.ask(setting)
-        else:
-            found.leave(setting, "no equivalent", INSTEAD.get(word, "hwopt has no such setting"))
-    options.settle()
+        try:
+            result = job_setting(view, setting.word, setting.value)
+            if result is None and setting.word in plugin_aliases():
+                result = options.ask(setting)
+            elif result is None:
+                result = without(INSTEAD.get(setting.word, "hwopt has no such setting"))
+            elif not isinstance(result, Omitted) and (problem := job_problem(*result)):
+                result = without(problem)
+        except (HwoptError, TypeError, ValueError) as error:  # such as a list where a text belongs
+            result = without(first_line(error))
+        if isinstance(result, Omitted):
+            found.left.append(setting.left(*result))
+        elif result is not None:
+            found.taken.append(Taken(setting, *result))
+    options.settle(found)
     order = in_order(options.accepted, registry)
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
-    found.left += [left_of(unread) for unread in view.unread]
+    found.left += view.unread
     return found
 
 
@@ -100,85 +92,60 @@ def in_order(names: Iterable[str], registry: Registry) -> list[str]:
     return list(TopologicalSorter(before).static_order())
 
 
-def left_of(unread: Unread) -> Left:
-    kind: Literal["ignored", "no equivalent"] = "ignored" if unread.kind in ("other", "replaced") else "no equivalent"
-    return Left(kind, unread.key, unread.value, unread.place, unread.reason, unread.comments)
+def job_problem(key: tuple[str, str], value: Any) -> str:
+    """Why a job refuses the value; "" if it does not."""
+    table, name = key
+    return problem(Job.model_fields[table].annotation, key[:1], {**NEEDED.get(table, {}), name: value})
 
 
-TABLES: Mapping[str, tuple[type[Table], dict[str, Any]]] = {
-    "model": (Model, {"name": "m"}),
-    "data": (Data, {"train": "t"}),
-    "task": (TaskOptions, {}),
-    "training": (Training, {}),
-}
-"""Table of a job -> its class, and the keys that it needs besides the one to check."""
-
-
-def to_job(found: Translation, setting: ConfigSetting) -> bool:
-    """Take a setting into the job, or list why not. Returns False for an option of a plugin, and for an unknown word."""
+def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:
+    """Why `model` refuses the `table` at a key; "" if it accepts it."""
+    data: dict[str, Any] = dict(table)
+    for part in reversed(at):
+        data = {part: data}
     try:
-        result = job_setting(found.view, setting.word, setting.value)
-        if result is None:
-            return False
-        if isinstance(result, Omitted):
-            found.leave(setting, *result)
-            return True
-        key, value = result
-        model, others = TABLES[key[0]]
-        model.model_validate({**others, key[1]: value})
-    except TypeError as reason:
-        found.leave(setting, "no equivalent", str(reason))
-    except ValidationError as error:
-        found.leave(setting, "no equivalent", f"{'.'.join(key)}: {error.errors()[0]['msg'].lower()}")
-    else:
-        found.taken.append(Taken(setting, key, value))
-    return True
+        validate(model, Document("new", data), at)
+    except InputError as error:
+        return first_line(error).removeprefix("new: ")
+    return ""
 
 
 class Options:
     """Collects the options of plugins; each is kept if the plugin accepts it together with the others."""
 
-    def __init__(self, found: Translation, registry: Registry) -> None:
-        self.found, self.registry = found, registry
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
         self.asked: list[tuple[ConfigSetting, str, dict[str, Any]]] = []
         self.accepted: dict[str, dict[str, Any]] = {}
         self.sources: dict[tuple[str, str], ConfigSetting] = {}
 
-    def ask(self, setting: ConfigSetting) -> None:
-        """Ask the plugin that declares the word for its options."""
+    def ask(self, setting: ConfigSetting) -> Omitted | None:
+        """Ask the plugin that declares the word for its options; the result says why there are none."""
         alias = plugin_aliases()[setting.word]
         plugin = alias.split(".")[1]
-        try:
-            options = options_from(self.registry.plugin(plugin).aliases[setting.word], setting.value)
-        except (HwoptError, TypeError, ValueError) as error:
-            self.found.leave(setting, "no equivalent", first_line(error))
-            return
+        options = options_from(self.registry.plugin(plugin).aliases[setting.word], setting.value)
         if options is None:
-            self.found.leave(setting, "no equivalent", f"{alias.split(' ')[0]} has no such value")
-        elif not options:
-            self.found.leave(setting, "ignored", "what hwopt does without the setting")
-        else:
-            self.asked.append((setting, plugin, dict(options)))
+            return without(f"{alias.split(' ')[0]} has no such value")
+        if not options:
+            return ignored("what hwopt does without the setting")
+        self.asked.append((setting, plugin, dict(options)))
+        return None
 
-    def settle(self) -> None:
+    def settle(self, found: Translation) -> None:
         """Take every option that its plugin accepts. An option may need one that the file gives later."""
-        while rest := [each for each in self.asked if not self.take(*each)]:
-            if len(rest) == len(self.asked):
-                break
-            self.asked = rest
-        else:
-            return
-        for setting, plugin, options in rest:
-            self.found.leave(setting, "no equivalent", self.problem(plugin, options))
+        rest = self.asked
+        for _ in self.asked:
+            rest = [each for each in rest if not self.take(*each, found)]
+        found.left += [setting.left(self.problem(plugin, options)) for setting, plugin, options in rest]
 
-    def take(self, setting: ConfigSetting, plugin: str, options: dict[str, Any]) -> bool:
+    def take(self, setting: ConfigSetting, plugin: str, options: dict[str, Any], found: Translation) -> bool:
         if self.problem(plugin, options):
             return False
         self.accepted[plugin] = {**self.accepted.get(plugin, {}), **options}
         note = NOTES.get((setting.word, setting.value), "") if isinstance(setting.value, str | bool) else ""
         for option, value in options.items():
             self.sources[plugin, option] = setting
-            self.found.taken.append(Taken(setting, ("plugins", plugin, option), value, note))
+            found.taken.append(Taken(setting, ("plugins", plugin, option), value, note))
         return True
 
     def problem(self, plugin: str, options: dict[str, Any]) -> str:
@@ -189,22 +156,4 @@ class Options:
                 first = self.sources[plugin, option]
                 return f"plugins.{plugin}.{option} is {truncate(before[option])} already, by {first.key} ({first.place})"
         both = {key: value for key, value in {**before, **options}.items() if key != "enabled"}
-        try:
-            self.registry.plugin(plugin).Options.model_validate_json(TypeAdapter(dict[str, Any]).dump_json(both), strict=True)
-        except ValidationError as error:
-            return option_problem(plugin, error)
-        except HwoptError as error:
-            return first_line(error)
-        return ""
-
-
-def option_problem(plugin: str, error: ValidationError) -> str:
-    """The first problem of a plugin's options, with what is accepted; pydantic reports one for each member of a union."""
-    found = error.errors()
-    option, given = found[0]["loc"][:1], found[0].get("input")
-    messages = [each["msg"] for each in found if each["loc"][:1] == option]
-    accepted = ", or ".join(dict.fromkeys(message.removeprefix("Input should be ") for message in messages))
-    where = ".".join(["plugins", plugin, *map(str, option)])
-    if not option:
-        return f"{where}: {messages[0].removeprefix('Value error, ')}"
-    return f"{where}: expected {accepted}, got {truncate(given)}"
+        return problem(self.registry.plugin(plugin).Options, ("plugins", plugin), both)

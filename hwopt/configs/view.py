@@ -1,16 +1,17 @@
 """View: what a training configuration says, in one vocabulary for all tools, with the file and line of each value.
 
-The vocabulary is that of transformers' TrainingArguments (`hwopt.configs.words`). Rules of `hwopt check` read it, and
-`hwopt import` translates it.
+The vocabulary is that of transformers' TrainingArguments (`hwopt.configs.words`). Readers fill a view, rules of `hwopt check`
+read it, and `hwopt import` translates it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hwopt.configs.source_file import Language
+from hwopt.configs.source_file import Entry, Language, SourceFile
+from hwopt.configs.words import NotReadable, typed
 
 Tool = Literal["transformers", "axolotl", "llama-factory", "accelerate", "deepspeed", "hwopt-profile", "hwopt-job"]
 TOOL_NAMES: Mapping[Tool, str] = {
@@ -22,66 +23,105 @@ TOOL_NAMES: Mapping[Tool, str] = {
     "hwopt-profile": "hwopt profile",
     "hwopt-job": "hwopt job",
 }
+Kind = Literal["taken", "unknown", "interpolation", "unreadable", "replaced", "other"]
 
 
 @dataclass(frozen=True)
-class ConfigSetting:
-    """One value, under the word that all tools share."""
+class ConfigSetting(Entry):
+    """An entry with the word that all tools share, or with the reason why it is not read."""
 
-    word: str
-    value: Any
-    key: str
-    """As the file spells it, with dots."""
-    place: str
-    """File and line."""
-    comment: str = ""
-    above: tuple[str, ...] = ()
-    below: tuple[str, ...] = ()
+    word: str = ""
     former: tuple[Any, ...] = ()
     """Values that earlier lines of the file give to the same key."""
-    doubt: str = ""
-    """Why the value is a guess; "" for a plain one. Rules read it, `hwopt import` does not take it over."""
+    reason: str = ""
+    """Why the entry is not read. In a value that is taken: why it is a guess, for rules only; `hwopt import` leaves it out."""
+    kind: Kind = "taken"
+
+    def left(self, reason: str, kind: Kind = "unknown") -> ConfigSetting:
+        """The same setting, not taken over."""
+        return replace(self, reason=reason, kind=kind)
 
     @property
-    def comments(self) -> tuple[str, ...]:
-        """The comments that belong to the value."""
-        return (*self.above, *([self.comment] if self.comment else []), *self.below)
+    def on_purpose(self) -> bool:
+        """Whether a setting that is left out is not needed in hwopt; else it has no equivalent."""
+        return self.kind in ("other", "replaced")
 
 
-UnreadKind = Literal["unknown", "interpolation", "unreadable", "replaced", "other"]
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A key of the file that has no word, with the reason."""
-
-    key: str
-    value: Any
-    place: str
-    reason: str
-    kind: UnreadKind = "unknown"
-    comments: tuple[str, ...] = ()
-    word: str = ""
-    """Its word, if only the value could not be read."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class View:
-    name: str
-    """The file."""
+    """The settings of one file. The first entry for a word counts."""
+
+    source: SourceFile
     tool: Tool
     recognised_by: str
-    language: Language
-    settings: Mapping[str, ConfigSetting]
-    unread: tuple[Unread, ...] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
-    """Place -> a text that describes the whole file, such as a profile's summary."""
-    loose: tuple[str, ...] = ()
-    """Comments that belong to no key."""
     spelling: Callable[[str], str] = str
     """word -> the key of this tool."""
-    parameters: float | None = None
-    """The number of the model's parameters, if the file says it."""
+    settings: dict[str, ConfigSetting] = field(default_factory=dict)
+    unread: list[ConfigSetting] = field(default_factory=list)
+
+    HALF = ("fp16", "bf16", "pure_bf16", "mixed_precision")
+    """Words that turn on half precision."""
+
+    def __post_init__(self) -> None:
+        for entry in self.source.replaced:
+            self.leave(entry, "a later line gives the same key", "replaced")
+
+    # filled by a reader
+
+    def add(self, word: str, entry: Entry, value: Any = ...) -> None:
+        """Set `word` to the value of `entry`, or to `value`, which a reader made of it."""
+        if entry.interpolated:
+            self.leave(entry, "", word=word)
+            return
+        doubt = ""
+        try:
+            found = typed(word, entry.value if value is ... else value)
+        except NotReadable as error:
+            self.leave(entry, str(error), "unreadable", word)
+            found, doubt = error.guess, str(error)
+            if found is None or word in self.settings:
+                return
+        if found is None:
+            self.leave(entry, "has no value", "other")
+        elif (first := self.settings.get(word)) is not None:
+            self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
+        else:
+            former = tuple(self.former(entry, word))
+            self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, former=former, reason=doubt)
+
+    def former(self, entry: Entry, word: str) -> Iterator[Any]:
+        """The values that earlier lines of the file give to the same key."""
+        for before in self.source.replaced:
+            if before.path == entry.path:
+                try:
+                    yield typed(word, before.value)
+                except NotReadable:
+                    continue
+
+    def imply(self, word: str, value: Any, by: ConfigSetting) -> None:
+        """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""
+        self.settings.setdefault(word, ConfigSetting(by.path, value, by.line, by.place, word=word))
+
+    def leave(self, entry: Entry, reason: str, kind: Kind = "unknown", word: str = "") -> None:
+        """List `entry` as unread."""
+        if entry.interpolated:
+            kind, reason = "interpolation", "refers to another value, which only the program that reads the file knows"
+        self.unread.append(ConfigSetting(**vars(entry), word=word, reason=reason, kind=kind))
+
+    # read by rules and translations
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return self.source.name
+
+    @property
+    def language(self) -> Language:
+        return self.source.language
 
     @property
     def is_hwopt(self) -> bool:
@@ -97,7 +137,7 @@ class View:
     def number(self, word: str) -> float | None:
         """The value of `word` if the file gives it as a number."""
         found = self.value(word)
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+        return found if is_number(found) else None
 
     def lacks(self, *words: str) -> bool:
         """Whether the file gives none of `words`, not even with a value that cannot be read."""
@@ -107,6 +147,17 @@ class View:
     def is_on(self, word: str) -> bool:
         """Whether the file sets the flag `word`; "auto" counts as not set."""
         return self.value(word) is True
+
+    def meets(self, word: str, expected: Any) -> bool:
+        """Whether the value is `expected`, or passes the test `expected`. No value passes that cannot be read."""
+        if word not in self and not self.lacks(word):
+            return False
+        value = self.value(word)
+        return bool(expected(value)) if callable(expected) else value == expected
+
+    def unread_as(self, kind: Kind) -> Iterator[ConfigSetting]:
+        """The keys that were not read for the reason `kind`."""
+        return (each for each in self.unread if each.kind == kind)
 
     def spelled(self, word: str) -> str:
         """The key for `word` in this file: the file's own one, else the tool's."""
@@ -123,6 +174,16 @@ class View:
         if isinstance(value, float):
             shown = f"{value:g}"
         return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.language]
+
+    def lines(self, values: Mapping[str, Any]) -> str:
+        """Several settings: word -> value, joined by "and"."""
+        return " and ".join(self.line(word, value) for word, value in values.items())
+
+    def half_precision(self, dtype: str, word: str) -> str:
+        """The line that trains with `dtype` where the file sets another one by `word`."""
+        if word == "mixed_precision" or self.is_hwopt:
+            return self.line("mixed_precision", dtype)
+        return self.lines({word: False, dtype: True})
 
     @property
     def ranks(self) -> int:

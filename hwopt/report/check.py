@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from hwopt.configs.check.checker import LEVELS, CheckReport, Reported
+from hwopt.configs.check.checker import LEVELS, CheckReport
+from hwopt.configs.check.contract import Finding
 from hwopt.text import listing, printable
 
 COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}
@@ -35,7 +36,8 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def show_finding(console: Console, finding: Reported) -> None:
+def show_finding(console: Console, finding: Finding) -> None:
+    assert finding.level is not None
     head = (f"{NAMES[finding.level]:<{WIDTH}}", COLOURS[finding.level])
     where = "  ".join(filter(None, (finding.place, f"[{finding.rule}]")))
     console.print(Text.assemble(head, f"  {printable(where)}"), soft_wrap=True)
@@ -45,7 +47,7 @@ def show_finding(console: Console, finding: Reported) -> None:
     console.print()
 
 
-def show_left(console: Console, lines: Sequence[tuple[str, Sequence[str]]]) -> None:
+def show_left(console: Console, lines: Iterable[tuple[str, Sequence[str]]]) -> None:
     """Print titles with the lines below them."""
     for title, below in lines:
         if below:

@@ -37,7 +37,7 @@ def test_check_as_json(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert report["format"] == "Hugging Face TrainingArguments"
     assert report["errors"] == 2
-    assert {each["rule"] for each in report["findings"]} == {"bf16-card", "fp16-and-bf16"}
+    assert {each["rule"] for each in report["findings"]} == {"card-feature", "fp16-and-bf16"}
     assert all(each["place"] == "bad.yaml:3" for each in report["findings"])
 
 

@@ -14,8 +14,8 @@ import pytest
 from published_configs import PUBLISHED
 
 from hwopt import api
+from hwopt.configs.check.checker import check_file
 from hwopt.configs.check.facts import Given
-from hwopt.configs.check.files import check_file
 from hwopt.configs.imported_files import Imported, import_file, write_imported
 from hwopt.planning.inputs import Inputs
 from hwopt.report.check import show_left, show_report

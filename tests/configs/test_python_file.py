@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hwopt.configs.check.checker import check_file
 from hwopt.configs.check.facts import Given
-from hwopt.configs.check.files import check_file
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import view_of
 from hwopt.configs.view import View

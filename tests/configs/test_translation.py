@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hwopt.config.aliases import plugin_aliases
-from hwopt.configs.imported_files import imported, profile_name
+from hwopt.configs.imported_files import Imported, import_file, profile_name
 from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_yaml
 from hwopt.configs.translation import Translation, translate
@@ -28,8 +28,8 @@ def taken(text: str) -> dict[str, Any]:
     return {".".join(each.key): each.value for each in translated(text).taken}
 
 
-def left(text: str) -> dict[str, tuple[str, str]]:
-    return {each.key: (each.kind, each.reason) for each in translated(text).left}
+def left(text: str) -> dict[str, tuple[bool, str]]:
+    return {each.key: (each.on_purpose, each.reason) for each in translated(text).left}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -101,8 +101,8 @@ NO_EQUIVALENT = {
 
 @pytest.mark.parametrize("text", NO_EQUIVALENT, ids=lambda text: text.partition("\n")[0])
 def test_setting_without_equivalent_is_listed_with_the_reason(text: str) -> None:
-    kind, reason = left(text)[text.partition(":")[0]]
-    assert kind == "no equivalent"
+    on_purpose, reason = left(text)[text.partition(":")[0]]
+    assert not on_purpose
     assert NO_EQUIVALENT[text] in reason
 
 
@@ -120,7 +120,7 @@ def test_apex_level_is_taken_over_with_what_changes() -> None:
 def test_text_where_a_number_belongs_is_not_taken_over() -> None:
     text = "per_device_train_batch_size: 16  ← Actually 16\n"
     assert taken(text) == {}
-    assert left(text)["per_device_train_batch_size"][0] == "no equivalent"
+    assert not left(text)["per_device_train_batch_size"][0]
 
 
 @pytest.mark.parametrize("word", plugin_aliases())
@@ -135,23 +135,26 @@ def test_plugins_translate_any_value_of_their_words_into_their_options(word: str
     assert translations
 
 
-def test_assignments_replace_keys_of_the_job_and_are_checked() -> None:
-    found = translated("learning_rate: 1e-5\nmodel_name: m\n")
-    files = imported(found, "p", assignments=["model.name=n", "data.train=t.csv"])
+def written(text: str, folder: Path, *assignments: str) -> Imported:
+    (folder / "f.yaml").write_text(text)
+    return import_file(folder / "f.yaml", INPUTS, assignments=assignments)
+
+
+def test_assignments_replace_keys_of_the_job_and_are_checked(tmp_path: Path) -> None:
+    text = "learning_rate: 1e-5\nmodel_name: m\n"
+    files = written(text, tmp_path, "model.name=n", "data.train=t.csv")
     assert 'name = "n"' in files.job
     assert files.missing == ()
     with pytest.raises(InputError, match="learning_rate"):
-        imported(found, "p", assignments=["training.learning_rate=0"])
+        written(text, tmp_path, "training.learning_rate=0")
     with pytest.raises(InputError, match="expected a key of a job"):
-        imported(found, "p", assignments=["plugins.batch.train=3"])
+        written(text, tmp_path, "plugins.batch.train=3")
 
 
-def test_comments_with_control_characters_cannot_add_lines() -> None:
+def test_comments_with_control_characters_cannot_add_lines(tmp_path: Path) -> None:
     text = 'a: "x"\nfp16: true  # one\u202e[plugins.x]\nnote: "a\\n[plugins.y]\\nb"\n"k\\n[plugins.z]": 1\n'
-    files = imported(translated(text), "p")
-    assert "\n[plugins.x]" not in files.profile
-    assert "\n[plugins.y]" not in files.profile
-    assert "\n[plugins.z]" not in files.profile
+    files = written(text, tmp_path)
+    assert not any(f"\n[plugins.{name}]" in files.profile for name in "xyz")
     assert "\\u202e" in files.profile
 
 

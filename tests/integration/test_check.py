@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hwopt import api
-from hwopt.configs.check.rules.memory import estimate_gib
+from hwopt.configs.check.rules.card import estimate_gib
 from hwopt.configs.imported_files import BERT_BASE
 from hwopt.configs.recognise import read_view
 from hwopt.planning.inputs import Inputs

@@ -1,31 +1,30 @@
-"""Applies the rules to a view, and collects what they find."""
+"""Checks a file: reads it, finds the card, and applies the installed rules, which are entry points of the group `hwopt.rules`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 from hwopt.configs.check.contract import NEEDS, Facts, Finding, Level, Rule
+from hwopt.configs.check.facts import Given, facts_of
+from hwopt.configs.hwopt_files import profile_view
+from hwopt.configs.recognise import hwopt_tool, read_source, view_of
+from hwopt.configs.source_file import SourceFile
 from hwopt.configs.view import TOOL_NAMES, View
-from hwopt.errors import InputError
+from hwopt.errors import InputError, PluginError
+from hwopt.planning.decisions import given_options
+from hwopt.planning.inputs import Inputs
 from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin.registry import distribution_of
+from hwopt.text import truncate
 
 LEVELS: tuple[Level, ...] = ("error", "warning", "information")
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A finding with its rule, level and place."""
-
-    rule: str
-    level: Level
-    place: str
-    key: str
-    what: str
-    why: str
-    fix: str
+RULE_GROUP = "hwopt.rules"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class CheckReport:
     recognised_by: str
     card: str
     """The card and where it comes from."""
-    findings: tuple[Reported, ...]
+    findings: tuple[Finding, ...]
+    """With level, rule, place and key."""
     unread: tuple[str, ...] = ()
     """Keys that no rule can read."""
     rules: int = 0
@@ -55,9 +55,73 @@ class CheckReport:
         return asdict(self) | {f"{level}s" if level != "information" else level: self.count(level) for level in LEVELS}
 
 
+def installed_rules(entry_points: Iterable[EntryPoint] | None = None) -> tuple[Rule, ...]:
+    """Every rule, by name. An entry point is a Rule or an iterable of them.
+
+    Raises PluginError if one cannot be imported, is not a Rule, or has the name of another one.
+    """
+    found: dict[str, tuple[Rule, str]] = {}
+    for entry_point in metadata.entry_points(group=RULE_GROUP) if entry_points is None else entry_points:
+        who = f"rules {entry_point.name!r} of {distribution_of(entry_point)} ({entry_point.value})"
+        with plugin_guard(who, "fix or uninstall the package. Its import"):
+            loaded = entry_point.load()
+        for each in loaded if isinstance(loaded, list | tuple) else [loaded]:
+            if not isinstance(each, Rule):
+                raise PluginError(f"{who}: expected a hwopt.configs.check.Rule, or several, got {truncate(each)}")
+            first = found.setdefault(each.name, (each, who))
+            if first[0] is not each:
+                raise PluginError(f"rule {each.name!r} is registered by {first[1]} and again by {who}; uninstall one of them")
+    return tuple(found[name][0] for name in sorted(found))
+
+
+def check_file(path: Path, given: Given, inputs: Inputs | None = None) -> CheckReport:
+    """The report on a configuration file. An invalid profile or job is a report with its problems as errors.
+
+    Raises InputError if the file cannot be read or belongs to no known tool.
+    """
+    inputs = inputs or Inputs()
+    source = read_source(path)
+    card = None
+    try:
+        view = view_of(source, inputs)
+        if view.tool == "hwopt-profile":
+            profile = inputs.profile(source.name)
+            given_options(profile, inputs.registry)
+            card = profile.card
+        if view.tool == "hwopt-job" and given.profile is not None:
+            view = over_profile(view, path, given.profile, inputs)
+    except InputError as error:
+        if source.language == "TOML" and (tool := hwopt_tool(source)):
+            findings = tuple(map(problem, str(error).splitlines()))
+            return CheckReport(source.name, TOOL_NAMES[tool], "its tables", "", findings)
+        raise
+    facts, card_text = facts_of(view, given, inputs, card)
+    return check(view, facts, installed_rules(), card_text)
+
+
+def over_profile(view: View, path: Path, name: str, inputs: Inputs) -> View:
+    """The view of a job with the profile's settings below its own. The size of the model is the job's, not the profile's.
+
+    Raises InputError for plugin options of the job that are not valid.
+    """
+    profile = inputs.profile(name, (), inputs.job(path, ()))
+    given_options(profile, inputs.registry)
+    merged = profile_view(profile, SourceFile(name, "TOML", ()), inputs.registry).settings
+    merged.pop("parameters", None)
+    own = {word: setting for word, setting in view.settings.items() if word not in merged or setting.key.startswith("training.")}
+    return replace(view, settings={**merged, **own})
+
+
+def problem(message: str) -> Finding:
+    """A finding of a message about a profile or a job that is not valid; it begins with its place and its key."""
+    parts = re.match(r"(?P<place>.+?:\d+): (?P<key>[\w.\[\]-]+): (?P<what>.+)", message, re.DOTALL)
+    known = parts.groupdict() if parts else {"what": message}
+    return Finding("", **known, why="`hwopt run` refuses the file.", level="error", rule="valid")
+
+
 def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> CheckReport:
     """Return what `rules` find in `view`, errors first. Raises PluginError if a rule raises."""
-    found: list[Reported] = []
+    found: list[Finding] = []
     waiting: dict[str, list[str]] = {}
     applied = 0
     for rule in rules:
@@ -69,38 +133,21 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
         applied += 1
         with plugin_guard(f"rule {rule.name!r}", "the rule"):
             found += [reported(rule, finding, view) for finding in rule.function(view, facts)]
-    found.sort(key=lambda each: (LEVELS.index(each.level), line_number(each.place)))
-    unread = tuple(each.key for each in view.unread if each.kind == "unknown")
+    found.sort(key=lambda each: (LEVELS.index(each.level or "error"), line_number(each.place)))
+    unread = tuple(each.key for each in view.unread_as("unknown"))
     needs = tuple(f"{', '.join(names)}: needs {need}" for need, names in waiting.items())
     return CheckReport(view.name, TOOL_NAMES[view.tool], view.recognised_by, card, tuple(found), unread, applied, needs)
 
 
-def reported(rule: Rule, finding: Finding, view: View) -> Reported:
+def reported(rule: Rule, finding: Finding, view: View) -> Finding:
+    """`finding` with what the rule left open."""
     setting = view.settings.get(finding.word)
-    place = finding.place or (setting.place if setting else view.name)
-    key = finding.key or (setting.key if setting else "")
-    return Reported(rule.name, finding.level or rule.level, place, key, finding.what, finding.why, finding.fix)
-
-
-def invalid(file: str, format_: str, error: InputError) -> CheckReport:
-    """The report of a profile or job that is not valid: each problem is an error."""
-    findings = [problem(line) for line in str(error).splitlines()]
-    return CheckReport(file, format_, "its tables", "", tuple(findings))
-
-
-def problem(message: str) -> Reported:
-    """A finding of a message that begins with its place and its key."""
-    parts = re.match(r"(?P<place>.+?:\d+): (?P<key>[\w.\[\]-]+): (?P<what>.+)", message, re.DOTALL)
-    if parts is None:
-        return Reported("valid", "error", "", "", message, "`hwopt run` refuses the file.", "")
-    return Reported("valid", "error", parts["place"], parts["key"], parts["what"], "`hwopt run` refuses the file.", "")
+    place, key = (setting.place, setting.key) if setting else (view.name, "")
+    return replace(
+        finding, rule=rule.name, level=finding.level or rule.level, place=finding.place or place, key=finding.key or key
+    )
 
 
 def line_number(place: str) -> int:
     found = re.search(r":(\d+)$", place)
     return int(found[1]) if found else 0
-
-
-def worst(reports: Iterable[CheckReport], strict: bool) -> int:
-    """The exit code of a command that checked several files."""
-    return max((report.exit_code(strict) for report in reports), default=0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hwopt.configs.view import Tool, View
 from hwopt.hardware.device import Hardware
 
+TRANSFORMERS: tuple[Tool, ...] = ("transformers", "llama-factory")
+"""The tools whose keys are the names of TrainingArguments."""
 TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
 """The tools that train with transformers' Trainer."""
 Level = Literal["error", "warning", "information"]
@@ -42,7 +45,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake. `what` is the fact with its values, `why` its effect, `fix` the exact setting."""
+    """One mistake. `what` is the fact with its values, `why` its effect, `fix` the exact setting.
+
+    What a rule leaves open, `check` fills in: the level from the rule, place and key from the setting `word`.
+    """
 
     word: str
     """The setting that it is about: a word of the view. "": the whole file, or the `place`."""
@@ -50,11 +56,9 @@ class Finding:
     why: str
     fix: str = ""
     level: Level | None = None
-    """Default: that of the rule."""
     place: str = ""
-    """Default: that of the setting."""
     key: str = ""
-    """Default: that of the setting."""
+    rule: str = ""
 
 
 RuleFunction = Callable[[View, Facts], Iterable[Finding]]
@@ -99,3 +103,34 @@ def rule(
         return Rule(name, level, about, source, function, words, needs, tools)
 
     return made
+
+
+def combination(
+    name: str,
+    level: Level,
+    settings: Mapping[str, Any],
+    what: str,
+    why: str,
+    *,
+    source: str,
+    fix: str | Mapping[str, Any] = "",
+    tools: tuple[Tool, ...] = (),
+) -> Rule:
+    """A Rule about settings that are wrong together; the finding is about the first one.
+
+    `settings`: word -> its value, or a function that tests the value (None: the file does not give it). A word in braces in
+    `what` and `fix` is replaced by the key of the file. A mapping as `fix` gives settings to write.
+    """
+    word = next(iter(settings))
+
+    def function(view: View, facts: Facts) -> Iterator[Finding]:
+        if all(view.meets(each, expected) for each, expected in settings.items()):
+            lines = view.lines(fix) if isinstance(fix, Mapping) else keyed(fix, view.spelled)
+            yield Finding(word, keyed(what, view.spelled), why, lines)
+
+    return Rule(name, level, keyed(what, str), source, function, (word,), (), tools)
+
+
+def keyed(text: str, spelled: Callable[[str], str]) -> str:
+    """`text` with each word in braces as its key."""
+    return re.sub(r"\{([\w.]+)\}", lambda found: spelled(found[1]), text)

@@ -28,25 +28,20 @@ class Given:
     max_length: int | None = None
 
 
-def facts_of(view: View | None, given: Given, inputs: Inputs, own: Card | None = None) -> tuple[Facts, str]:
+def facts_of(view: View, given: Given, inputs: Inputs, own: Card | None = None) -> tuple[Facts, str]:
     """(facts, the card and where it comes from as text).
 
     The card is that of --card, of --profile, of the profile that is checked (`own`), or of this machine, in this order.
     """
     hardware, source = card_hardware(given, inputs, own)
-    parameters, length = given.parameters, given.max_length
-    if view is not None:
-        parameters = parameters or view.parameters
-        length = length or int(view.number("max_length") or 0) or None
-    cores = given.cores
-    if cores is None and hardware is not None and hardware.source == "detected":
-        cores = hardware.cpu_cores
-    if hardware is not None and hardware.device_type == "cpu":
-        hardware = None
-    return Facts(hardware, cores, given.rows, parameters, length), source
+    parameters = given.parameters or view.number("parameters")
+    length = given.max_length or int(view.number("max_length") or 0) or None
+    cores = given.cores or (hardware.cpu_cores if hardware.source == "detected" else None)
+    card = None if hardware.device_type == "cpu" else hardware
+    return Facts(card, cores, given.rows, parameters, length), source
 
 
-def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardware | None, str]:
+def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardware, str]:
     if given.card is not None:
         profile = profile_of_card(given.card, inputs)
         return of_card(profile.card, given.card), f"{given.card}, by --card ({profile.name})"

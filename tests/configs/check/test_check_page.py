@@ -11,7 +11,7 @@ from pathlib import Path
 from command_line import hwopt
 from documentation import ROOT, read_page
 
-from hwopt.configs.check.registry import installed_rules
+from hwopt.configs.check.checker import installed_rules
 
 PAGE = ROOT / "docs" / "check.md"
 BEGIN, END = "<!-- rules -->\n", "<!-- /rules -->"

@@ -11,8 +11,7 @@ from types import ModuleType
 import pytest
 
 from hwopt.configs.check import Facts, Finding, View, rule
-from hwopt.configs.check.checker import check
-from hwopt.configs.check.registry import RULE_GROUP, installed_rules
+from hwopt.configs.check.checker import RULE_GROUP, check, installed_rules
 from hwopt.errors import PluginError
 
 
@@ -80,8 +79,3 @@ def test_what_is_no_rule_is_refused(value: object, monkeypatch: pytest.MonkeyPat
 def test_rule_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(PluginError, match="rules 'gone'.*no_such_module"):
         installed_rules([EntryPoint("gone", "no_such_module:x", RULE_GROUP)])
-
-
-def test_installation_without_rules_is_an_error() -> None:
-    with pytest.raises(PluginError, match="no rules are installed"):
-        installed_rules([])

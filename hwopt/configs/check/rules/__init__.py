@@ -1,12 +1,15 @@
-"""The built-in rules: one module per subject, one function per mistake."""
+"""The built-in rules: one module per subject, one function or one entry of a table per mistake."""
 
 from hwopt.configs.check.contract import Rule
-from hwopt.configs.check.rules import attention, batch, comments, launcher, loader, memory, names, precision, saving, schedule
+from hwopt.configs.check.rules import batch, card, combinations, comments, engines, names, schedule
 
-RULES: tuple[Rule, ...] = tuple(
-    each
-    for module in (batch, comments, precision, memory, attention, loader, schedule, saving, names, launcher)
-    for each in vars(module).values()
-    if isinstance(each, Rule)
+RULES: tuple[Rule, ...] = (
+    *combinations.COMBINATIONS,
+    *(
+        each
+        for module in (batch, card, comments, engines, names, schedule)
+        for each in vars(module).values()
+        if isinstance(each, Rule)
+    ),
 )
 """What the entry point `builtin` of the group `hwopt.rules` loads."""

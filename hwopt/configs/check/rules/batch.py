@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import ceil, sqrt
 
 from hwopt.configs.check.contract import Facts, Finding, rule
-from hwopt.configs.view import ConfigSetting, View
+from hwopt.configs.view import View, is_number
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
 MOST_EVAL_RATIO = 4
@@ -40,59 +40,51 @@ def eval_batch(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("step-rows-small", "warning", words=(TRAIN,), source="notes.md#rtx-3070-16-or-32-rows: effective batch 16 for 20k samples")
 def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer step has few rows for the size of the data."""
-    train, effective = view.train_rows, view.effective_rows
-    if train is None or effective is None or view.is_on("packing") or view.number(ACCUMULATION) is None:
+    effective, steps, rows = view.effective_rows, view.number(ACCUMULATION), facts.rows
+    if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
         return
-    length = view.number("max_length") or 0
-    if effective * length >= TOKENS_OF_A_STEP and facts.rows is None and view.value("task") != "text-classification":
+    tokens = effective * (view.number("max_length") or 0)
+    if tokens >= TOKENS_OF_A_STEP and rows is None and view.value("task") != "text-classification":
         return
-    rows = facts.rows
     smallest = UNKNOWN_DATA_ROWS if rows is None else next(least for size, least in ROWS_OF_A_STEP if rows >= size)
     if effective < smallest:
         data = f"{rows:,} rows of data" if rows is not None else "fine-tuning"
-        steps = ceil(smallest / effective * (view.number(ACCUMULATION) or 1))
-        fix = view.line(ACCUMULATION, steps)
+        fix = {ACCUMULATION: ceil(smallest / effective * steps)}
         if "effective_batch_size" in view and not view.is_hwopt:
-            fix += f" and {view.line('effective_batch_size', steps * train * view.ranks)}"
+            fix["effective_batch_size"] = fix[ACCUMULATION] * view.train_rows * view.ranks
         yield Finding(
             ACCUMULATION,
             f"An optimizer step has {effective} rows; {smallest} or more are usual for {data}.",
             "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory.",
-            fix,
+            view.lines(fix),
         )
 
 
 @rule("step-rows-changed", "warning", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: 48 x 3 = 144 instead of 64 x 2 = 128")
 def step_rows_changed(view: View, facts: Facts) -> Iterator[Finding]:
     """A smaller or larger batch, by its comment or an earlier line, changes the rows of an optimizer step."""
-    before = former(view.settings[TRAIN]) if TRAIN in view else None
-    train, accumulation = view.train_rows, int(view.number(ACCUMULATION) or 1)
+    before, train, steps = former(view, TRAIN), view.train_rows, int(view.number(ACCUMULATION) or 1)
     if before is None or train is None or before == train:
         return
-    accumulated = former(view.settings[ACCUMULATION]) if ACCUMULATION in view else None
-    earlier, now = before * (accumulated or accumulation), train * accumulation
-    if earlier == now:
-        return
-    steps, exact = divmod(earlier, train)
-    rows = next((rows for rows in range(train, 0, -1) if earlier % rows == 0), 1)
-    fix = (
-        view.line(ACCUMULATION, steps)
-        if not exact
-        else f"{view.line(TRAIN, rows)} and {view.line(ACCUMULATION, earlier // rows)}"
-    )
-    yield Finding(
-        TRAIN,
-        f"{train} x {accumulation} = {now} rows in a step; before {before} x {accumulated or accumulation} = {earlier}.",
-        "Another number of rows in a step is another training: learning rate and warm-up no longer fit.",
-        fix,
-    )
+    steps_before = former(view, ACCUMULATION) or steps
+    earlier, now = before * steps_before, train * steps
+    if earlier != now:
+        rows = next((rows for rows in range(train, 0, -1) if earlier % rows == 0), 1)
+        fix = {TRAIN: rows, ACCUMULATION: earlier // rows} if rows != train else {ACCUMULATION: earlier // rows}
+        yield Finding(
+            TRAIN,
+            f"{train} x {steps} = {now} rows in a step; before {before} x {steps_before} = {earlier}.",
+            "Another number of rows in a step is another training: learning rate and warm-up no longer fit.",
+            view.lines(fix),
+        )
 
 
-def former(setting: ConfigSetting) -> int | None:
+def former(view: View, word: str) -> int | None:
     """The value that the setting had before, by an earlier line of the file or by its comment ("instead of 64", "was 192")."""
+    if (setting := view.settings.get(word)) is None:
+        return None
     if setting.former:
-        found = setting.former[-1]
-        return int(found) if isinstance(found, int | float) else None
+        return int(setting.former[-1]) if is_number(setting.former[-1]) else None
     match = re.search(r"\b(?:instead of|was|from)\s+(\d+)\b", setting.comment)
     return int(match[1]) if match else None
 
@@ -102,45 +94,14 @@ def former(setting: ConfigSetting) -> int | None:
 )
 def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
     """The rows of a step are not a multiple of micro-batch and accumulation."""
-    effective, train = view.number("effective_batch_size"), view.number(TRAIN)
-    steps = view.number(ACCUMULATION)
-    if not effective or not train or not steps or effective % (train * steps) == 0:
-        return
-    yield Finding(
-        "effective_batch_size",
-        f"{view.spelled('effective_batch_size')} is {effective:g}, no multiple of {train:g} x {steps:g} = {train * steps:g}.",
-        "DeepSpeed refuses to start: the product of both with the number of ranks must be the rows of a step.",
-        view.line("effective_batch_size", int(train * steps * view.ranks)),
-    )
-
-
-@rule(
-    "batch-search",
-    "warning",
-    words=("auto_find_batch_size",),
-    source="transformers, auto_find_batch_size",
-    tools=("transformers", "llama-factory"),
-)
-def batch_search(view: View, facts: Facts) -> Iterator[Finding]:
-    """auto_find_batch_size changes the rows of a step when memory runs out."""
-    if view.is_on("auto_find_batch_size"):
+    word = "effective_batch_size"
+    effective, train, steps = view.number(word), view.number(TRAIN), view.number(ACCUMULATION)
+    if effective and train and steps and effective % (train * steps):
         yield Finding(
-            "auto_find_batch_size",
-            "auto_find_batch_size lowers the batch after an out-of-memory error, and not the accumulation.",
-            "The rows of a step then depend on the card's free memory: two runs of one file differ.",
-            f"{view.line('auto_find_batch_size', False)}, with a batch that fits and more accumulation",
-        )
-
-
-@rule("batch-power-of-two", "information", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: power of 2 is better")
-def batch_power_of_two(view: View, facts: Facts) -> Iterator[Finding]:
-    """The batch is not a power of two, which by itself costs nothing."""
-    train = view.train_rows
-    if train and train & (train - 1):
-        yield Finding(
-            TRAIN,
-            f"{view.spelled(TRAIN)} is {train}, no power of 2.",
-            "No change is needed: tensor cores want hidden sizes and token counts in multiples of 8, not batches in powers of 2.",
+            word,
+            f"{view.spelled(word)} is {effective:g}, not a multiple of {train:g} x {steps:g} = {train * steps:g}.",
+            "DeepSpeed refuses to start: the product of both with the number of ranks must be the rows of a step.",
+            view.line(word, int(train * steps * view.ranks)),
         )
 
 
@@ -149,19 +110,17 @@ def batch_power_of_two(view: View, facts: Facts) -> Iterator[Finding]:
 )
 def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
-    rate, rows = view.number("learning_rate"), view.effective_rows
-    adamw = "adam" in str(view.value("optim", "adamw"))
-    adapter_unknown = not view.is_on("use_peft") and not view.lacks("use_peft") and view.language == "Python"
-    if rate is None or rows is None or not adamw or adapter_unknown:
+    rate, rows, adapter = view.number("learning_rate"), view.effective_rows, view.is_on("use_peft")
+    adapter_unknown = not adapter and not view.lacks("use_peft") and view.language == "Python"
+    if rate is None or rows is None or "adam" not in str(view.value("optim", "adamw")) or adapter_unknown:
         return
-    usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if view.is_on("use_peft") else 1.0)
-    if usual / FAR <= rate <= usual * FAR:
-        return
-    method = "an adapter" if view.is_on("use_peft") else "all weights"
-    effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
-    yield Finding(
-        "learning_rate",
-        f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method} and {rows} rows in a step.",
-        f"{effect} With Adam the rate grows with the square root of the rows.",
-        view.line("learning_rate", float(f"{usual:.1g}")),
-    )
+    usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
+    if not usual / FAR <= rate <= usual * FAR:
+        method = "an adapter" if adapter else "all weights"
+        effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
+        yield Finding(
+            "learning_rate",
+            f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method} and {rows} rows in a step.",
+            f"{effect} With Adam the rate grows with the square root of the rows.",
+            view.line("learning_rate", float(f"{usual:.1g}")),
+        )

@@ -22,8 +22,15 @@ EFFECTIVE = re.compile(
 TIMES_TRAIN = re.compile(r"\b(\d+)\s*x\s+(?:the\s+)?train", re.IGNORECASE)
 WORKERS = re.compile(CONTRAST + r"\b(\d+)\s+workers\b", re.IGNORECASE)
 PERCENT = re.compile(r"^[^%\d]*(\d+(?:\.\d+)?)\s*%[^%]*$")
+VALUES = {TRAIN: BATCH, "dataloader_num_workers": WORKERS}
+"""Word -> how a comment states its value."""
 CONDITION = re.compile(r"\b(if|or|could|would|may|can)\b", re.IGNORECASE)
 """A comment with such a word names an alternative."""
+
+
+DTYPES = re.compile(r"\b(?:fp16|bf16|fp32)\b")
+PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
+SAVES = re.compile(r"\b(oom|out of memory|memory|vram)\b", re.IGNORECASE)
 
 
 @rule("comment-value", "warning", source="notes.md#rtx-3070-16-or-32-rows: comments say 96, the file sets 16")
@@ -31,36 +38,31 @@ def comment_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A comment says another value than the line below or before it."""
     for setting in view.settings.values():
         for comment in setting.comments:
-            for said, actual, what in claims(setting, comment, view):
+            for said, actual, unit in claims(setting, comment, view):
                 if said != actual:
+                    line = "" if unit else f", or {view.line(setting.word, int(said))}"
                     yield Finding(
                         setting.word,
-                        f'The comment "{comment[:80]}" says {said:g}{what}; the file sets {actual:g}.',
+                        f'The comment "{comment[:80]}" says {said:g}{unit}; the file sets {actual:g}.',
                         "Readers believe the comment, and the run takes the value.",
-                        f"correct the comment, or {view.line(setting.word, int(said))}" if what == "" else "correct the comment",
+                        f"correct the comment{line}",
                     )
 
 
 def claims(setting: ConfigSetting, comment: str, view: View) -> Iterator[tuple[float, float, str]]:
     """(said, actual, unit) for each value that a comment of `setting` states."""
-    if setting.word in (TRAIN, ACCUMULATION, EVAL) and (found := EFFECTIVE.search(comment)):
+    value, word = view.number(setting.word), setting.word
+    if word in (TRAIN, ACCUMULATION, EVAL) and (found := EFFECTIVE.search(comment)):
         if view.effective_rows is not None and ACCUMULATION in view:
             yield int(found[1]), view.effective_rows, " rows in a step"
+    elif CONDITION.search(comment) or value is None:
         return
-    if CONDITION.search(comment) or (value := view.number(setting.word)) is None:
-        return
-    if setting.word == TRAIN and (found := CHANGED.search(comment) or BATCH.search(comment)):
+    elif word in VALUES and (found := CHANGED.search(comment) or VALUES[word].search(comment)):
         yield int(found[1]), value, ""
-    elif setting.word == EVAL and (found := TIMES_TRAIN.search(comment)) and view.train_rows:
+    elif word == EVAL and (found := TIMES_TRAIN.search(comment)) and view.train_rows:
         yield int(found[1]) * view.train_rows, value, ""
-    elif setting.word == "dataloader_num_workers" and (found := CHANGED.search(comment) or WORKERS.search(comment)):
-        yield int(found[1]), value, ""
-    elif setting.word == "warmup_ratio" and (found := PERCENT.match(comment)):
+    elif word == "warmup_ratio" and (found := PERCENT.match(comment)):
         yield float(found[1]), round(100 * value, 6), " percent"
-
-
-PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
-DTYPES = ("fp16", "bf16", "fp32")
 
 
 @rule(
@@ -68,37 +70,28 @@ DTYPES = ("fp16", "bf16", "fp32")
 )
 def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
     """The summary of a profile says another value than the profile sets."""
-    for place, text in view.texts.items():
-        for said, actual, word in summary_claims(text, view):
+    text, train = str(view.value("summary", "")), view.number(TRAIN)
+    workers, dtype = view.number("dataloader_num_workers"), str(view.value("mixed_precision"))
+    set_values = {
+        PRODUCT: train and f"{train:g} x {view.number(ACCUMULATION) or 1:g}",
+        BATCH: train and f"batch {train:g}",
+        WORKERS: workers is not None and f"{workers:g} workers",
+        DTYPES: DTYPES.match(dtype) and dtype,
+    }
+    for pattern, actual in set_values.items():
+        said = [found[0] for found in pattern.finditer(text)]
+        if actual and said and not any(same(each, actual) for each in said):
             yield Finding(
-                word,
-                f'The summary "{text[:80]}" says {said}; the profile sets {actual}.',
+                "summary",
+                f'The summary "{text[:80]}" says {said[0]}; the profile sets {actual}.',
                 "`hwopt profiles` shows the summary, and a run takes the values.",
                 f"correct the summary: {actual}",
-                place=place,
-                key="summary",
             )
 
 
-def summary_claims(text: str, view: View) -> Iterator[tuple[str, str, str]]:
-    """(said, actual, word) for each part of a summary that is wrong."""
-    train, steps = view.number(TRAIN), view.number(ACCUMULATION) or 1
-    if train and (found := PRODUCT.search(text)) and (int(found[1]), int(found[2])) != (train, steps):
-        yield found[0], f"{train:g} x {steps:g}", TRAIN
-    elif train and (found := BATCH.search(text)) and int(found[1]) != train:
-        yield found[0], f"batch {train:g}", TRAIN
-    dtype = view.value("mixed_precision")
-    said = [name for name in DTYPES if re.search(rf"\b{name}\b", text)]
-    if dtype in DTYPES and said and dtype not in said:
-        yield said[0], str(dtype), "mixed_precision"
-    if re.search(r"\b8-bit Adam", text) and "8bit" not in str(view.value("optim", "8bit")):
-        yield "8-bit Adam", str(view.value("optim")), "optim"
-    workers = view.number("dataloader_num_workers")
-    if workers is not None and (found := WORKERS.search(text)) and int(found[1]) != workers:
-        yield found[0], f"{workers:g} workers", "dataloader_num_workers"
-
-
-SAVES = re.compile(r"\b(oom|out of memory|memory|vram)\b", re.IGNORECASE)
+def same(said: str, actual: str) -> bool:
+    """Whether both texts have the same numbers, or are the same word."""
+    return re.findall(r"\d+", said) == re.findall(r"\d+", actual) if " " in actual else said == actual
 
 
 @rule("checkpointing-off-for-memory", "warning", words=("gradient_checkpointing",), source="notes.md#t4")
