@@ -33,6 +33,7 @@ from hwopt.plugin import Evidence
 from hwopt.plugin.registry import Registry
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.saving import reader as resume
+from hwopt.system.cache import cache_folder
 from hwopt.training.listener import Listener, Row, Summary
 
 COLOURS = ("red", "green", "blue")
@@ -161,7 +162,7 @@ def plan_for(
     """The plan of `profile` and `job_file` on `hardware`, by default this machine."""
     model = job_file.job.model
     config = planned_config(job_file.job, load_config(model.name, model.config))
-    facts = model_facts(config, job_file.job.task.kind, model.label)
+    facts = model_facts(config, job_file.job.task.kind, model.label, cache_folder() / "models")
     hardware = options.pop("hardware", None) or detect()
     return resolve(
         profile, hardware, job_file, registry or Registry(), facts, detect_software(), world_size=world_size, **options
