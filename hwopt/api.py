@@ -142,9 +142,9 @@ def preview(
     model = merged.model
     with job_file.placing():
         config = load_config(model.name, model.config, model.revision)
-        facts = model_facts(planned_config(merged, config), merged.task.kind, model.label, cache / "models")
-        refuse_long_samples(merged, facts, chosen, job_file)
         task = make_task(merged)
+        facts = model_facts(planned_config(merged, config), task.facts, model.label, cache / "models")
+        refuse_long_samples(merged, facts, chosen, job_file)
         prepared = task.prepare(merged, config, cache, merged.training.seed, max_positions=facts.max_positions)
     return preview_sample(task, prepared, sample)
 

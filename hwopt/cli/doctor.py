@@ -9,6 +9,7 @@ import rich_click as click
 from hwopt.cli.options import announce_loading, format_option, quiet_libraries, say_json
 from hwopt.errors import InputError
 from hwopt.report.status_line import status_line
+from hwopt.system.cache import cache_folder
 
 
 @click.command(
@@ -29,11 +30,11 @@ def doctor(report: bool, format_: str) -> int:
 def check_machine(format_: str) -> int:
     """Show each problem with its fix, and return the exit code."""
     status_line.announce("checking the machine")
-    from hwopt.hardware.doctor import examine
+    from hwopt.hardware.doctor import checks, examine
     from hwopt.report.doctor import show_findings
     from hwopt.report.terminal import Terminal
 
-    findings = examine()
+    findings = examine(checks(cache_folder()))
     if format_ == "json":
         say_json([asdict(finding) for finding in findings])
     else:

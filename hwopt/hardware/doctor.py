@@ -1,7 +1,7 @@
 """Check a machine for what stops a fine-tuning or slows it: driver, torch, libraries, shared memory, other processes, disks.
 
 A check is a function that returns a Finding: what is fine, or a warning or a problem with its fix. To add one, write the function
-and add it to CHECKS. Its inputs are parameters with the machine's values as defaults, so that a test can make the cause.
+and add it to `checks`. Its inputs are parameters with the machine's values as defaults, so that a test can make the cause.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hwopt.hardware.device import GIB
 from hwopt.hardware.torch_build import WSL_FOLDER, nvidia_driver, torch_problem
-from hwopt.system.cache import cache_folder
 from hwopt.text import cut, first_line, listing
 
 Status = Literal["ok", "warning", "problem"]
@@ -205,9 +205,9 @@ def process_name(pid: int) -> str:
         return "?"
 
 
-def check_cache_disk(folder: Path | None = None) -> Finding:
+def check_cache_disk(folder: Path) -> Finding:
     """Room for tokenised data and memory traces."""
-    return disk_finding(folder or cache_folder(), "export HWOPT_CACHE=FOLDER, on a larger disk")
+    return disk_finding(folder, "export HWOPT_CACHE=FOLDER, on a larger disk")
 
 
 def check_hub_disk(environment: Mapping[str, str] = os.environ) -> Finding:
@@ -261,23 +261,24 @@ def check_notebook_service(environment: Mapping[str, str] = os.environ) -> Findi
     return Finding("problem", f"this {service} runtime has no GPU", f"in the notebook's menu: {fix}")
 
 
-CHECKS: Mapping[str, Callable[[], Finding]] = {
-    "driver": check_driver,
-    "torch": check_torch,
-    "notebook service": check_notebook_service,
-    "WSL": check_wsl,
-    "other processes": check_other_processes,
-    "bitsandbytes": check_bitsandbytes,
-    "deepspeed": check_deepspeed,
-    "shared memory": check_shared_memory,
-    "disk of the cache": check_cache_disk,
-    "disk of models": check_hub_disk,
-    "disk of runs": check_runs_disk,
-}
-"""Name -> check, in the order of the report: a cause comes before what it causes."""
+def checks(cache: Path) -> dict[str, Callable[[], Finding]]:
+    """Name -> check, in the order of the report: a cause comes before what it causes. `cache`: hwopt's cache folder."""
+    return {
+        "driver": check_driver,
+        "torch": check_torch,
+        "notebook service": check_notebook_service,
+        "WSL": check_wsl,
+        "other processes": check_other_processes,
+        "bitsandbytes": check_bitsandbytes,
+        "deepspeed": check_deepspeed,
+        "shared memory": check_shared_memory,
+        "disk of the cache": partial(check_cache_disk, cache),
+        "disk of models": check_hub_disk,
+        "disk of runs": check_runs_disk,
+    }
 
 
-def examine(checks: Mapping[str, Callable[[], Finding]] = CHECKS) -> list[Diagnosis]:
+def examine(checks: Mapping[str, Callable[[], Finding]]) -> list[Diagnosis]:
     """The findings of all `checks`. A check that raises is reported as a warning."""
     found = []
     for name, check in checks.items():

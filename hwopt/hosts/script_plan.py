@@ -151,7 +151,8 @@ def facts_of(model: Any) -> ModelFacts:
     is_module = isinstance(model, torch.nn.Module)
     if hasattr(config, "model_type"):
         name = getattr(config, "_name_or_path", "") or config.model_type
-        return model_facts(config, task_of(model), name, cache_folder() / "models", type(model) if is_module else None)
+        head = task_facts(task_of(model))
+        return model_facts(config, head, name, cache_folder() / "models", type(model) if is_module else None)
     return ModelFacts(
         name=type(model).__name__,
         model_type="a module of yours",

@@ -122,7 +122,7 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
         if found.is_adapter:
             config = with_head(config, task, settings.labels)
         tokenizer = task.load_processing(str(folder))
-        facts = model_facts(config, task.kind, base, cache / "models")
+        facts = model_facts(config, task.facts, base, cache / "models")
         model = load_model(found, base, config, weights_dtype(found, settings, hardware), settings.attention)
     except InputError as error:
         raise InputError(str(error).removeprefix("model.name: ")) from error

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hwopt.config.job import JobFile
 from hwopt.config.profile import Profile
+from hwopt.config.task_kinds import task_facts
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software
@@ -114,7 +115,7 @@ def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
         )
     with job_file.placing():
         config = planned_config(job, load_config(model.name, model.config, model.revision))
-        return config, model_facts(config, job.task.kind, model.label, cache / "models")
+        return config, model_facts(config, task_facts(job.task.kind), model.label, cache / "models")
 
 
 def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Hardware) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.config.aliases import option_for
 from hwopt.errors import HwoptError, InputError, is_gated
 from hwopt.model.config_keys import unread_keys
 from hwopt.model.remote_code import is_trusted
@@ -68,7 +67,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
         if find_model_file(name, "adapter_config.json", revision) is not None:
             raise InputError(
                 f"model.name: {name!r} is an adapter (adapter_config.json), not a model. Merge it into its base model first, "
-                f"or give the base model and set {option_for('use_peft')}"
+                "or give the base model and train a new adapter"
             )
         content, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         refuse_out_of_range(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")

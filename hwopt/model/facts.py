@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hwopt.config.task_kinds import task_facts
 from hwopt.errors import InputError
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import config_error_text
@@ -24,6 +23,19 @@ from hwopt.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class Head(Protocol):
+    """What is read of a task: `hwopt.config.task_kinds.TaskFacts` says what each means."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def auto_class(self) -> str: ...
+    @property
+    def decoder(self) -> bool: ...
+    @property
+    def encoder_decoder(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -76,10 +88,10 @@ def is_decoder(config: PretrainedConfig) -> bool:
     return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
 
 
-def remote_class(config: PretrainedConfig, kind: str) -> type | None:
-    """The class in a trusted model's own code for the task `kind`; None if the model uses a class of transformers."""
+def remote_class(config: PretrainedConfig, head: Head) -> type | None:
+    """The class in a trusted model's own code for a task; None if the model uses a class of transformers."""
     name = str(getattr(config, "name_or_path", ""))
-    reference = (getattr(config, "auto_map", None) or {}).get(task_facts(kind).auto_class)
+    reference = (getattr(config, "auto_map", None) or {}).get(head.auto_class)
     if reference is None or not is_trusted(name):
         return None
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -91,16 +103,18 @@ def remote_class(config: PretrainedConfig, kind: str) -> type | None:
     return found
 
 
-def model_class(config: PretrainedConfig, kind: str) -> type:
-    """The model class for the task `kind` and this architecture. Raises InputError if there is none."""
+def model_class(config: PretrainedConfig, head: Head) -> type:
+    """The model class for a task and this architecture. Raises InputError if there is none."""
     import transformers
 
-    mapping = getattr(transformers, task_facts(kind).auto_class)._model_mapping
-    if (custom := remote_class(config, kind)) is not None:
+    mapping = getattr(transformers, head.auto_class)._model_mapping
+    if (custom := remote_class(config, head)) is not None:
         return custom
     if type(config) not in mapping:
-        raise InputError(f"model: transformers has no {kind} head for {config.model_type!r}; choose another model or task.kind")
-    if task_facts(kind).decoder and not is_decoder(config):
+        raise InputError(
+            f"model: transformers has no {head.kind} head for {config.model_type!r}; choose another model or task.kind"
+        )
+    if head.decoder and not is_decoder(config):
         raise InputError(
             f"model: {config.model_type!r} is an encoder: it attends to the tokens that it should predict. "
             "Choose a decoder (gpt2, llama, gemma …), or another task.kind"
@@ -114,16 +128,18 @@ FORMAT = 3
 """Of the cached facts; increase it when they are read in another way."""
 
 
-def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | None = None, cls: type | None = None) -> ModelFacts:
-    """The facts of the architecture `config` with the head for `kind`; `cache` is a folder, or None for no cache.
+def model_facts(
+    config: PretrainedConfig, head: Head, name: str, cache: Path | None = None, cls: type | None = None
+) -> ModelFacts:
+    """The facts of the architecture `config` with the `head` of a task; `cache` is a folder, or None for no cache.
 
-    `cls`: the class of the model, if it is not the one that transformers has for `kind`.
+    `cls`: the class of the model, if it is not the one that transformers has for the task.
     """
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
     identity = json.dumps(
-        [FORMAT, config.to_dict(), kind, name, fields, transformers.__version__, cls and cls.__qualname__],
+        [FORMAT, config.to_dict(), head.kind, name, fields, transformers.__version__, cls and cls.__qualname__],
         sort_keys=True,
         default=str,
     )
@@ -132,7 +148,7 @@ def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | No
         # a cache file that is incomplete, of another version or not accessible is computed again
         with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
-    facts = _inspect_model(config, kind, name, cls or model_class(config, kind))
+    facts = _inspect_model(config, head, name, cls or model_class(config, head))
     if path:
         with contextlib.suppress(OSError):  # computing facts is fast; the token store reports a cache that is not writable
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +158,7 @@ def model_facts(config: PretrainedConfig, kind: str, name: str, cache: Path | No
     return facts
 
 
-def _inspect_model(config: PretrainedConfig, kind: str, name: str, cls: Any) -> ModelFacts:
+def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) -> ModelFacts:
     """Build the model on the meta device, and read its facts from the object, its class and its source."""
     import inspect
     import sys
@@ -159,13 +175,12 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str, cls: Any) -> 
         reason = config_error_text(error, config.to_diff_dict())
         raise InputError(f"model: cannot build {cls.__name__} from its config: {reason}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
-    task = task_facts(kind)
-    decoder = is_decoder(config) and not task.encoder_decoder
+    decoder = is_decoder(config) and not head.encoder_decoder
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= 2  # their position ids start after the padding index
     # T5 adds its mask to a bias; cross-attention takes the mask too
-    encoder = not decoder and not task.encoder_decoder
+    encoder = not decoder and not head.encoder_decoder
     prebuilt_mask = encoder and "create_bidirectional_mask(" in source and "sliding_window" not in source
     longest = positions if isinstance(positions, int) and positions > 0 else None
     cost = forward_cost(model, longest) or ForwardCost(0, 0.0, 0.0)
@@ -187,7 +202,7 @@ def _inspect_model(config: PretrainedConfig, kind: str, name: str, cls: Any) -> 
         # models with a sliding window need the two-dimensional mask to make their second mask
         prebuilt_mask=prebuilt_mask,
         packing_problem=packing_problem(model, config, decoder, prebuilt_mask),
-        logit_transform=logit_transform(model) if task_facts(kind).decoder else None,
+        logit_transform=logit_transform(model) if head.decoder else None,
         **cost._asdict(),
         other_weights=other_weights(model),
     )

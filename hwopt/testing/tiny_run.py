@@ -162,7 +162,7 @@ def plan_for(
     """The plan of `profile` and `job_file` on `hardware`, by default this machine."""
     model = job_file.job.model
     config = planned_config(job_file.job, load_config(model.name, model.config))
-    facts = model_facts(config, job_file.job.task.kind, model.label, cache_folder() / "models")
+    facts = model_facts(config, task_facts(job_file.job.task.kind), model.label, cache_folder() / "models")
     hardware = options.pop("hardware", None) or detect()
     return resolve(
         profile, hardware, job_file, registry or Registry(), facts, detect_software(), world_size=world_size, **options

@@ -20,7 +20,7 @@ PROBLEM = Diagnosis("driver", "problem", "no driver", "sudo ubuntu-drivers insta
 def test_exit_code_tells_of_problems(
     findings: list[Diagnosis], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setattr(doctor, "examine", lambda _: findings)
     assert hwopt("doctor", cwd=tmp_path).returncode == code
     found = hwopt("doctor", "--format", "json", cwd=tmp_path)
     assert found.returncode == code
@@ -28,7 +28,7 @@ def test_exit_code_tells_of_problems(
 
 
 def test_commands_are_never_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: [FINE, WARNING, PROBLEM])
+    monkeypatch.setattr(doctor, "examine", lambda _: [FINE, WARNING, PROBLEM])
     lines = hwopt("doctor", cwd=tmp_path, COLUMNS="60").stdout.splitlines()
     assert lines[0].split() == ["ok", "torch", "torch", "2.13.0"]
     assert lines[2].endswith(f"fix: {WARNING.fix}")

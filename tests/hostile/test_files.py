@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.data.sources.tables import read_rows
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.errors import DataError, InputError
@@ -319,10 +320,10 @@ def test_corrupt_cache_is_replaced(content: bytes | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
     content = pickle.dumps(Payload(trace)) if content is None else content
     config = load_config(None, TINY_BERT)
-    made = model_facts(config, "text-classification", "a model", Path("models"))
+    made = model_facts(config, task_facts("text-classification"), "a model", Path("models"))
     (file,) = Path("models").iterdir()
     file.write_bytes(content)
-    assert model_facts(config, "text-classification", "a model", Path("models")) == made
+    assert model_facts(config, task_facts("text-classification"), "a model", Path("models")) == made
     Path("trace.npz").write_bytes(content)
     assert cached_timelines(Path("trace.npz"), dict) == {}
     np.savez("trace.npz", **{"train.base/x": np.array([Payload(trace)], dtype=object)})

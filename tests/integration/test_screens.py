@@ -138,7 +138,7 @@ def screens(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Screens:
         for module in ("api", "memory.planned", "inference.trained_model"):
             patched.setattr(f"hwopt.{module}.detect", lambda *_: MACHINE)
         patched.setattr("hwopt.planning.resolve.detect_host", lambda: MACHINE)
-        patched.setattr("hwopt.hardware.doctor.examine", lambda: FINDINGS)
+        patched.setattr("hwopt.hardware.doctor.examine", lambda _: FINDINGS)
         terminal = {name: on_terminal(partial(run_command, words), COLUMNS) for name, words in COMMANDS.items()}
         pipe = {name: hwopt(*words, cwd=folders[1]).stdout for name, words in COMMANDS.items()}
         patched.setenv("NO_COLOR", "1")

@@ -7,6 +7,7 @@ import pytest
 from published_configs import PUBLISHED
 from transformers import AutoConfig
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
 from hwopt.model.config_keys import SAVED_KEYS, unread_keys
@@ -20,7 +21,7 @@ def test_published_config_gives_the_published_number_of_parameters(name: str) ->
     published = PUBLISHED[name]
     given = copy.deepcopy(published.config)
     config = load_config(None, given)
-    assert model_facts(config, published.kind, name).parameters == published.parameters
+    assert model_facts(config, task_facts(published.kind), name).parameters == published.parameters
     assert given == published.config, "transformers changes nested tables in place"
 
 
@@ -82,7 +83,7 @@ def test_keys_that_only_the_model_reads_take_effect() -> None:
         config = load_config(
             None, {"model_type": "deberta-v2", "vocab_size": 100, "relative_attention": True, **ENCODER, **written}
         )
-        return model_facts(config, "text-classification", "deberta").parameters
+        return model_facts(config, task_facts("text-classification"), "deberta").parameters
 
     assert parameters(position_buckets=16) == parameters() - 2 * (512 - 16) * 32
     assert parameters(norm_rel_ebd="layer_norm") == parameters() + 2 * 32

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.model.forward_cost import forward_cost
@@ -16,7 +17,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 
 
 def facts(kind: str, **config: Any) -> ModelFacts:
-    return model_facts(load_config(None, config), kind, "a model")
+    return model_facts(load_config(None, config), task_facts(kind), "a model")
 
 
 class Linear(torch.nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.model.facts import is_decoder, model_class
 from hwopt.model.packing import packing_problem
 
@@ -66,7 +67,7 @@ DECODERS: dict[str, tuple[Mapping[str, Any], str]] = {
 
 def problem(config: Any, kind: str) -> str:
     with torch.device("meta"):
-        model = model_class(config, kind)(config)
+        model = model_class(config, task_facts(kind))(config)
     return packing_problem(model, config, is_decoder(config))
 
 

@@ -11,6 +11,7 @@ import pytest
 from hwopt.cli.run import run
 from hwopt.config.aliases import INSTEAD, plugin_aliases
 from hwopt.config.job import Job, make_job
+from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.config.validation import _fields_at
 from hwopt.errors import DataError, HwoptError, InputError, StorageError, is_gated
@@ -140,7 +141,7 @@ def test_path_without_permission_is_refused(locked: Path, monkeypatch: pytest.Mo
 
 def test_cache_without_permission_is_refused(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
-    assert model_facts(config, "text-classification", "a model", locked / "models").parameters > 0
+    assert model_facts(config, task_facts("text-classification"), "a model", locked / "models").parameters > 0
     assert cached_timelines(locked / "trace.npz", dict) == {}
     with pytest.raises(StorageError, match=r"private/.*: cannot access the cache .* set HWOPT_CACHE"):
         Inputs().job_or_demo(None, [], locked)

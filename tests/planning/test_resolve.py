@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import Profile, load_profile, make_profile
 from hwopt.config.profile_files import profile_files
+from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.device import Hardware, described
@@ -250,7 +251,7 @@ def test_command_line_table_is_sorted_by_stage(tmp_path: Path) -> None:
 def test_facts_of_detect_are_those_of_bert_base() -> None:
     from transformers import BertConfig
 
-    found, counted = model_facts(BertConfig(), "text-classification", BERT_BASE.name), ForwardCost._fields
+    found, counted = model_facts(BertConfig(), task_facts("text-classification"), BERT_BASE.name), ForwardCost._fields
     for key in counted:  # other versions of torch and transformers run a few other operations
         assert getattr(found, key) == pytest.approx(getattr(BERT_BASE, key), rel=0.1), key
     assert replace(found, **{key: getattr(BERT_BASE, key) for key in counted}) == BERT_BASE

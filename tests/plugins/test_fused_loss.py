@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.measured import measure_peak
@@ -381,7 +382,7 @@ def test_unsupported_task_or_logit_transform_is_skipped():
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_logit_transforms_of_models_are_found(config, seen, tmp_path):
-    facts = [model_facts(load_config(None, config), "causal-lm", "tiny", tmp_path) for _ in range(2)]
+    facts = [model_facts(load_config(None, config), task_facts("causal-lm"), "tiny", tmp_path) for _ in range(2)]
     assert facts[0] == facts[1], "the second one is from the cache"
     if seen is None:
         assert facts[0].logit_transform is None

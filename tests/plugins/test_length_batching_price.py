@@ -13,6 +13,7 @@ import pytest
 from hwopt.config.job import Data, Job, Model
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
+from hwopt.config.task_kinds import task_facts
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Groups
 from hwopt.hardware.device import described
@@ -47,7 +48,7 @@ STEPS = ((16, 16), (64, 16), (128, 64), (128, 128))
 @cache
 def facts(name: str) -> ModelFacts:
     kind, config = MODELS[name]
-    return model_facts(load_config(None, config), kind, name)
+    return model_facts(load_config(None, config), task_facts(kind), name)
 
 
 @cache

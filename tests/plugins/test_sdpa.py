@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.hardware.device import described
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
@@ -70,7 +71,7 @@ def test_cpu_order_depends_on_dropout():
 def test_dropout_of_t5_is_known():
     """Its config has one rate for all of its dropouts."""
     config = load_config(None, {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4})
-    assert model_facts(config, "seq2seq-lm", "t5").attention_dropout == 0.1
+    assert model_facts(config, task_facts("seq2seq-lm"), "t5").attention_dropout == 0.1
 
 
 def test_remaining_kernels_are_valid_options():
