@@ -9,10 +9,19 @@ from pprint import pformat
 from typing import Any, Literal, cast
 
 from hwopt.errors import InputError
-from hwopt.hosts.pieces import accepted_options, decision_line, words_of
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
+from hwopt.plugin.imports import options_from
 
+SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
+"""Arguments for the rows of a step. Plugins know them too, but a host reads them itself."""
+LOADER = {
+    "num_workers": "dataloader_num_workers",
+    "pin_memory": "dataloader_pin_memory",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "persistent_workers": "dataloader_persistent_workers",
+}
+"""Key of `recipe.loader` -> the argument."""
 STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 """Number of steps -> the strategy that it needs."""
 
@@ -74,6 +83,53 @@ def plugin_words(plan: Plan, fields: Iterable[str]) -> tuple[dict[str, Any], lis
         note = f"; not {rest}" if rest else " (it changes what is trained)" if changes else ""
         lines.append(decision_line(entry, plan, mine) + note)
     return values, lines
+
+
+def words_of(entry: PluginDecision, plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(argument, value) of each of `fields` that sets options of an applied plugin to what they are; each option once."""
+    options = entry.options.model_dump(mode="json")
+    for key, word in LOADER.items():
+        if word in fields and key in plan.recipe.loader and plan.recipe.author_of(f"loader[{key!r}]") == entry.author:
+            yield word, plan.recipe.loader[key]
+    if plan.recipe.author_of("batch['train']") == entry.author:
+        yield from ((word, rows) for word, rows in sizes_of(plan).items() if word in fields)
+    covered: set[str] = set()
+    for word in (word for word in entry.plugin.aliases if word in fields and word not in (*SIZES, *LOADER.values())):
+        for value in (True, *options.values()):
+            meant = accepted_options(entry.plugin.aliases[word], value)
+            same = [key for key, each in meant.items() if options.get(key, key == "enabled") is each or options.get(key) == each]
+            if meant and len(same) == len(meant) and not covered & meant.keys():
+                covered |= meant.keys()
+                yield word, value
+                break
+
+
+def accepted_options(alias: Any, value: Any) -> Mapping[str, Any]:
+    """The options that `alias` means with `value`; {} for a value that it does not know."""
+    try:
+        return options_from(alias, value) or {}
+    except (AttributeError, KeyError, TypeError, ValueError):  # a value of another argument
+        return {}
+
+
+def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -> str:
+    """What became of a plugin: its reason to be skipped, or the arguments that express it."""
+    if entry.decision == "skip":
+        return f"skip     {entry.name}: {entry.reason}"
+    said = [f"{word} = {value!r}" for word, value in words.items()]
+    kwargs = plan.recipe.model_kwargs
+    own = [f"{key} = {kwargs[key]!r}" for key in kwargs if plan.recipe.author_of(f"model_kwargs[{key!r}]") == entry.author]
+    if own:
+        said.append(f"for from_pretrained (hwopt.model_kwargs): {', '.join(own)}")
+    status = entry.decision if said else "left out"
+    return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it. hwopt.optimized applies it'}"
+
+
+def sizes_of(plan: Plan) -> dict[str, int]:
+    """Rows of a micro-batch that divide the rows of a step, and the number of micro-batches."""
+    rows = max(1, plan.batch.step // plan.world_size)
+    micro = next(each for each in range(min(plan.batch.train, rows), 0, -1) if rows % each == 0)
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
 
 
 def unsaid(entry: PluginDecision, words: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,18 +10,10 @@ from typing import Any
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
+from hwopt.export.arguments import LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
-IGNORED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
-"""Words that plugins know, and that a host reads itself."""
-LOADER = {
-    "num_workers": "dataloader_num_workers",
-    "pin_memory": "dataloader_pin_memory",
-    "prefetch_factor": "dataloader_prefetch_factor",
-    "persistent_workers": "dataloader_persistent_workers",
-}
-"""Key of `recipe.loader` -> the argument."""
 SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
 """Arguments by which the Trainer would do a second time what a plugin does."""
 
@@ -41,7 +33,7 @@ def own_words(args: Any) -> dict[str, Any]:
             found.pop("gradient_checkpointing", None)
         if found.get("fp16") or found.get("bf16"):
             found.pop("bf16" if args.fp16 else "fp16", None)
-        return {word: value for word, value in found.items() if word not in IGNORED}
+        return {word: value for word, value in found.items() if word not in SIZES}
     return {}
 
 

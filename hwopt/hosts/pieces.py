@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hwopt.export.arguments import SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
-from hwopt.hosts.arguments import IGNORED, LOADER, script_of
+from hwopt.hosts.arguments import script_of
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.trainer import HARMLESS, LACKS, described_model
-from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
-from hwopt.plugin.imports import options_from
 
 ARGUMENTS_LACK = {field: why for field, why in LACKS.items() if field not in HARMLESS} | {
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
@@ -40,65 +39,13 @@ def training_arguments(
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
     script = script_of(into(**own), ARGUMENTS_LACK)
     found = plan_for(described_model(model, {}), profile, script, plugins or {})
-    fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(IGNORED)
+    fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(SIZES)
     if not own.keys() & sizes_of(found.plan).keys():
         fields |= sizes_of(found.plan).keys()
-    words: dict[str, Any] = {}
-    lines: list[str] = []
-    for entry in found.plan.entries:
-        mine = {} if entry.decision == "skip" else dict(words_of(entry, found.plan, fields))
-        words |= mine
-        lines.append(decision_line(entry, found.plan, mine))
+    words, lines = plugin_words(found.plan, fields)
     arguments: Any = into(**(own | words))
     arguments.decisions = (*lines, *found.wins, *found.plan.notes)
     return arguments
-
-
-def words_of(entry: PluginDecision, plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """(argument, value) of each of `fields` that sets options of an applied plugin to what they are; each option once."""
-    options = entry.options.model_dump(mode="json")
-    for key, word in LOADER.items():
-        if word in fields and key in plan.recipe.loader and plan.recipe.author_of(f"loader[{key!r}]") == entry.author:
-            yield word, plan.recipe.loader[key]
-    if plan.recipe.author_of("batch['train']") == entry.author:
-        yield from ((word, rows) for word, rows in sizes_of(plan).items() if word in fields)
-    covered: set[str] = set()
-    for word in (word for word in entry.plugin.aliases if word in fields and word not in (*IGNORED, *LOADER.values())):
-        for value in (True, *options.values()):
-            meant = accepted_options(entry.plugin.aliases[word], value)
-            same = [key for key, each in meant.items() if options.get(key, key == "enabled") is each or options.get(key) == each]
-            if meant and len(same) == len(meant) and not covered & meant.keys():
-                covered |= meant.keys()
-                yield word, value
-                break
-
-
-def accepted_options(alias: Any, value: Any) -> Mapping[str, Any]:
-    """The options that `alias` means with `value`; {} for a value that it does not know."""
-    try:
-        return options_from(alias, value) or {}
-    except (AttributeError, KeyError, TypeError, ValueError):  # a value of another argument
-        return {}
-
-
-def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -> str:
-    """What became of a plugin: its reason to be skipped, or the arguments that express it."""
-    if entry.decision == "skip":
-        return f"skip     {entry.name}: {entry.reason}"
-    said = [f"{word} = {value!r}" for word, value in words.items()]
-    kwargs = plan.recipe.model_kwargs
-    own = [f"{key} = {kwargs[key]!r}" for key in kwargs if plan.recipe.author_of(f"model_kwargs[{key!r}]") == entry.author]
-    if own:
-        said.append(f"for from_pretrained (hwopt.model_kwargs): {', '.join(own)}")
-    status = entry.decision if said else "left out"
-    return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it. hwopt.optimized applies it'}"
-
-
-def sizes_of(plan: Plan) -> dict[str, int]:
-    """Rows of a micro-batch that divide the rows of a step, and the number of micro-batches."""
-    rows = max(1, plan.batch.step // plan.world_size)
-    micro = next(each for each in range(min(plan.batch.train, rows), 0, -1) if rows % each == 0)
-    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
 
 
 def part_plan(profile: str, model: Any, plugins: Mapping[str, Any], rows: int = ROWS) -> Plan:
