@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hwopt.hosts import accelerate, torch, trainer
+from hwopt.hosts import accelerate, own_training, torch, trainer
 from hwopt.report import run_files
 from hwopt.report.run_files import ReportFile
-from hwopt.runs import own_training
 from hwopt.runs.journal import ScriptJournal
 from hwopt.text import printable
 from hwopt.training.listener import Listener, Listeners, Summary
