@@ -212,7 +212,7 @@ def row_of(name: str, script: Callable[..., Any]) -> str:
         max(abs(a[key] - b[key]) / max(abs(b[key]), 1e-9) for a, b in zip(found, wanted, strict=True))
         for key in ("loss", "grad_norm")
     )
-    law, steps = trainer._law, trainer._run.steps
+    law, steps = trainer._split.law, trainer._run.steps
     if law.law is None:
         computed = f"whole: {law.reason}"
     else:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hwopt.hosts.collated import Batch, MicroBatch
+from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.torch import Session, planned
 from hwopt.training.listener import Listener
@@ -86,8 +87,7 @@ class Accelerator(accelerate.Accelerator):
         if self.hwopt_own_precision:
             lacks["accelerator['mixed_precision']"] = f"mixed_precision = {self.mixed_precision!r} of your script"
         if self.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-            why = f"{self.distributed_type.lower()} of your script owns model, optimizer and step"
-            lacks |= dict.fromkeys(("optimizer", "cut", "batch['train']", "model_steps"), why)
+            lacks |= engine_lacks(f"{self.distributed_type.lower()} of your script")
         found = planned(
             self.hwopt_profile,
             model,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hwopt.errors import InputError
+from hwopt.hosts.limits import engine_of
 from hwopt.text import listing
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ TRL: dict[str, Callable[[Any, bool], Additivity]] = {
 
 def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> Additivity:
     """The law of `trainer`'s loss. `counted`: it passes `num_items_in_batch` to the model. `given`: what the user says."""
+    if engine := engine_of(trainer.args):
+        return Additivity(None, f"{engine} of your arguments owns the step")
     if given is not None:
         if given not in LAWS:
             raise InputError(f"additive = {given!r}: expected one of {listing(LAWS)}")
@@ -137,6 +140,8 @@ def trainer_problem(trainer: Trainer) -> str:
         return "compute_loss_func is yours"
     if trainer.label_smoother is not None:
         return "label_smoothing_factor divides by all tokens of a batch, the padding included"
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        return "use_liger_kernel computes the loss"
     if args.n_gpu > 1:
         return f"DataParallel splits each batch over {args.n_gpu} devices; start one process for each with accelerate launch"
     return ""

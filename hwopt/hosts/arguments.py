@@ -69,12 +69,12 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
             changed.append(f"{name} = {value!r}, by {author}; it was {getattr(args, name)!r}")
             setattr(args, name, value)
 
-    precision = recipe.accelerator.get("mixed_precision", "no")
-    author = recipe.author_of("accelerator['mixed_precision']")
-    for name in ("bf16", "fp16"):
-        put(name, precision == name, author)
-    if hasattr(args, "mixed_precision"):  # derived when the arguments were made
-        args.mixed_precision = precision
+    if precision := recipe.accelerator.get("mixed_precision"):
+        author = recipe.author_of("accelerator['mixed_precision']")
+        for name in ("bf16", "fp16"):
+            put(name, precision == name, author)
+        if hasattr(args, "mixed_precision"):  # derived when the arguments were made
+            args.mixed_precision = precision
     for key, name in LOADER.items():
         if key in recipe.loader:
             put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]"))

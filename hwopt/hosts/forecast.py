@@ -12,8 +12,9 @@ from hwopt.config.profile import Profile
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hosts.arguments import script_of
+from hwopt.hosts.limits import TRAINER_LACKS
 from hwopt.hosts.script_plan import NAME, plan_for, task_of
-from hwopt.hosts.trainer import HARMLESS, LACKS, described_model
+from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.inputs import Inputs
@@ -25,7 +26,6 @@ from hwopt.text import listing
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
-FORECAST_LACKS = {field: why for field, why in LACKS.items() if field not in HARMLESS}
 LENGTH = 1024
 """Tokens of a row if neither the data, the arguments nor the model say a number."""
 
@@ -73,7 +73,7 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     profile = None if card == "auto" else profile_of(card)
     hardware = None if profile is None else hardware_of_card(profile)
     found = plan_for(
-        described, "auto" if profile is None else profile.name, script_of(args, FORECAST_LACKS), plugins, hardware=hardware
+        described, "auto" if profile is None else profile.name, script_of(args, TRAINER_LACKS), plugins, hardware=hardware
     )
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))

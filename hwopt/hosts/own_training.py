@@ -11,10 +11,9 @@ import torch
 
 from hwopt.errors import HwoptError, InputError
 from hwopt.hosts.forecast import job_with
+from hwopt.hosts.limits import OWN_PARTS_LACK, refuse_half_weights, refuse_wrapped
 from hwopt.hosts.own_parts import OwnTask
 from hwopt.hosts.script_plan import Script, plan_for, task_of
-from hwopt.hosts.torch import refuse_wrapped
-from hwopt.hosts.trainer import refuse_half_weights
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.planning.plan import Plan
@@ -23,14 +22,6 @@ from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
 from hwopt.training.listener import Listener, Listeners, Summary
-
-LACKS = {
-    "loss": "the loss is yours",
-    "collate": "your collate_fn makes the batches",
-    "batch['widths']": "your collate_fn pads the batches",
-    "final_steps": "the model that is saved is yours",
-}
-"""Field of the recipe -> why a plan for a user's own module has no place for it."""
 
 
 def train_own(
@@ -64,7 +55,7 @@ def train_own(
     if additive == "labels" and world > 1:
         raise InputError('additive = "labels" needs the labels of the other ranks, which one rank does not know: use one rank')
     found = plan_for(
-        model, profile, Script(rows, rows, dict(training or {}), lacks=LACKS, world_size=world), plugins or {}, strict
+        model, profile, Script(rows, rows, dict(training or {}), lacks=OWN_PARTS_LACK, world_size=world), plugins or {}, strict
     )
     refuse_half_weights(model, found.plan)
     parts = (model, train_dataset, eval_dataset, collate_fn, loss, metrics, additive)

@@ -9,11 +9,12 @@ from typing import Any
 from hwopt.export.arguments import SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
+from hwopt.hosts.limits import TRAINER_LACKS
 from hwopt.hosts.script_plan import Script, plan_for
-from hwopt.hosts.trainer import HARMLESS, LACKS, described_model
+from hwopt.hosts.trainer import described_model
 from hwopt.planning.plan import Plan
 
-ARGUMENTS_LACK = {field: why for field, why in LACKS.items() if field not in HARMLESS} | {
+ARGUMENTS_LACK = TRAINER_LACKS | {
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
     "events": "arguments cannot call it in each step; hwopt.optimized does",
     "optimizer_wraps": "arguments cannot wrap the optimizer; hwopt.optimized does",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import InputError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import without
@@ -197,6 +198,8 @@ class ScriptRun:
         self.plan = replace(self.plan, entries=entries)
 
     def begin_step(self) -> None:
+        if self.last_step_batch is None:
+            release_unused_memory()  # what loading and quantizing the model left in the allocator
         self.recipe.events.on_step_begin(self)
         if self.step in (0, self.total_steps - 1):
             self.observe()

@@ -15,7 +15,6 @@ the plan did to the model itself (checkpointing, compilation) stays.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,23 +27,14 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import LAWS, shifts_labels
 from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
+from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_wrapped
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
-from hwopt.hosts.trainer import HARMLESS, LACKS, WRAPPERS
 from hwopt.text import first_line, listing
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 from hwopt.training.memory_pressure import free_memory
-
-SCRIPT_LACKS = {
-    **{field: re.sub("your (Trainer|arguments)", "your script", why) for field, why in LACKS.items()},
-    "loader": "your script makes the DataLoader",
-    "order": "your script's sampler orders the rows",
-    "optimizer_wraps": "your script steps its own optimizer",
-}
-"""Field of the recipe -> why a loop of the user's has no place for it."""
-NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
 
 
 class Session:
@@ -167,17 +157,9 @@ def planned(
     if additive not in (None, *LAWS):
         raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
     refuse_wrapped(model)
-    lacks = {field: why for field, why in SCRIPT_LACKS.items() if field not in HARMLESS}
-    if not additive:
-        lacks |= dict.fromkeys(("cut", "batch['train']"), NOT_ADDITIVE)
-    own = Script(rows, rows, {}, lacks=lacks | script.pop("lacks", {}), **script)
+    lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
+    own = Script(rows, rows, {}, lacks=lacks, **script)
     return plan_for(model, profile, own, plugins, strict)
-
-
-def refuse_wrapped(model: Any) -> None:
-    """Raise InputError for a model inside a wrapper of torch."""
-    if type(model).__name__ in WRAPPERS:
-        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
 
 
 class session:

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, padded, reset, rows, t5, train
 from hosts.test_trl import tokenizer
+from torch.utils.data import DataLoader
 from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
@@ -24,6 +25,8 @@ from transformers import (
 
 import hwopt
 from hwopt.errors import DoesNotFitError, InputError, PluginError
+from hwopt.hosts.additivity import additivity_of
+from hwopt.hosts.limits import lacks_of
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -141,6 +144,55 @@ def test_loss_that_is_not_known_to_add_up_is_not_split(
     assert {name for name, decision in decisions(trainer).items() if decision == "apply"} >= {"optimizer", "sdpa", "dataloader"}
 
 
+class OwnHooks(Trainer):
+    """Makes its own loader, in another order, and its own optimizer."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset[::-1], batch_size=6, collate_fn=self.data_collator)  # type: ignore[index]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def test_loader_and_optimizer_of_a_subclass_stay_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, wanted = train(OwnHooks, tmp_path / "plain")
+    trainer, found = train(hwopt.optimized(OwnHooks, "cpu", **SPLIT), tmp_path / "ours")
+    assert farthest(found, wanted) < CLOSE
+    assert type(trainer.optimizer.optimizer) is torch.optim.SGD
+    assert all(step.rows == 12 and len(step.sizes) > 2 for step in trainer._run.steps)
+    output = capsys.readouterr().out
+    assert "OwnHooks.get_train_dataloader() makes the DataLoader" in output
+    assert "skip     optimizer: recipe.optimizer: OwnHooks.create_optimizer() makes the optimizer" in output
+
+
+def test_arguments_for_the_optimizer_of_the_trainer_leave_it_to_the_trainer(tmp_path: Path) -> None:
+    changes = {"optim": "sgd", "optim_args": "momentum=0.9"}
+    _, wanted = train(Trainer, tmp_path / "plain", **changes)
+    _, found = train(optimized(), tmp_path / "ours", **changes)
+    assert farthest(found, wanted) < CLOSE
+    momentum = arguments(tmp_path, optim_args="betas=(0.5, 0.5)")
+    assert lacks_of(Trainer, momentum, {})["optimizer"] == "optim_args of your arguments is for the Trainer's own optimizer"
+
+
+def test_precision_of_the_arguments_stays_where_the_plan_has_none(tmp_path: Path) -> None:
+    trainer, _ = train(hwopt.optimized(Trainer, write_profile(tmp_path)), tmp_path, max_steps=1, bf16=True)
+    assert trainer.accelerator.mixed_precision == "bf16"
+
+
+def test_loss_of_liger_is_not_split(tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path, use_liger_kernel=True))
+    assert additivity_of(trainer, True).reason == "use_liger_kernel computes the loss"
+    assert lacks_of(Trainer, trainer.args, {})["loss"].startswith("use_liger_kernel of your arguments")
+
+
+def write_profile(folder: Path) -> str:
+    """A profile for a CPU with the plugin `sdpa` alone."""
+    path = folder / "small.toml"
+    path.write_text('name = "small"\nsummary = "attention alone"\n[card]\nmatch = []\n[plugins.sdpa]\n')
+    return str(path)
+
+
 def test_the_users_word_permits_to_split(tmp_path: Path) -> None:
     _, wanted = train(Custom, tmp_path / "plain")
     trainer, found = train(hwopt.optimized(Custom, "cpu", additive="rows", **SPLIT), tmp_path / "ours")
@@ -256,7 +308,7 @@ def test_old_package_and_second_plan_are_refused(tmp_path: Path, monkeypatch: py
     ):
         train(optimized(), tmp_path)
     train(optimized(), tmp_path, max_steps=1)
-    monkeypatch.setattr("hwopt.hosts.trainer.version", lambda name: "1.2")
+    monkeypatch.setattr("hwopt.hosts.limits.version", lambda name: "1.2")
     with pytest.raises(InputError, match="1.2 is too old: hwopt needs >="):
         optimized()
 
@@ -280,8 +332,6 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         train(optimized(), tmp_path, lambda: torch.nn.DataParallel(bert()))
     with pytest.raises(InputError, match="the model is compiled"):
         train(optimized(), tmp_path, compiled)
-    with pytest.raises(InputError, match="fsdp in your arguments"):
-        train(optimized(), tmp_path, fsdp="full_shard")
     with pytest.raises(InputError, match="has float16 weights"):
         train(optimized(), tmp_path, lambda: bert().half())
     with pytest.raises(InputError, match="no_such_plugin"):

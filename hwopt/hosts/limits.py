@@ -1,0 +1,143 @@
+"""What a loop that is not hwopt's has no place for, and the scripts that a plan refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+import torch
+
+from hwopt.errors import InputError
+from hwopt.text import listing
+
+TRAINER_LACKS = {
+    "training": "the hyperparameters are those of your arguments",
+    "schedule": "the learning rates are those of your arguments",
+    "parameter_groups": "which weights decay, and how fast each learns, is your Trainer's",
+    "order": "your Trainer's sampler orders the rows; set train_sampling_strategy = 'group_by_length' in your arguments",
+    "collate": "your collator makes the batches",
+    "loss": "your Trainer computes the loss from the model's logits",
+    "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
+    "scaler": "Accelerate makes the loss scaler",
+    "engine": "your Trainer owns the backward pass, clipping and the update",
+    "state": "your Trainer's checkpoints have no place for it",
+    "final_steps": "the model that is saved is yours; pass peft_config or a prepared model",
+    "events['on_gradients']": "your Trainer clips before anybody sees the gradients",
+    "batch['widths']": "your collator pads the batches",
+}
+"""Field of the recipe, or key, that a Trainer has no place for -> why the plugin that writes it is skipped."""
+SCRIPT_LACKS = {
+    **{field: re.sub("your (Trainer|arguments)", "your script", why) for field, why in TRAINER_LACKS.items()},
+    "loader": "your script makes the DataLoader",
+    "order": "your script's sampler orders the rows",
+    "optimizer_wraps": "your script steps its own optimizer",
+}
+"""The same for an Accelerate script and a loop of the user's own."""
+OWN_PARTS_LACK = {
+    "loss": "the loss is yours",
+    "collate": "your collate_fn makes the batches",
+    "batch['widths']": "your collate_fn pads the batches",
+    "final_steps": "the model that is saved is yours",
+}
+"""The same for a user's own module in hwopt's loop."""
+STEP_FIELDS = ("cut", "batch['train']")
+"""What splits a step."""
+ENGINE_FIELDS = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps", "optimizer", "optimizer_wraps")
+"""What DeepSpeed, FSDP and Megatron do themselves."""
+NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
+GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
+"""Trainers of TRL that make the samples of a step themselves."""
+LIBRARIES = ("transformers", "trl", "sentence_transformers", "hwopt")
+"""Packages whose Trainers take their loader and optimizer from the arguments."""
+OWN_OPTIMIZER = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
+OWN_LOADER = ("get_train_dataloader", "_get_dataloader")
+OPTIMIZER_ARGUMENTS = ("optim_args", "optim_target_modules", "learning_rate_mapping")
+"""Arguments that only the optimizer of the Trainer reads."""
+
+
+def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, str]:
+    """`TRAINER_LACKS`, and what this Trainer class, its arguments and its constructor call (`given`) do themselves."""
+    found = dict(TRAINER_LACKS)
+    if word := engine_of(args):
+        found |= engine_lacks(f"{word} of your arguments")
+    optimizer = ""
+    if given.get("optimizers") not in (None, (None, None)) or given.get("optimizer_cls_and_kwargs") is not None:
+        optimizer = "you pass an optimizer to the Trainer"
+    elif word := next((word for word in OPTIMIZER_ARGUMENTS if getattr(args, word, None)), ""):
+        optimizer = f"{word} of your arguments is for the Trainer's own optimizer"
+    elif optimizer := overridden(trainer, OWN_OPTIMIZER):
+        optimizer += " makes the optimizer"
+    if optimizer:
+        found |= dict.fromkeys(("optimizer", "optimizer_wraps"), optimizer)
+    if loader := overridden(trainer, OWN_LOADER):
+        found["loader"] = f"{loader} makes the DataLoader"
+    if args.use_liger_kernel:
+        found["loss"] = "use_liger_kernel of your arguments chooses the kernels of the loss"
+    if any(cls.__name__ in GENERATING for cls in trainer.__mro__):
+        found |= dict.fromkeys(STEP_FIELDS, "the trainer makes its rows inside the step")
+    return found
+
+
+def engine_lacks(engine: str) -> dict[str, str]:
+    """What a plan leaves to `engine`: field of the recipe -> why."""
+    return dict.fromkeys(ENGINE_FIELDS, f"{engine} owns model, precision, optimizer and step")
+
+
+def engine_of(args: Any) -> str:
+    """ "deepspeed" or "fsdp" if the arguments, or `accelerate launch`, ask for that engine; else ""."""
+    for word in ("deepspeed", "fsdp"):
+        if getattr(args, word, None) or os.environ.get(f"ACCELERATE_USE_{word.upper()}") == "true":
+            return word
+    return ""
+
+
+def overridden(trainer: type, methods: tuple[str, ...]) -> str:
+    """The first of `methods` that a class outside of `LIBRARIES` defines for `trainer`, as "Class.method()"; else ""."""
+    for cls in trainer.__mro__:
+        own = next((method for method in methods if method in vars(cls)), "")
+        if own and cls.__module__.partition(".")[0] not in LIBRARIES:
+            return f"{cls.__name__}.{own}()"
+    return ""
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise InputError for a model inside a wrapper of torch."""
+    if type(model).__name__ in WRAPPERS:
+        raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
+
+
+def refuse_compiled(model: Any) -> None:
+    """Raise InputError for a model that is compiled already."""
+    if any(module._compiled_call_impl is not None for module in getattr(model, "modules", tuple)()):
+        raise InputError("the model is compiled: pass it as it was before model.compile(), the plan compiles it where that helps")
+
+
+def refuse_half_weights(model: Any, plan: Any) -> None:
+    """Raise InputError if the plan computes with autocast over fp32 weights, and `model` has half-precision ones."""
+    halves = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+    if halves and plan.recipe.model_kwargs.get("dtype") == "float32" and any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            f"the model has {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
+            "updates would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
+        )
+
+
+def refuse_old_versions() -> None:
+    """Raise InputError for a transformers, accelerate or TRL that is older than the oldest one that hwopt is tested with."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requires("hwopt") or ()):
+        if requirement.name not in ("transformers", "accelerate", "trl") or requirement.extras:
+            continue
+        oldest = [each for each in requirement.specifier if each.operator == ">="]
+        with suppress(PackageNotFoundError):
+            found = version(requirement.name)
+            if not all(each.contains(found, prereleases=True) for each in oldest):
+                raise InputError(
+                    f"{requirement.name} {found} is too old: hwopt needs {listing([str(each) for each in oldest])}. Upgrade it"
+                )

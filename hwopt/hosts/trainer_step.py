@@ -1,0 +1,216 @@
+"""A Trainer's optimizer step, computed at once in the last call of `training_step`.
+
+It is split by length where the law of its loss is known, and repeated in smaller parts if memory runs out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.errors import DoesNotFitError
+from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
+from hwopt.hosts.collated import Batch, MicroBatch, as_pairs, first_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.limits import STEP_FIELDS
+from hwopt.hosts.script_run import ScriptRun, ScriptStep
+from hwopt.text import first_line
+from hwopt.training.failure import last_resorts
+from hwopt.training.memory_pressure import free_memory
+
+PROBED_ROWS = 8
+"""Rows of the first batch whose losses are compared with the loss of all of them."""
+ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
+"""What TRL logs as a mean over the rows of a batch: names begin so."""
+
+
+class TrainerStep:
+    """The batches of the present step of `trainer`. `compute_loss` is the Trainer's own; `additive`: what the user says."""
+
+    def __init__(self, trainer: Any, run: ScriptRun, compute_loss: Callable[..., Any], additive: str | None) -> None:
+        self.trainer, self.run, self.compute_loss, self.additive = trainer, run, compute_loss, additive
+        self.weight = 1.0
+        """What the loss of the present micro-batch is multiplied by."""
+        self.law: Additivity | None = None
+        """How the loss adds up; None before the first step."""
+        self.batches: list[Batch] = []
+        self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
+
+    @property
+    def is_split(self) -> bool:
+        return self.law is not None and self.law.law is not None
+
+    def begin(self, batches: list[Batch], counted: bool) -> None:
+        """`batches` are those of the next step; `counted`: their labels were counted for the model."""
+        self.batches, self._counted, self._left = batches, counted, len(batches)
+
+    def loss(self, model: Any, compute: Callable[..., Any], inputs: Any, count: Any) -> Any:
+        """The loss of the step in the call for its last batch; nothing is computed in the calls before it.
+
+        `compute(inputs, count)` is the Trainer's `training_step`. A step that is not split is computed batch by batch.
+        """
+        if self.law is None:
+            self._find_law(model)
+        self._left -= 1
+        if not self.is_split:
+            self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self.batches])
+            with self._whole_batch():
+                return compute(inputs, count)
+        if self._left:
+            return torch.zeros((), device=self.trainer.args.device)
+        return self._whole_step(model, compute, count)
+
+    def _find_law(self, model: Any) -> None:
+        """Find how the loss adds up, confirm it on rows of the first step, and say it."""
+        self.run.stop_observing()
+        found = additivity_of(self.trainer, self._counted, self.additive)
+        first = self.batches[0]
+        rows = rows_of(as_pairs(first) if found.pairs else first) or 0
+        if found.law is not None and rows >= 2 and not self._agrees(model, first, found):
+            found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
+        self.law = found
+        self.run.observe()
+        if self.is_split:
+            self.run.say(f"a step is split by length: {found.reason}")
+        else:
+            self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
+
+    def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
+        """Whether the losses of single rows of `batch` add up to the loss of `PROBED_ROWS`, without dropout and gradients.
+
+        A difference counts against the spread of the rows' losses: rows of an untrained model have almost the same loss.
+        """
+        trainer, counters = self.trainer, self._counters()
+        few = first_rows(batch, PROBED_ROWS, law.pairs)
+        rows = self._parts([few], law, cut_in_order, 1)
+        count = torch.tensor(100, device=trainer.args.device) if self._counted else None
+
+        def loss_of(inputs: Batch) -> float:
+            return float(self.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=count))
+
+        training = inner(model).training
+        model.eval()
+        with torch.no_grad(), kept_random_state():
+            whole = loss_of(few)
+            losses = [loss_of(part.inputs) for part in rows]
+        model.train(training)
+        vars(trainer).update(counters)
+        rough = trainer.accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.fp32_precision == "tf32"
+        parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))
+        spread = max(losses) - min(losses)
+        return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if rough else 1e-4 * spread + 4e-6 * abs(whole)) + 1e-7
+
+    @contextmanager
+    def _whole_batch(self) -> Iterator[None]:
+        """A block for a batch that is not split: an out-of-memory error of it says why, and what to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                f"a batch of {self.trainer.args.per_device_train_batch_size} rows does not fit, and it is not split: "
+                f"{self.law.reason if self.law else ''}. Lower per_device_train_batch_size and raise "
+                f"gradient_accumulation_steps, or set gradient_checkpointing = True ({first_line(error)})"
+            ) from error
+
+    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[MicroBatch]:
+        trainer = self.trainer
+        tokenizers = (getattr(trainer.data_collator, "tokenizer", None), getattr(trainer, "processing_class", None))
+        known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
+        pad_id = next((number for number in known if number is not None), None)
+        shifted = shifts_labels(trainer.model)
+        return micro_batches(batches, law.law, cut, rows, halvings, pad_id=pad_id, shifted=shifted, pairs=law.pairs)
+
+    def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
+        """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
+        run, backoff = self.run, self._backoff
+        cut = run.recipe.cut or cut_in_order
+        while True:
+            parts = self._parts(self.batches, self.law, cut, run.batch.train, backoff.rung)
+            counters = self._counters()
+            try:
+                with kept_random_state(only_on_error=True):
+                    total = self._accumulated(model, compute, parts, count)
+                break
+            except torch.OutOfMemoryError as error:
+                if run.world_size > 1:  # the other ranks wait in the reduction of gradients
+                    raise
+                reason = first_line(error)
+            # after the except block: the exception's frames keep tensors alive
+            for parameter in inner(model).parameters():
+                parameter.grad = None
+            vars(self.trainer).update(counters)
+            free_memory(run.device)
+            backoff.reduce(sum(len(part.lengths) for part in parts).bit_length(), f"at step {run.step + 1}", reason)
+        backoff.step_succeeded()
+        changed = self._merge_metrics(counters.get("_metrics", {}).get("train", {}), parts)
+        if changed and not run.steps:
+            run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
+        self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
+        return total
+
+    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[MicroBatch], count: Any) -> Any:
+        total: Any = 0.0
+        try:
+            for number, part in enumerate(parts):
+                self.weight = part.weight
+                last = number == len(parts) - 1
+                with nullcontext() if last else self.trainer.accelerator.no_sync(model=model):
+                    total = total + compute(part.inputs, count)
+        finally:
+            self.weight = 1.0
+        return total
+
+    def _merge_metrics(self, before: Mapping[str, Any], parts: list[MicroBatch]) -> list[str]:
+        """Log for each batch of the step what TRL logged for each micro-batch; `before`: its lists before the step.
+
+        Returns the names whose values differ from the unmodified script's: means over tokens, least and greatest values.
+        """
+        law = self.law.law if self.law else None
+        changed = []
+        for name, values in getattr(self.trainer, "_metrics", {}).get("train", {}).items():
+            new = values[len(before.get(name, ())) :]
+            if len(new) != len(parts):
+                continue
+            shares = [part.weight if law != "sum" else labels_in(part.inputs, True) for part in parts]
+            mean = sum(value * share for value, share in zip(new, shares, strict=True)) / (sum(shares) or 1)
+            values[len(values) - len(new) :] = [mean] * len(self.batches)
+            if not (law == "rows" and name.startswith(ROW_MEANS)):
+                changed.append(name)
+        return sorted(changed)
+
+    def _counters(self) -> dict[str, Any]:
+        """What a trainer counts and averages while it computes losses, such as TRL's tokens: a failed attempt must not count."""
+        own = {name: value for name, value in vars(self.trainer).items() if type(value) in (int, float)}
+        metrics = getattr(self.trainer, "_metrics", None)
+        return own | ({"_metrics": copy.deepcopy(metrics)} if metrics is not None else {})
+
+    def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = ()) -> None:
+        """Keep the micro-batches of the step for evidence."""
+        run = self.run
+        pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
+        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
+
+
+@contextmanager
+def kept_random_state(only_on_error: bool = False) -> Iterator[None]:
+    """A block after which torch's random state is as before it; `only_on_error`: if it raises."""
+    state = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+    if not only_on_error:
+        restore()
